@@ -17,8 +17,9 @@ SHELL         := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS     += --no-print-directory
 
-# A stamp is a copy of everything that its install depended on, and is written last. The comparison with it fails after
-# a change of the lock or the interpreter, a move of the checkout or an interrupted install, but not after a mere touch.
+# A stamp is a copy of everything that its install depended on, and is written last. It no longer matches after the lock
+# or the interpreter has changed, the checkout has been moved, or an install has been interrupted; a mere `touch` makes
+# no difference.
 RUNTIME_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.txt .venv/pyvenv.cfg; }
 DEV_KEY     = { $(RUNTIME_KEY); cat requirements/lock-dev.txt; }
 TRL_KEY     = { echo "$(CURDIR)"; cat requirements/torch.txt tests/bench/peers/trl.txt .venv-trl/pyvenv.cfg; }

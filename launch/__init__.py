@@ -1,1 +1,1 @@
-"""Commands that start, watch and steer a run."""
+"""Commands that start, watch and control a run."""

@@ -24,9 +24,10 @@ def role_of(label: str) -> Role:
 
 
 def export(run: RunDir, role: Role, file: Path) -> None:
-    """Write an access file to `file`, with mode 0600, for a machine that reaches `run` as `role`.
+    """Write an access file to `file`, with mode 0600, for a machine that connects to `run` as `role`.
 
-    Raises RpcError(bad_request) if the run does not listen for other machines or the file cannot be written.
+    Raises RpcError(bad_request) if the run does not accept connections from other machines, or if the file cannot be
+    written.
     """
     made = access_of(run, role)
     try:
@@ -36,9 +37,9 @@ def export(run: RunDir, role: Role, file: Path) -> None:
 
 
 def access_of(run: RunDir, role: Role) -> Access:
-    """Return the access with which a machine reaches `run` as `role`.
+    """Return the access that lets a machine connect to `run` as `role`.
 
-    Raises RpcError(bad_request) if the run does not listen for other machines.
+    Raises RpcError(bad_request) if the run does not accept connections from other machines.
     """
     topology = load(run.topology, check_supported=False)
     if topology.transport.listen is None:

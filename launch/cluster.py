@@ -91,7 +91,7 @@ def main(
     interrupts = Interrupts()
     if attach:
         if overrides or resume or dry_run or detach or evaluate or checkpoint is not None or access is not None:
-            _refuse(["--attach: shows a running run and accepts no option other than --run-dir"])
+            _refuse(["--attach: shows a run in progress and accepts no option other than --run-dir"])
         raise typer.Exit(_attach(topology_file, run_dir))
     if topology_file is None:
         _refuse(["TOPOLOGY.yaml: missing; name the file that describes the run (see launch/topologies/)"])
@@ -209,8 +209,8 @@ def _reachable(topology: Topology, address: str) -> Topology:
 
 
 def _attach(topology_file: Path | None, run_dir: Path | None) -> int:
-    """Attach to `run_dir`. If it is None, attach to the newest run with the topology's name, or, without a topology, to
-    the newest run of all.
+    """Attach to the run in `run_dir`. If `run_dir` is None, attach to the newest run with the topology's name, or,
+    without a topology, to the newest run of all.
     """
     try:
         if run_dir is None:

@@ -65,7 +65,7 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
         total = model_memory.per_place(topology, elements, gpus).get(model_memory.Place(topology.home, ""), 0)
         print(f"model memory   {format_size(total)} of host memory, without activations and libraries")
     except (OSError, ValueError):
-        model = {}  # the model is not here yet
+        model = {}  # the model has not been fetched yet
     print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  {'model':>9}  {'host' if hosts else '':<{far}}module")
     for spec in plan:
         threads, seen = preflight.threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"
@@ -76,8 +76,8 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
 class Console:
     """Shows a run from its start to its end: notices and the progress on `screen`, then a summary.
 
-    Create it before the processes of this launch start. What the files already contain was shown by an earlier launch,
-    and is not shown again.
+    Create it before the processes of this launch start. Whatever the files already contain was shown by an earlier
+    launch, so it is not shown again.
     """
 
     def __init__(self, run: RunDir, topology: Topology, screen: Screen) -> None:
@@ -104,7 +104,7 @@ class Console:
         self._screen.notice(text)
 
     def tell(self, event: EVENTS) -> None:
-        """Show an event of the supervisor if a user should know of it."""
+        """Show an event of the supervisor if the user should know about it."""
         if isinstance(event, Died):
             when = f"in {event.delay_s:g} s" if event.delay_s else "now"
             self.notice(

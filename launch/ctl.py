@@ -1,4 +1,5 @@
-"""`python -m launch.ctl` inspects and steers a run. It asks the processes of the run and changes nothing itself.
+"""`python -m launch.ctl` inspects and controls a run. It sends requests to the run's processes and changes nothing
+itself.
 
 Exit status: 0 on success, 1 if the run does not answer or the doctor finds a problem, 2 if the command line is wrong
 (unknown service or run).
@@ -117,7 +118,7 @@ def restart(
 def drain(
     context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
 ) -> None:
-    """End a rollout or reference once it has finished its leases. It stays down until restart or scale starts it."""
+    """Stop a rollout or reference once it has finished its leases. It stays down until restart or scale starts it."""
     run, before = context.obj
     with _one_line_errors():
         keys = select(name, _supervised_keys(run))
@@ -149,7 +150,7 @@ def track(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="[TRACKER]", help="wandb, tensorboard, mlflow or trackio")] = "",
 ) -> None:
-    """Send missing data to the trackers of an ended run. Exit status 0 if they have everything."""
+    """Send missing data to the trackers of a run that has ended. Exit status 0 if they have everything."""
     run, _ = context.obj
     with _one_line_errors():
         if isinstance(run, Access):
@@ -223,7 +224,7 @@ def plot(
         typer.Option("--metric", metavar="NAME", help="metric or pattern, such as eval/*/accuracy; may be repeated"),
     ] = None,
 ) -> None:
-    """Draw the curves of one or more runs, whether ended or still under way."""
+    """Draw the curves of one or more runs, whether they have ended or are still in progress."""
     from launch.curves import chosen, read_histories
     from launch.drawing import picture
 
@@ -387,7 +388,7 @@ def _known_keys(run: Run) -> list[Key]:
 
 
 def _supervised_keys(run: Run) -> list[Key]:
-    """Return the processes of the topology and those that the supervisor has started since (`ctl scale`)."""
+    """Return the processes of the topology and those that the supervisor has since started (`ctl scale`)."""
     known = _known_keys(run)
     if isinstance(run, RunDir):
         try:

@@ -1,4 +1,4 @@
-"""Reads the curves of a run from its metrics files. The rows of steps that the run took back are kept separate.
+"""Reads the curves of a run from its metrics files. The rows of steps that the run rolled back are kept separate.
 
 Reading needs neither the run's processes nor a complete run directory: `metrics.jsonl` is enough.
 """
@@ -30,7 +30,7 @@ DEFAULTS = (
     "rollout/logprob_mismatch",
     "time/step",
 )
-"""The metrics that are drawn if none is named."""
+"""The metrics that are drawn if none are named."""
 READ_BYTES = 64 << 20
 """Maximum number of bytes read from each file. If a file is longer, only its newest rows are read."""
 LARGEST = 1e300
@@ -45,9 +45,9 @@ class History:
 
     name: str
     rows: list[Row]
-    """The rows of the steps that were not taken back."""
+    """The rows of the steps that were not rolled back."""
     discarded: dict[int, list[Row]]
-    """The rows of the steps that were taken back, by the lineage of weights that ended then."""
+    """The rows of the steps that were rolled back, keyed by the lineage of weights that ended then."""
 
     def points(self, metric: str) -> list[Point]:
         """Return the curve of a metric, built from the rows that contain the metric."""
@@ -133,7 +133,7 @@ def _rows(path: Path) -> list[Row]:
         try:
             row = msgspec.json.decode(line)
         except ValueError:
-            continue  # a line that is still being written, or a cut-off first line
+            continue  # a line that is still being written, or a truncated first line
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             found.append(row)
     return found

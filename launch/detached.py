@@ -1,8 +1,8 @@
 """Implements `--detach`: the launcher returns, and the supervisor keeps running in a session of its own. `--attach`
 shows the console of the run.
 
-The launcher forks once it holds the run directory and before it starts an event loop or a thread of its own. The child
-inherits the locks, so there is no moment at which another launcher could take the run.
+The launcher forks once it has locked the run directory and before it starts an event loop or a thread of its own. The
+child inherits the locks, so there is no moment at which another launcher could take over the run.
 """
 
 from __future__ import annotations

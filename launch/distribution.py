@@ -33,7 +33,7 @@ from shared.topology.distribution import DistributedFile
 from shared.topology.fields import format_size
 
 HOME_S = 120.0
-"""Seconds for which a host waits for home's scheduler and store."""
+"""Maximum time, in seconds, that a host waits for home's scheduler and store."""
 CALL_S = 5.0
 RETRY_S = 0.5
 LOOK_S = 0.2
@@ -51,7 +51,7 @@ async def take(access: Access, folder: Path, host: str, is_over: Callable[[], bo
         if is_over() and not taking.done():
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
-            raise RpcError(ErrorCode.DRAINING, f"host {host}: ended before it had received the run's files")
+            raise RpcError(ErrorCode.DRAINING, f"host {host}: stopped before it had received the run's files")
     taking.result()
     text = document.dump(distribution.relocated(data, folder))
     return dataclasses.replace(access, topology=text)

@@ -48,7 +48,7 @@ R = TypeVar("R")
 ANSWER_S = 1.5
 """Maximum seconds to wait for each process's answer."""
 STALL_S = 5.0
-"""Seconds after which a wait of the next step, a lease without progress or a call to users' code is reported as a
+"""Seconds after which a wait by the next step, a lease without progress or a call to users' code is reported as a
 cause.
 """
 IDLE_S = 8.0
@@ -205,7 +205,7 @@ def _stopped(services: Iterable[ServiceRow]) -> list[WaitRow]:
 
 
 def diagnose(examined: Examined) -> list[Finding]:
-    """Return the findings: causes first, by the number of their stalls, then waits that are not faults in
+    """Return the findings: causes first, ordered by the number of their stalls, then waits that are not faults in
     themselves."""
     graph = _Graph(examined)
     wrong = [*_processes(graph), *_stores(graph), *_services(graph), *_leases(graph), *_troubles(graph)]
@@ -261,7 +261,7 @@ def _processes(graph: _Graph) -> Iterator[Finding]:
         state = graph.examined.states.get(row.of, "")
         slow = state == ProcessState.STARTING and row.since_s >= SLOW_START_S
         if row.kind == WaitKind.PROCESS and not row.of and row.since_s >= SLOW_START_S:
-            yield graph.finding(f"{SUPERVISOR}/0", row.what, row)  # A host has no agent.
+            yield graph.finding(f"{SUPERVISOR}/0", row.what, row)  # No agent reports from a host.
             continue
         if row.kind == WaitKind.STOPPED or (row.kind == WaitKind.PROCESS and (state == ProcessState.BACKOFF or slow)):
             explained.add(row.of)
@@ -308,7 +308,7 @@ def _services(graph: _Graph) -> Iterator[Finding]:
 
 
 def _leases(graph: _Graph) -> Iterator[Finding]:
-    """Yield a finding for each lease that makes no progress for a reason that its holder does not report."""
+    """Yield a finding for each lease that is making no progress for a reason that its holder does not report."""
     for _, row in graph.rows:
         if row.kind == WaitKind.LEASE and row.since_s >= STALL_S and graph.examined.answers.get(row.of) is not None:
             yield graph.finding(row.of, f"{row.of}: {row.what}; it is lost at the limit and leased again", row)
@@ -386,7 +386,7 @@ def as_document(examined: Examined, findings: list[Finding]) -> dict[str, Any]:
 def as_lines(examined: Examined, findings: list[Finding]) -> Iterator[str]:
     """Yield the findings as human-readable lines, causes first."""
     wrong = [each for each in findings if each.wrong]
-    at = f"step {examined.step} of {examined.steps}" if examined.step is not None else "the scheduler does not answer"
+    at = f"step {examined.step} of {examined.steps}" if examined.step is not None else "the scheduler is not responding"
     count = f"{len(wrong)} cause{'s' if len(wrong) > 1 else ''} found" if wrong else "nothing is wrong"
     yield f"{examined.run}: {at}, {len(examined.answers)} processes, {count}"
     for each in wrong:

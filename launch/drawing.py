@@ -67,7 +67,7 @@ def plain(text: str, limit_chars: int) -> str:
 
 
 def picture(histories: Sequence[History], metrics: Sequence[str]) -> str:
-    """Return the charts of `metrics` as an SVG document. Curves of steps that a run took back are thin and dashed."""
+    """Return the charts of `metrics` as an SVG document. Curves of steps that a run rolled back are thin and dashed."""
     columns = max(1, min(COLUMNS, len(metrics)))
     legend = LEGEND_LINE * len(histories) if len(histories) > 1 else 0
     width, height = columns * WIDTH, math.ceil(len(metrics) / columns) * HEIGHT + legend

@@ -21,7 +21,7 @@ _SHOWN_NAMES = 3
 def without_training(topology: Topology) -> Topology:
     """Return `topology` for a run that only evaluates and does not start or reserve what only training needs.
 
-    The trainer stays, because it publishes the weights and proves that the engines have loaded them.
+    The trainer is kept, because it publishes the weights and proves that the engines have loaded them.
     """
     colocated = tuple(name for name in topology.placement.colocate if name != "reference")
     changes = {

@@ -26,7 +26,7 @@ from shared.topology import Topology
 from shared.topology.algorithm import is_function
 
 LIMIT_S = 60.0
-"""Maximum seconds for importing all functions. A rollout allows users' modules the same time."""
+"""Maximum seconds for importing all functions. A rollout allows the same time for importing users' modules."""
 _END_S = 10.0
 _REMEDY = {
     "reward": "correct {key} or its params",

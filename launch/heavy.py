@@ -1,7 +1,7 @@
 """Names the modules that services need to compute with the model, so that they are imported once for all services.
 
-An entry is `module`, or `module:function` for a function that does the imports. If a module is missing here, each
-service imports it when it starts, which only makes the start slower.
+An entry is `module`, or `module:function` for a function that does the imports. If a module is missing from this list,
+each service imports it for itself, which only makes the service start more slowly.
 """
 
 from __future__ import annotations

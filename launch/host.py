@@ -45,7 +45,8 @@ from shared.security.access import Access
 from shared.topology import Topology, TopologyError, load
 
 JOIN_S = 60.0
-"""Seconds for which an agent tries to join a run that does not answer, or that still knows an earlier agent."""
+"""Maximum time, in seconds, that an agent keeps trying to join a run that does not answer, or that still has a record
+of an earlier agent."""
 RETRY_S = 1.0
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -271,7 +272,7 @@ class _Life:
                 access=self._access,
             )
             running = asyncio.ensure_future(supervisor.run())
-            await asyncio.sleep(0)  # lets the supervisor open its door first
+            await asyncio.sleep(0)  # lets the supervisor begin to listen first
             self._ends.apply_to(supervisor)
             following = asyncio.create_task(link.follow(supervisor))
             ended = await running

@@ -1,8 +1,8 @@
 """Fetches the models and data sets that a topology names by their hub names into the local Hugging Face cache.
 
 `huggingface_hub` does the work, so its environment variables are respected (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE,
-HF_HOME, ...), a download continues where a broken connection stopped it, complete files are kept, and the cache is
-used if the hub cannot be reached. The library is imported only for a topology with hub names.
+HF_HOME, ...), a download that was interrupted by a broken connection is resumed, complete files are kept, and the cache
+is used if the hub cannot be reached. The library is imported only for a topology with hub names.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Missing:
 def pinned(names: Mapping[Path, HubName], topology: FilePath) -> list[str]:
     """Return the overrides that keep a run at the commits that its resolved `topology` records for `names`.
 
-    There is no override for a name that specifies a commit, or a repository other than the recorded one.
+    A name gets no override if it specifies a commit, or if the recorded repository is a different one.
     """
     try:
         recorded = document.plain(topology.read_text())
     except (OSError, ValueError):
-        return []  # Opening the run reports this.
+        return []  # This error is reported when the run is opened.
     made = []
     for key, name in names.items():
         value = str(value_at(recorded, key))
@@ -189,7 +189,9 @@ def _download(name: HubName, *, local_files_only: bool) -> None:
 
 def _broken_off(name: HubName, reason: str) -> str:
     line = " ".join(reason.split())[:200]
-    return f"{name}: the download broke off ({line}); complete files are kept, and the same command fetches the rest"
+    return (
+        f"{name}: the download was interrupted ({line}); complete files are kept, and the same command fetches the rest"
+    )
 
 
 def _refused(name: HubName, error: Exception) -> str:
@@ -213,7 +215,7 @@ def _refused(name: HubName, error: Exception) -> str:
 
 def _no_file(name: HubName, known: list[str]) -> str:
     what = "safetensors or JSON file" if name.kind == "model" else f"Parquet or JSONL file {name.path}*"
-    # A path leaves out the suffix and the shard numbers.
+    # The path in a hub name omits the suffix and the shard numbers.
     paths = {_SHARD.sub("", file) for file in known}
     return f"{name}: the {name.kind} has no {what}{nearest(name.path, paths)}"
 

@@ -16,7 +16,8 @@ class Interrupts:
     """Handles the signals for the whole life of the process. Use it only on the main thread.
 
     A signal raises KeyboardInterrupt, unless `tell` has set a function to call instead. asyncio's own handlers would
-    not suffice: when a loop closes, it restores the default action of the signals, which ends the process.
+    not suffice, because a loop that closes restores the default action of the signals, and that action ends the
+    process.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,8 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Delay any signal until the end of the block. A mask is not enough, because other threads receive signals."""
+        """Delay any signal until the end of the block. A signal mask would not be enough, because other threads would
+        still receive the signals."""
         self._holds = True
         try:
             yield

@@ -43,7 +43,7 @@ def main(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print each row of the stream as one JSON object")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="print lines, as is done without a terminal")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="print lines of text, as when there is no terminal")] = False,
     topic: Annotated[
         list[str] | None,
         typer.Option("--topic", metavar="PREFIX", help="print only rows of topics with this prefix; may be repeated"),
@@ -53,9 +53,7 @@ def main(
     ] = False,
     listen: Annotated[
         str,
-        typer.Option(
-            "--listen", metavar="ADDRESS:PORT", help="loopback address of the page of --web; port 0 picks a free one"
-        ),
+        typer.Option("--listen", metavar="ADDRESS:PORT", help="loopback address for --web; port 0 picks a free port"),
     ] = "127.0.0.1:0",
 ) -> None:
     """Show the state of a run and every change to it."""

@@ -68,7 +68,8 @@ async def verify_access(context: zmq.Context[zmq.Socket[bytes]], access: Access,
     """Return once `service` admits this access.
 
     Raises RpcError: `bad_request` if it refuses the access or belongs to another run, `deadline` if nothing answers. A
-    request alone could not distinguish these cases: a peer that refuses and an absent one both leave it unanswered.
+    request alone could not distinguish these cases, because a peer that refuses and one that is absent both leave it
+    unanswered.
     """
     endpoint = access.endpoints[service]
     outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()

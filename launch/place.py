@@ -21,8 +21,8 @@ from shared.topology import Topology, load
 
 BASE = Path("runs")
 LOCK_WAIT_S = 40.0
-"""Maximum seconds to wait until the guard of a killed launcher has stopped its services and the directory is free, in
-addition to the time for a checkpoint that is being written."""
+"""Maximum time, in seconds, to wait until the guard of a killed launcher has stopped its services and the directory is
+free. The time for a checkpoint that is being written is added to it."""
 _POLL_S = 0.1
 _MIB = 1 << 20
 FIXED = (
@@ -75,7 +75,7 @@ def lock(path: Path, save_limit_s: float = 0.0) -> int:
     """Lock the run directory. Return the lock's descriptor. The guard shares it, so that the lock outlives this
     process.
 
-    Waits for the processes of a killed launcher to end. They may first have to write a checkpoint (`save_limit_s`).
+    Waits for the processes of a killed launcher to exit. They may first have to write a checkpoint (`save_limit_s`).
     Raises RpcError(busy) if another launcher or its services are alive, RpcError(bad_request) if the directory cannot
     be created, and OSError if there is no room for it.
     """
@@ -85,7 +85,7 @@ def lock(path: Path, save_limit_s: float = 0.0) -> int:
     except OSError as error:
         if error.errno in DISK_FULL_ERRNOS:
             raise
-        text = f"{path}: cannot be a run directory ({error.strerror}); name another folder with --run-dir"
+        text = f"{path}: cannot be used as a run directory ({error.strerror}); name another folder with --run-dir"
         raise RpcError(ErrorCode.BAD_REQUEST, text) from None
     shared = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if not _try_lock(own):
@@ -176,7 +176,8 @@ def reopen(path: Path, topology: Topology) -> RunDir:
 def cannot_start_text(path: Path, topology: Topology, error: OSError) -> str:
     """Return one line that describes an error in a file system that a run needs when it starts.
 
-    If one of these file systems is full, the line names the fullest, because the error of a failed write names none.
+    If one of these file systems is full, the line names the fullest, because the error of a failed write does not say
+    which one it is.
     """
     text = f"run directory {path.absolute()}: cannot be started: {error.strerror or error}"
     if error.errno not in DISK_FULL_ERRNOS:

@@ -222,9 +222,10 @@ def host_bytes() -> int:
 
 
 def gpu_bytes() -> dict[str, int]:
-    """Return the memory of every GPU of this machine by its index and by its UUID, or {} if nvidia-smi cannot tell.
+    """Return the memory of every GPU of this machine by its index and by its UUID, or {} if nvidia-smi cannot report
+    it.
 
-    CUDA may number GPUs of different sizes in another order, so their indices are left out.
+    CUDA may number GPUs of different sizes in a different order, so their indices are left out.
     """
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:

@@ -60,13 +60,13 @@ class Metrics:
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # A crash has cut off the line, and the scheduler repairs it.
+                continue  # A crash has cut off the line; the scheduler will repair it.
             if isinstance(row, dict):
                 rows.append(row)
         return rows
 
     def _take(self, row: Row) -> None:
-        if self.last and int(row.get("step", 0)) <= self.step:  # The run went back, and the file is read again.
+        if self.last and int(row.get("step", 0)) <= self.step:  # The run went back, so the file is read again.
             self.accuracy.clear()
             self.first_accuracy.clear()
             self._times.clear()

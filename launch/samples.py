@@ -25,7 +25,7 @@ STYLES = ("", "yellow", "dark_orange", "red", "bold white on red")
 PROBABILITIES = (0.5, 0.2, 0.05, 0.01)
 """A token with at most this probability gets the next style."""
 MISMATCHES = (0.01, 0.05, 0.2, 1.0)
-"""A token whose log-probs differ by at least this much gets the next style."""
+"""A token for which the log-probs of the engine and the trainer differ by at least this much gets the next style."""
 
 
 class Color(StrEnum):
@@ -52,7 +52,7 @@ _KEYS: dict[Order, Callable[[Record], float]] = {
 
 
 def ordered(records: Sequence[Record], order: Order | None) -> list[Record]:
-    """Return the records in the given order, or, with None, in the order in which they were written."""
+    """Return the records in the given order, or in the order in which they were written if that is None."""
     return list(records) if order is None else sorted(records, key=_KEYS[order])
 
 

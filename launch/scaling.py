@@ -14,7 +14,7 @@ from shared.rundir import RunDir
 from shared.topology import Topology, TopologyError, load
 
 THREADS_PER_CPU = 4
-"""Maximum number of CPU threads of all instances together, for each CPU that this process may use."""
+"""Maximum number of CPU threads of all instances together per CPU that this process may use."""
 
 
 def ranks(topology: Topology) -> dict[str, int]:
@@ -40,9 +40,7 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
         raise _refused(service, instances, "on the CPUs of other hosts, the number follows from the topology")
     if not away and instances * threads > THREADS_PER_CPU * cpus:
         most = THREADS_PER_CPU * cpus // threads
-        text = (
-            f"{instances * threads} CPU threads on {cpus} CPUs exceed {THREADS_PER_CPU} for each; use {most} or fewer"
-        )
+        text = f"{instances * threads} CPU threads on {cpus} CPUs exceed {THREADS_PER_CPU} per CPU; use {most} or fewer"
         raise _refused(service, instances, text)
     try:
         then = load(run.topology, [setting] if setting else [])
@@ -68,7 +66,8 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
 
 
 def _check(topology: Topology, service: str, instances: int) -> None:
-    """Raise RpcError(bad_request) if the service cannot be scaled in this run, or not to this number of instances."""
+    """Raise RpcError(bad_request) if the service cannot be scaled in this run, or cannot have this number of
+    instances."""
     if service not in LEASING or (service == "reference" and topology.services.reference is None):
         text = f"{service} cannot be scaled: in this run only {', '.join(_scalable(topology))} can"
         raise RpcError(ErrorCode.BAD_REQUEST, text)

@@ -1,8 +1,8 @@
 """`ctl trace`: the story of one task across processes, from the scheduler's journal and the logs. It changes nothing.
 
 The journal is replayed up to its current end with the scheduler's own rules, and every event that changed the task is
-reported with its time and cause. A compacted journal begins with a snapshot. For tasks that were collected earlier, the
-snapshot records only the steps.
+reported with its time and cause. A compacted journal begins with a snapshot. For tasks that had been collected by then,
+the snapshot records only the steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MOST_ROWS = 2000
 """Maximum number of entries that are sent to another machine."""
 _HIDDEN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run", "exception"})
 _ENDS = frozenset({"exited", "process died", "killed", "to be killed"})
-"""Events in the supervisor's log about the end of a process, whose name is under `name`."""
+"""Events in the supervisor's log about the end of a process. The field `name` holds the name of the process."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class _Replay:
 
 
 _WHAT: Final = {
-    TaskState.ROLLED_OUT: "waits for its next stage",
+    TaskState.ROLLED_OUT: "waiting for its next stage",
     TaskState.READY: "ready",
     TaskState.BATCHED: "batched",
     TaskState.TRAINED: "trained",

@@ -166,10 +166,11 @@ class FileHead:
 
 
 class BlockLayout:
-    """The layout of a file to be written. Offsets are known at once, checksums only after the data has been written.
+    """The layout of a file to be written. The offsets are known at once, but the checksums only after the data has been
+    written.
 
-    `tasks` contains (task_id, fence, {key: array}) with arrays in wire form (`proto.tensors.as_wire`). Raises
-    WireError, with the cause, if they cannot be written.
+    `tasks` contains tuples (task_id, fence, {key: array}), with the arrays in wire form (`proto.tensors.as_wire`).
+    Raises WireError, with the cause, if they cannot be written.
     """
 
     def __init__(self, tasks: Sequence[tuple[str, int, dict[str, Array]]]) -> None:

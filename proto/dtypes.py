@@ -1,4 +1,4 @@
-"""The closed table of tensor element types. A code is not reused for another type."""
+"""The closed table of tensor element types. A code is never reused for another type."""
 
 from __future__ import annotations
 

@@ -18,13 +18,15 @@ from proto.blockfile import Table
 from proto.tensors import Array
 
 MAX_NAMED = 1 << 16
-"""Maximum number of missing shards that are named. A request may cover the product of two long lists."""
+"""Maximum number of missing shards that are named. It is limited because a request may cover the product of two long
+lists."""
 _EMPTY = np.empty(0, np.int64)
 
 
 class Picks(NamedTuple):
     """The tasks of an excerpt, as columns. `task_ids` and `fences` have one entry per task. Place i is task `tasks[i]`
-    of table `files[i]` and has shards of pick `owners[i]`. Owners ascend, and so do the files of each owner.
+    of table `files[i]` and has shards of pick `owners[i]`. The owners are in ascending order, and so are the files of
+    each owner.
     """
 
     task_ids: list[str]
@@ -37,7 +39,7 @@ class Picks(NamedTuple):
 @dataclass(frozen=True)
 class Excerpt:
     """The header and table of a new file, in `head`, and its data: run i copies `lengths[i]` bytes of file `files[i]`
-    from `sources[i]` to `targets[i]`. Targets ascend; gaps between runs are zeros.
+    from `sources[i]` to `targets[i]`. The targets are in ascending order; gaps between runs are zeros.
     """
 
     head: bytes
@@ -66,8 +68,8 @@ def missing_keys(tables: Sequence[Table], picks: Picks, keys: Sequence[str]) -> 
 def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: int) -> Excerpt | None:
     """Return an excerpt with the shards `keys` of `picks`, or all their shards if `keys` is empty.
 
-    The excerpt ends before the task that would exceed `max_bytes`, but has at least one task. Returns None if a shard
-    is missing (see `missing_keys`).
+    The excerpt ends before the first task that would make it exceed `max_bytes`, but has at least one task. Returns
+    None if a shard is missing (see `missing_keys`).
     """
     count = len(picks.task_ids)
     if not count:

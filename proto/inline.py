@@ -1,7 +1,7 @@
 """Small numeric arrays inside a body, in the msgpack-numpy format but with checks that msgpack-numpy lacks.
 
 The msgpack-numpy decoder unpickles kind `O`, and for type `|O` it builds object arrays over the sender's bytes. This
-module calls it only after type, shape and size have been checked against closed lists.
+module calls that decoder only after type, shape and size have been checked against closed lists.
 """
 
 from __future__ import annotations

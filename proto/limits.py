@@ -1,6 +1,6 @@
-"""Message limits. Receivers check them before they allocate memory, and senders check the same limits.
+"""Message limits. Receivers check them before they allocate memory, and senders before they send a message.
 
-Senders check because an oversize frame makes a ZeroMQ peer reconnect forever (SPEC section 7).
+Senders check them because an oversize frame makes a ZeroMQ peer reconnect forever (SPEC section 7).
 """
 
 from __future__ import annotations

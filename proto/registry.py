@@ -1,4 +1,4 @@
-"""The registry of messages by type number, filled by `messages` at import, and the base classes of messages.
+"""Defines the registry of messages by type number, which `messages` fills at import, and the base classes of messages.
 
 The message descriptions in SPEC.md come from the message classes: the docstring, with the message's own error codes
 under `Errors:`, and for each field the comment beside it or the docstring below it.

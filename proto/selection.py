@@ -32,7 +32,8 @@ class Selection(NamedTuple):
     """Row numbers in the table."""
 
     def columns(self) -> int:
-        """Return the number of rows per task if all tasks have the same keys and types, as is usual; otherwise 0."""
+        """Return the number of rows per task if all tasks have the same keys and types, which is the usual case;
+        otherwise return 0."""
         each = int(self.counts[0]) if len(self.counts) else 0
         alike = each > 0 and bool(
             (self.counts == each).all()

@@ -1,4 +1,5 @@
-"""Tensors on the wire: a table of fixed 96-byte rows, then raw frames. Every size is checked before use."""
+"""Encodes and decodes tensors on the wire: a table of fixed 96-byte rows, then raw frames. Every size is checked before
+use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`Batch`: a set of tasks, their keys and scalars, and the stores that hold their shards, with explicit transfers.
+"""Defines `Batch`: a set of tasks, their keys and scalars, and the stores that hold their shards, with explicit
+transfers.
 
 A `Batch` is REMOTE (a handle: ids, sizes, stores), LOCAL (it also holds its arrays) or EMPTY (no tasks). Only `fetch`
 moves data: splitting and joining handles does not. A handle is sent as `BatchMeta`, so a controller passes only
@@ -194,8 +195,8 @@ class Batch:
 
         Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens. The
         tokens of the largest chunk are at most 4/3 - 1/(3 count) times the optimum. Ties go to the lower index and the
-        lower chunk, so the result is deterministic. Tasks without tokens count as one token each, which spreads them,
-        too.
+        lower chunk, so the result is deterministic. Tasks without tokens count as one token each, so that they are
+        spread, too.
 
         Tasks are not divided: handles and fetches are per task, and the samples of a task share a prompt, which a rank
         computes once. Raises ValueError for a count below 1.
@@ -240,8 +241,9 @@ class Batch:
     def union(self, other: Batch) -> Batch:
         """Return a handle to the same tasks with the keys and scalars of both batches, in this batch's order.
 
-        Each part of `other` must be new or equal to a part of this batch. If both batches have a scalar, this batch's
-        values are kept. Raises ValueError if tasks or fences differ, or parts overlap only partially.
+        Each part of `other` must be new or equal to a part of this batch. If both batches have a scalar of the same
+        name, this batch's values are kept. Raises ValueError if tasks or fences differ, or parts overlap only
+        partially.
         """
         mine, theirs = self._meta, other._meta
         order = _task_order(mine.tasks, theirs.tasks)

@@ -20,7 +20,7 @@ _CHUNK_BYTES = 8 << 20
 def verify(path: Path, only: Sequence[str] = ()) -> dict[str, Any]:
     """Check the size and checksum of every file, or of those in `only`, and return the manifest.
 
-    Raises RpcError(conflict) if the checkpoint is damaged or has another layout.
+    Raises RpcError(conflict) if the checkpoint is damaged or has a different layout.
     """
     try:
         manifest = json.loads((path / STATE).read_text())

@@ -1,4 +1,4 @@
-"""Reads a file of lines as it grows, and detects when lines already read are removed."""
+"""Reads a file of lines as it grows, and detects when lines that have already been read are removed."""
 
 from __future__ import annotations
 

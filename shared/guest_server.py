@@ -18,9 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HOST = "127.0.0.1"
 HEAD_LIMIT_BYTES = 16 << 10
 IDLE_S = 600
-"""Maximum seconds between two pieces of a request, and between two requests on a connection."""
+"""Maximum time, in seconds, between two pieces of a request, and between two requests on a connection."""
 STOP_S = 1
-"""Maximum seconds that `stop` waits for requests in progress before it cancels them."""
+"""Maximum time, in seconds, that `stop` waits for requests in progress before it cancels them."""
 
 
 class GuestServer:
@@ -36,7 +36,7 @@ class GuestServer:
     ) -> None:
         """`listen` is a host and a port; port 0 means any free port.
 
-        Connections beyond `most_connections` get a 503.
+        Connections beyond `most_connections` receive status 503.
         """
         self._listen = listen
         config = uvicorn.Config(
@@ -78,7 +78,7 @@ class GuestServer:
         self._serving = asyncio.create_task(self._server.serve([listener]))
 
     async def stop(self) -> None:
-        """Close every connection. Requests in progress receive `http.disconnect` and have STOP_S to finish."""
+        """Close every connection. Requests in progress receive `http.disconnect` and have STOP_S seconds to finish."""
         if self._serving is None:
             return
         self._server.should_exit = True

@@ -1,4 +1,5 @@
-"""The worker's side of leases: acquire, renew by progress, complete, hand back.
+"""The worker's side of leases: acquiring them, renewing them by making progress, completing them, and handing them
+back.
 
 Calls to a scheduler or store that is unavailable are repeated while the lease is held, each with a time limit. A call
 within its limit renews the lease, however short `lease_s` is. A call that exceeds its limit no longer renews the lease.
@@ -130,7 +131,7 @@ class LeaseBook:
         self.blocked_on_devices: Callable[[], bool] = lambda: False
         """Returns whether computation is blocked by processes that hold the devices. Turns have their own limits."""
         self.queued: set[Lease] = set()
-        """Leases that wait for other leases to end. They progress whenever one of the other leases does."""
+        """Leases that wait for other leases to end. They count as progressing whenever one of the other leases does."""
         self.retired = asyncio.Event()
         """Event that is set once no further lease may be acquired."""
         self._others = 0
@@ -226,7 +227,8 @@ class LeaseBook:
 
     @contextmanager
     def part(self, lease: Lease, what: str) -> Iterator[None]:
-        """Report the body as part of the life of a lease's traced tasks, if it ends without an exception."""
+        """Report the body of the `with` statement as part of the life of a lease's traced tasks, if it ends without an
+        exception."""
         began = time.monotonic()
         yield
         self._report(lease, what, began)
@@ -264,7 +266,8 @@ class LeaseBook:
         """End the lease with `results`. The lease's other tasks go back to the scheduler. Raises LeaseLost."""
         request = self._request(lease, results, scalars or {})
         try:
-            # The call continues if the lease is given up: a heartbeat may report its end before the answer arrives.
+            # The call continues even if the lease is given up: a heartbeat may report the lease's end before the answer
+            # arrives.
             call = partial(self._service.scheduler.call, request, CompleteAck, deadline_s=CALL_S)
             ack = await lease.within(CALL_S, self._repeat(lease, "complete", lambda _: call(), CALL_S))
         except RpcError as error:

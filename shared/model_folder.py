@@ -1,4 +1,4 @@
-"""Atomically makes folders from which Hugging Face libraries can load a model. It does not import torch."""
+"""Atomically creates folders from which Hugging Face libraries can load a model. It does not import torch."""
 
 from __future__ import annotations
 

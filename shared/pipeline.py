@@ -18,7 +18,7 @@ from shared.rpc.errors import RpcError
 FINISHING_BLOCKS = 2
 DRAIN_FINISH_S = 4.0
 STOP_S = 4.0
-"""Maximum seconds for a cancelled computation to end."""
+"""Maximum time, in seconds, that a cancelled computation may take to end."""
 PREPARE_S = 30.0
 PREPARE_ATTEMPTS = 4
 """Seconds and number of attempts after which repeated failures to prepare leases with the same weights are fatal."""
@@ -213,7 +213,8 @@ class LeasePipeline(Generic[P, C]):
                     raise RpcError(
                         ErrorCode.INTERNAL,
                         f"lease {lease.grant.lease_id} was lost, and {lease_s:g} s later (lease.lease_s) its "
-                        "computation has neither stopped nor moved: it hangs, so this process ends and is restarted",
+                        "computation has neither stopped nor advanced: it is hanging, so this process exits and is "
+                        "restarted",
                     )
             return computing.result()
         finally:

@@ -30,14 +30,15 @@ CHECKPOINT_PREFIX = "step-"
 SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlbus-"
 UNFINISHED_PREFIX = ".rlbus-run-"
-"""Prefix of the hidden name of a run directory that is still being made. Its creator holds a lock on it."""
+"""Prefix of the hidden name of a run directory that is still being created. Its creator holds a lock on it."""
 _OWNER_LOCK = "owner.lock"
 _SHM_LINK = "shm"
 _TOPOLOGY = "topology.yaml"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SPILL_LINK = "spill"
 ABANDONED_S = 60.0
-"""Minimum age in seconds of volatile directories to sweep, because a killed service may be about to restart."""
+"""Minimum age, in seconds, of volatile directories to sweep. Younger ones may belong to a killed service that is about
+to restart."""
 
 
 def service_name(service: str, instance: int) -> str:
@@ -205,7 +206,7 @@ class RunDir:
             raise RpcError(ErrorCode.BAD_REQUEST, f"run directory {path}: holds another run; choose another")
         if old.shm.exists() and not _remove_unowned(old.shm, old.shm / _OWNER_LOCK):
             raise RpcError(
-                ErrorCode.BAD_REQUEST, f"run directory {path}: its services are still running; end them first"
+                ErrorCode.BAD_REQUEST, f"run directory {path}: its services are still running; stop them first"
             )
         old.remove_volatile()
         (path / _TOPOLOGY).write_text(access.topology)
@@ -391,7 +392,8 @@ def _is_old(folder: Path, prefix: str) -> bool:
 
 
 def _remove_unowned(folder: Path, lock: Path) -> bool:
-    """Remove `folder` unless a process holds `lock`: a file in `folder`, or `folder` itself while it is being made."""
+    """Remove `folder` unless a process holds `lock`, which is a file in `folder`, or `folder` itself while it is being
+    created."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

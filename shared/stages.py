@@ -1,7 +1,7 @@
 """The graph of a train task's stages: which shards each stage needs, and which it produces.
 
-A task is ready for a stage when all keys that the stage needs have been accepted. A new stage (a critic, a judge)
-takes one declaration.
+A task is ready for a stage when all keys that the stage needs have been accepted. A new stage (a critic, a judge) needs
+only one declaration.
 
 Shards of one task (S sequences, T tokens in total, prompt included; ragged, never padded):
 

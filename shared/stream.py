@@ -76,7 +76,7 @@ class Stream:
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
     async def rows(self) -> AsyncIterator[TopicRow]:
-        """Yield the last value of every topic, then each change. It starts over after a loss or a restart."""
+        """Yield the last value of every topic, then each change. Start over after a loss or a restart."""
         incarnation, sequence, checked = _NONE, 0, False
         if isinstance(self._run, Access):
             await self._take_snapshot()  # The snapshot has the address of the stream.

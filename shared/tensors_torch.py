@@ -51,8 +51,9 @@ def _row(tensor: torch.Tensor) -> dtypes.DType:
 def to_torch(array: Array) -> torch.Tensor:
     """Return a tensor of the same shape and bits that shares memory with `array` if possible.
 
-    The array is copied if torch cannot represent it: read-only (torch has no read-only tensors), big-endian, with
-    negative strides, or not aligned to its elements. Raises WireError for a dtype outside `proto.dtypes`.
+    The array is copied if torch cannot represent it: if it is read-only (torch has no read-only tensors), is
+    big-endian, has negative strides, or is not aligned to its elements. Raises WireError for a dtype outside
+    `proto.dtypes`.
     """
     row = dtypes.by_numpy(array.dtype)
     if array.dtype != row.numpy:

@@ -1,4 +1,4 @@
-"""Selects the tasks that are traced, and makes the identifiers of their spans.
+"""Selects the tasks that are traced, and derives the identifiers of their spans.
 
 Every process derives both from the task's id by hashing, so each process reports its own part of a trace and no message
 carries a trace context. Identifiers have the sizes of W3C Trace Context: 16 bytes for a trace, 8 for a span.

@@ -35,7 +35,8 @@ def import_function(path: str) -> Callable[..., Any]:
 
 
 def find_function(path: str, key: str, arguments: int, params: Mapping[str, object]) -> Callable[..., Any]:
-    """Return the function at `path`, which must accept `arguments` positional arguments and the keywords `params`.
+    """Return the function at `path`, which must accept `arguments` positional arguments and the keyword arguments
+    `params`.
 
     `key` is the topology key that names it. Raises a one-line ValueError if the path cannot be imported, is not a
     function, or does not accept the arguments.

@@ -1,4 +1,5 @@
-"""The warnings of a run: the records of `warnings.jsonl`, which the monitor appends and everything else only reads."""
+"""The warnings of a run: the records of `warnings.jsonl`. Only the monitor appends to this file; all other code only
+reads it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def of_topic(values: Mapping[str, float | str]) -> WarningRecord | None:
 
 
 def read(path: Path) -> list[WarningRecord]:
-    """Return all warnings in a file, oldest first. A missing file has none; damaged lines are skipped."""
+    """Return all warnings in a file, oldest first. A missing file holds none; damaged lines are skipped."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:

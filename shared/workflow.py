@@ -1,12 +1,12 @@
 """The arguments and the result of a workflow, as plain data and protocols that users can implement in their own tests.
 
-    async def workflow(row: dict, llm: LLM, ctx: Context, **params) -> Trajectory     # makes one sample
+    async def workflow(row: dict, llm: LLM, ctx: Context, **params) -> Trajectory     # produces one sample
 
 `llm.chat` calls the policy. Its tokens are kept as they were sampled. A history that begins with the history of an
 earlier call (including the policy's answer) continues that call's sequence; any other history starts a new one.
 
-Workflows run in separate processes, many samples in one loop. Samples share only module state. A sample whose process
-fails is made again from scratch.
+Workflows run in separate processes, with many samples in one event loop. Samples share only module state. If the
+process fails, its samples are produced again from scratch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Sequence:
 
 @dataclass
 class Trajectory:
-    """One sample. If `reward` is None, the topology's reward functions score it. `metrics` are numbers for
+    """One sample. If `reward` is None, the topology's reward functions score it. `metrics` holds numbers for
     telemetry."""
 
     sequences: list[Sequence]
@@ -91,7 +91,7 @@ class LLM(Protocol):
     def trajectory(
         self, reward: float | dict[str, float] | None = None, metrics: dict[str, float] | None = None
     ) -> Trajectory:
-        """Return a trajectory of everything sampled for this sample so far."""
+        """Return a trajectory of everything generated for this sample so far."""
 
 
 class Context(Protocol):

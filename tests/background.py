@@ -1,8 +1,8 @@
 """A pytest plugin: the last worker of pytest-xdist has low priority and runs only tests that do not wait for anything.
 
-Tests of real processes leave a fifth of the processors idle. The last worker uses that time for computations without
-time limits, in `BACKGROUND`; on a busy processor, it gets a tenth of the time that another worker gets. It exits when
-no such tests are left, so that no other test has to share the processors with two others.
+Tests of real processes leave a fifth of the processor time idle. The last worker uses that time for computations
+without time limits, in `BACKGROUND`; on a busy processor, it gets a tenth of the time that another worker gets. It
+exits when no such tests are left, so that no other test has to share the processors with two others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Configuration of all tests. It sets the hypothesis profiles, skips GPU tests without a GPU, and fails any other test
-that CI skips.
+"""Configuration of all tests. It sets the hypothesis profiles, skips GPU tests without a GPU, and, in CI, fails any
+other test that is skipped.
 
 Fixtures of a single test folder do not belong here.
 """
@@ -13,7 +13,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import Phase, settings
 
-# This is set before anything imports the hub's client: no test may reach the network.
+# This is set before anything imports the hub's client, because no test may reach the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Tests send these signals to processes that they start, which would inherit them as ignored from `nohup` or `&`.
@@ -54,7 +54,8 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def _fail_if_left_out(report: pytest.TestReport | pytest.CollectReport) -> None:
-    """Fail a skipped test in CI. Tests skip where the machine lacks something, and CI must lack nothing."""
+    """Fail a skipped test in CI. A test is skipped if the machine lacks something that the test needs, and CI must not
+    lack anything."""
     if report.skipped and os.environ.get("CI"):
         report.outcome = "failed"
         report.longrepr = f"must not be skipped in CI: {report.longreprtext}"

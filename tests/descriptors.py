@@ -1,4 +1,4 @@
-"""A helper that makes this process run out of descriptors during a block."""
+"""A helper that makes this process run out of file descriptors during a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the Python instructions that a call executes: a measure of work that does not depend on the machine."""
+"""Counts the Python instructions that a call executes, as a measure of work that does not depend on the machine."""
 
 from __future__ import annotations
 

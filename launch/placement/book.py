@@ -4,7 +4,7 @@ A host is AWAITED until its agent reports, then JOINED. It is LOST once the engi
 falls silent or leaves before the run ends; then its processes move to a joined host with room, and the scheduler is
 told. A lost host that reports under a new incarnation is JOINED again, with a new store. It gets back only what no
 other host had room for, because moving a working process costs its leases. An agent whose host was lost is told so and
-begins a new life, because its processes may already run elsewhere.
+joins again under a new incarnation, because its processes may already be running elsewhere.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class HostState(StrEnum):
 
 @dataclass(frozen=True)
 class Unit:
-    """Processes that run on one host together: an instance, the ranks of one model that the topology places there, or
-    services that share GPUs."""
+    """Processes that run on one host together: a single instance, the ranks of one model that the topology places
+    there, or services that share GPUs."""
 
     host: str
     """The host that the topology names."""
@@ -102,10 +102,10 @@ class Host:
     since: float = 0.0
     """Time at which this state began."""
     report: HostReport | None = None
-    """The last report of the agent's current life."""
+    """The last report of the agent's current incarnation."""
     heard_at: float = 0.0
     given_up: set[int] = field(default_factory=set)
-    """Incarnations of agents that must begin a new life."""
+    """Incarnations of agents that must join again under a new incarnation."""
 
 
 class HostBook:
@@ -121,7 +121,7 @@ class HostBook:
         self._places: dict[Key, _Place] = {}
         """The place of every process except the stores."""
         self._on: dict[str, dict[_Place, None]] = {name: {} for name in self.hosts}
-        """The places on each host, so that a report of one host is handled without looking at the others."""
+        """The places on each host, so that a report of one host can be handled without looking at the other hosts."""
         self._numbers = itertools.count()
         self._next_store = len(topology.store_hosts())
         self.ending = False
@@ -152,14 +152,16 @@ class HostBook:
     def waits(self, now: float) -> list[WaitRow]:
         """Return a row for each host that is currently not part of the run."""
         return [
-            WaitRow(WaitKind.PROCESS, f"host {host.name} is {host.state}: no agent reports from it", now - host.since)
+            WaitRow(
+                WaitKind.PROCESS, f"host {host.name} is {host.state}: no agent is reporting from it", now - host.since
+            )
             for host in self.hosts.values()
             if host.state in (HostState.AWAITED, HostState.LOST)
         ]
 
     @property
     def running(self) -> bool:
-        """Whether any live agent has not yet stopped its processes."""
+        """Whether there is a live agent that has not yet stopped its processes."""
         return any(host.state == HostState.JOINED for host in self.hosts.values())
 
     # ---- events
@@ -193,7 +195,7 @@ class HostBook:
         effects: list[Effect] = []
         known = host.report
         if host.state == HostState.JOINED and known is not None and known.incarnation != report.incarnation:
-            text = f"host {host.name}: another agent of this host is alive; end one of them"
+            text = f"host {host.name}: another agent of this host is alive; stop one of them"
             raise RpcError(ErrorCode.CONFLICT, text)
         if host.state != HostState.JOINED and not report.ended:
             if host.state == HostState.LOST:  # its former store is gone for good, with its contents

@@ -1,8 +1,8 @@
 """Carries out what `HostBook` decides: answers agents, informs the scheduler, and passes requests on.
 
-An agent reports once a second and is answered with everything its host should run, so a lost report or a restarted
-agent needs no repair. Requests of an operator or of the scheduler that concern a process on another host go to the
-supervisor of that host's agent, which answers them just as this supervisor would.
+An agent reports once a second and is answered with everything its host should run, so nothing needs to be repaired
+after a lost report or the restart of an agent. Requests of an operator or of the scheduler that concern a process on
+another host go to the supervisor of that host's agent, which answers them just as this supervisor would.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shared.security.keys import Keyring
 LOOK_S = 1.0
 GONE_CALL_S = 2.0
 FORWARD_S = 2.5
-"""Maximum seconds for an agent to answer a forwarded request. Callers wait longer than that."""
+"""Maximum time, in seconds, for an agent to answer a forwarded request. Callers wait longer than that."""
 KILL_S = 4.5
 END_S = 40.0
 """Maximum seconds to wait for agents to stop their processes at the end of a run."""
@@ -147,7 +147,7 @@ class HostDesk:
     async def forward(self, host: Host, request: Request, deadline_s: float = FORWARD_S) -> Ack:
         """Have the agent of `host` carry out a request. Raises RpcError(not_ready) if the host has no agent now."""
         if host.state != HostState.JOINED or host.report is None or not host.report.endpoint:
-            raise RpcError(ErrorCode.NOT_READY, f"host {host.name} is {host.state}: nothing runs there now")
+            raise RpcError(ErrorCode.NOT_READY, f"host {host.name} is {host.state}: nothing is running there now")
         client = self._clients.get(host.name)
         if client is None:
             name = f"{service_name(SUPERVISOR, 0)} of host {host.name}"

@@ -21,7 +21,8 @@ from shared.topology.fields import format_size
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "shared", "services", "launch")
 CLOCK_LIMIT_S = 2.0
-"""Maximum difference between the clocks of two hosts, in seconds, because the logs of a run are ordered by time."""
+"""Maximum difference between the clocks of two hosts, in seconds. It is limited because the logs of a run are ordered
+by time."""
 
 
 class HostFacts(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The agent's side of the reports: joins the run, and has the host's supervisor run the processes that the run
+"""Joins the run on behalf of a host's agent, reports to it, and has the host's supervisor run the processes that it
 orders."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALONE_S = 60.0
 
 
 class HostLink:
-    """The connection from a host's agent to the run's supervisor, for one life of the agent."""
+    """The connection from a host's agent to the run's supervisor, for one incarnation of the agent."""
 
     def __init__(self, access: Access, host: str, names: Sequence[str], incarnation: int) -> None:
         """`names` are the GPUs that the agent may use, as CUDA_VISIBLE_DEVICES names them."""
@@ -37,7 +37,8 @@ class HostLink:
         self._ordered: set[Key] = set()
         self._log = structlog.get_logger("host")
         self.given_up = False
-        """Whether the run considers this life of the agent lost, so that the agent must begin a new one."""
+        """Whether the run considers this incarnation of the agent lost, so that the agent must join again under a new
+        one."""
 
     async def join(self) -> HostOrders:
         """Report for the first time, and return the orders. Raises RpcError."""

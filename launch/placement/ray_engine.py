@@ -1,7 +1,7 @@
 """The launcher's side of placement by Ray: starts the keeper and passes its reports on.
 
 The keeper (`launch.placement.ray_keeper`) is a separate process. If it dies, Ray kills its actors, and the agents of
-all hosts end with them. The keeper and the agents are then started again.
+all hosts exit as well. The keeper and the agents are then started again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from shared.security.access import Access
 from shared.topology import Topology
 
 OPEN_S = 180.0
-"""Maximum seconds for the cluster to answer and for its hosts to check themselves."""
+"""Maximum time, in seconds, for the cluster to answer and for its hosts to check themselves."""
 SILENCE_S = 45.0
-"""Maximum seconds for a cluster to answer at all."""
+"""Maximum time, in seconds, until the cluster gives its first answer."""
 AGAIN_S = 5.0
 """Seconds before a keeper that died is started again."""
 _LINE_BYTES = 1 << 16
@@ -78,7 +78,7 @@ class RayEngine:
                         problems = [*compare(home, there), room, clock_problem(*news.times)]
                         findings.errors.extend(f"host {news.host}: {each}" for each in problems if each)
                         if there.niceness > home.niceness:
-                            text = f"Ray runs its processes with niceness {there.niceness}, so all others run first"
+                            text = f"Ray runs its processes with niceness {there.niceness}, so others have priority"
                             remedy = "set RAY_worker_niceness=0 for `ray start`"
                             findings.warnings.append(f"host {news.host}: {text}; {remedy}")
         except RpcError as error:
@@ -94,7 +94,7 @@ class RayEngine:
         self._watch()
 
     def close(self) -> None:
-        """Stop all remaining agents and the keeper, and wait for the keeper to end."""
+        """Stop all remaining agents and the keeper, and wait for the keeper to exit."""
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return
@@ -141,7 +141,7 @@ class RayEngine:
             self._keeper.stdin.write(msgspec.json.encode(order) + b"\n")
             self._keeper.stdin.flush()
         except BrokenPipeError:
-            self._log.warning("the keeper has ended")  # the end of its output reports this, too
+            self._log.warning("the keeper has ended")  # the end of its output also reports this
 
     def _output(self) -> IO[bytes]:
         assert self._keeper is not None  # noqa: S101
@@ -158,7 +158,7 @@ class RayEngine:
             limit = until if self.address else min(until, silent)
             readable, _, _ = select([self._output()], [], [], max(0.0, limit - time.monotonic()))
             if not readable:
-                text = f"placement: the Ray cluster at {self._address!r} does not answer"
+                text = f"placement: the Ray cluster at {self._address!r} is not responding"
                 raise RpcError(ErrorCode.DEADLINE, f"{text}; check its address and `ray status`")
             news = self._read()
             if news is None:

@@ -6,10 +6,10 @@ its output (`Order`, `News`). When its input ends, it and every agent exit.
 
 Each host has one actor, which only keeps the agent: a process in its own session, whose standard input is a pipe from
 the actor. However the actor ends, even together with its node's raylet, the pipe closes and the agent stops everything
-on its host. Ray itself would leave such processes alive. The actor's class travels by value and uses only the standard
-library, so that it can report a node that has a different version of rlbus, or none. No tensor and no message of the
-run goes through Ray, and the access to the run goes through a method, because constructor arguments stay in Ray's
-tables.
+on its host. Ray itself would leave such processes alive. The actor's class is pickled by value and uses only the
+standard library, so that it can report a node that has a different version of rlbus, or none. Neither tensors nor
+messages of the run go through Ray. The access to the run is passed to a method, because constructor arguments would
+remain in Ray's tables.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ NAMESPACE = "rlbus"
 LABEL = "rlbus-host"
 POLL_S = 0.25
 WAIT_S = 10.0
-"""Seconds for which one call waits for an agent to end."""
+"""Maximum time, in seconds, that one call waits for an agent to exit."""
 CONNECT_S = 3.0
 AT_ONCE = 64
 """Maximum number of hosts that check themselves at the same time."""
 START_S = 60.0
-"""Maximum seconds for an actor to start."""
+"""Maximum time, in seconds, for an actor to start."""
 AGAIN_S = 5.0
-"""Seconds before an agent that ended is started again."""
+"""Seconds before an agent that has exited is started again."""
 LOOK_AGAIN_S = 1.0
-"""Seconds before a host that could not be placed is tried again."""
+"""Seconds before the next attempt to place a host that could not be placed."""
 USAGE = 2
-"""Exit status of an agent for which another start would not help."""
+"""Exit status of an agent that it would not help to start again."""
 END_S = 5.0
 
 
@@ -117,7 +117,7 @@ class HostKeeper:
 
     @staticmethod
     def _environment(root: str) -> dict[str, str]:
-        """Return the environment with our packages first on the path: other packages install a `proto`, too."""
+        """Return the environment with our packages first on the path, because other packages also install a `proto`."""
         old = os.environ.get("PYTHONPATH", "")
         path = os.pathsep.join(filter(None, [root if os.path.isdir(root) else "", old]))
         return {**os.environ, "PYTHONPATH": path}
@@ -146,7 +146,7 @@ class Keeper:
         self._access = b""
         self._again_at: dict[str, float] = {}
         self._said: dict[str, str] = {}
-        """The last reason why a host is not placed, by host."""
+        """The last reported reason why a host could not be placed, by host."""
         self._home = ray.get_runtime_context().get_node_id()
         self._actor_class = ray.remote(HostKeeper)
 
@@ -216,7 +216,8 @@ class Keeper:
         self._ray.shutdown()
 
     def _create(self, name: str, nodes: list[dict[str, Any]]) -> str:
-        """Create the actor of a host on its node. Return the reason why this is impossible now, or an empty string."""
+        """Create the actor of a host on its node. Return the reason why this is currently impossible, or an empty
+        string."""
         gpus = self._order.hosts[name]
         alive = [node for node in nodes if node["Alive"]]
         used = {placed.node for placed in self._placed.values()}

@@ -18,12 +18,12 @@ class Order(msgspec.Struct, frozen=True):
     address: str = ""
     """Address of the cluster, as for `ray.init`."""
     hosts: dict[str, int] = {}
-    """The hosts to place, with their numbers of GPUs."""
+    """The hosts to place, with the number of GPUs of each."""
     home: str = ""
     topology: str = ""
     """The topology as YAML, which the hosts check."""
     access: str = ""
-    """The access to the run with the role service, in Base64."""
+    """The access to the run with the role service, encoded in Base64."""
 
 
 class News(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -61,7 +61,7 @@ class Silent:
 
 @dataclass(frozen=True)
 class Exited:
-    """A process has exited. `status` is its exit status, or the negative number of the signal that ended it.
+    """A process has exited. `status` is its exit status, or minus the number of the signal that ended it.
 
     `run_complete` is true if the driver had nothing left to do when it exited with 0.
     """
@@ -81,14 +81,15 @@ class RestartAsked:
 
 @dataclass(frozen=True)
 class RollingRestartAsked:
-    """The operator wants these groups of processes restarted one after the other, each READY before the next."""
+    """The operator wants these groups of processes to be restarted one after the other. Each must be READY before the
+    next is restarted."""
 
     groups: Sequence[Sequence[Key]]
 
 
 @dataclass(frozen=True)
 class DrainAsked:
-    """The operator wants these processes to finish their leases and end, without a restart."""
+    """The operator wants these processes to finish their leases and exit. They are not restarted."""
 
     keys: Sequence[Key]
 
@@ -171,7 +172,7 @@ class Spawn:
 
 @dataclass(frozen=True)
 class Terminate:
-    """Send SIGTERM, so that the process drains and ends."""
+    """Send SIGTERM, so that the process drains and exits."""
 
     key: Key
     pid: int
@@ -179,7 +180,7 @@ class Terminate:
 
 @dataclass(frozen=True)
 class Retire:
-    """Ask the service to end once it has finished its leases."""
+    """Ask the service to exit once it has finished its leases."""
 
     key: Key
     pid: int

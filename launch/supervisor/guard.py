@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 KILLED_S = 15.0
-"""Maximum seconds to wait for killed processes to end."""
+"""Maximum time, in seconds, to wait for killed processes to exit."""
 
 
 class Left(NamedTuple):
@@ -25,7 +25,7 @@ class Left(NamedTuple):
 
     descriptor: int
     limit_s: float
-    """Seconds within which the process must end after SIGTERM, as announced by the supervisor."""
+    """Time, in seconds, within which the process must exit after SIGTERM, as announced by the supervisor."""
 
 
 def watch(lines: Iterable[str]) -> dict[int, Left]:
@@ -65,7 +65,7 @@ def _signal(processes: Iterable[Left], number: signal.Signals) -> None:
 
 
 def _wait(left: dict[int, Left], until: float) -> None:
-    """Forget the processes that end before `until`, and kill the processes that they started."""
+    """Forget the processes that exit before `until`, and kill the processes that they started."""
     while left and (remaining := until - time.monotonic()) > 0:
         gone, _, _ = select.select([each.descriptor for each in left.values()], [], [], remaining)
         for pid in [pid for pid, each in left.items() if each.descriptor in gone]:

@@ -15,7 +15,7 @@ from shared.security.curve import is_tcp
 from shared.security.keys import Keyring
 
 CALL_S = 1.0
-"""Maximum seconds for one call. Two calls fit into the time for which `ctl` waits for the supervisor."""
+"""Maximum time, in seconds, for one call. Two calls fit into the time that `ctl` waits for the supervisor."""
 
 
 async def log_of_joined(
@@ -33,7 +33,7 @@ async def log_of_joined(
         raise RpcError(ErrorCode.BAD_REQUEST, f"no service {name}") from None
     remote = is_tcp(where.endpoint)
     if not where.endpoint or (remote and keys is None):
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{name} cannot be asked for its log: it is out of reach of this host")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{name} cannot be asked for its log: this host cannot reach it")
     client = Client(context, where.endpoint, name, incarnation, keys=keys if remote else None)
     try:
         return await client.call(request, LogLines, deadline_s=CALL_S)

@@ -29,10 +29,11 @@ LAST = (("batch-store",), ("monitor",), ("scheduler",))
 """Services that all others talk to. They end after the others, in this order."""
 
 OPTIONAL = frozenset({"exporter", "recorder", "tracker", "web"})
-"""Services without which the run goes on if they keep failing."""
+"""If these services keep failing, the run goes on without them."""
 
 DRAIN_ORDER = ((DRIVER,), ("rollout", "reference"), (RANK,), ("exporter", "recorder", "web"), ("tracker",), *LAST)
-"""Each group ends before the next is told to end. Services not named here end with the first group."""
+"""All processes of a group have exited before the next group is told to stop. Services not named here belong to the
+first group."""
 
 
 ROLLING_ORDER = (

@@ -79,7 +79,7 @@ class Child:
             signal.pidfd_send_signal(self.descriptor, number)
 
     def wait(self) -> int:
-        """Return the exit status, or the negative number of the signal that ended the process. Call it once.
+        """Return the exit status, or minus the number of the signal that ended the process. Call it once.
 
         Return 0 if the status is lost.
         """
@@ -104,8 +104,8 @@ class Programs:
         drain_limit_s: Callable[[Key], float],
     ) -> None:
         """`threads` gives the number of CPU threads of each process (default 1), and `gpus` its CUDA_VISIBLE_DEVICES.
-        `lock` is the descriptor of the lock on the run directory, which the guard inherits. `drain_limit_s` returns
-        how many seconds the guard gives a process to end.
+        `lock` is the descriptor of the lock on the run directory, which the guard inherits. `drain_limit_s` returns how
+        many seconds the guard gives a process to exit.
         """
         self._run = run
         self._threads = dict(threads)
@@ -176,7 +176,7 @@ class Programs:
         self._timer = asyncio.get_running_loop().call_later(ORPHANS_EVERY_S, self._reap_now_and_then)
 
     def _reap_orphans(self) -> None:
-        """Reap the ended processes that services had left behind. A subreaper is the parent of such processes.
+        """Reap processes that services left behind and that have ended. A subreaper is the parent of such processes.
 
         The launcher's own short-lived programs are in its process group, and are left to whoever waits for them.
         """

@@ -121,15 +121,15 @@ class Supervisor:
     ) -> None:
         """`threads` gives the number of CPU threads of each process (default 1), and `gpus` its CUDA_VISIBLE_DEVICES.
         If the run spans several hosts, `listen` gives each process's endpoint for other hosts, including the
-        supervisor's own.
-        `lock` is the descriptor of the lock on the run directory, which the guard inherits. `save_limit_s` limits the
-        time in which the trainer saves a checkpoint at the end. `command` returns the program of a service; by default,
-        a service runs its module. `spares` are the spare processes to keep, of which services are forks.
+        supervisor's own. `lock` is the descriptor of the lock on the run directory, which the guard inherits.
+        `save_limit_s` is the maximum time, in seconds, that the trainer may take to save a checkpoint at the end.
+        `command` returns the program of a service; by default, a service runs its module. `spares` are the spare
+        processes to keep; services are forked from them.
 
         `ranks` is the number of processes that together hold one model, by service (default 1). `resize` checks that a
-        service can have a number of instances and returns what they need, or raises RpcError; if it is None, nothing
-        can be scaled. `hosts` manages the other hosts of the run. `access` provides the run's endpoints and keys to
-        a supervisor on another host, which runs a part of the run.
+        service can have a given number of instances and returns what they need, or raises RpcError; if it is None,
+        nothing can be scaled. `hosts` manages the other hosts of the run. `access` provides the run's endpoints and
+        keys to a supervisor on another host, which runs a part of the run.
         """
         self._run = run
         self._kinds = list(spares)
@@ -231,7 +231,7 @@ class Supervisor:
         self._feed(StartAsked([key]))
 
     def drain(self, keys: Sequence[Key]) -> None:
-        """Have processes finish their leases and end. They are not restarted."""
+        """Have processes finish their leases and exit. They are not restarted."""
         self._feed(DrainAsked(keys))
 
     def kill(self, cause: str = "killed") -> None:
@@ -309,7 +309,7 @@ class Supervisor:
         self._feed(HostsEnded())
 
     def _write_outcome(self) -> None:
-        """Write the outcome of the run once the run begins to end, for services that report it."""
+        """Write the outcome of the run as soon as the run is ending, for services that report it."""
         if self._outcome_written or self._access is not None:
             return
         self._outcome_written = True
@@ -405,7 +405,7 @@ class Supervisor:
             self._feed(Exited(key, pid, status))
 
     async def _driver_exited(self, key: Key, pid: int) -> None:
-        """Report the exit. A driver that drains after a SIGTERM from outside exits with 0, too, so the run is complete
+        """Report the exit. A driver that drains after a SIGTERM from outside also exits with 0, so the run is complete
         only after its last step. An evaluation has no steps and exports nothing: it is complete once it has a row."""
         status = await self.scheduler_status(COMPLETE_CALL_S)
         complete = self._run.export.is_dir() and (status is None or status.step >= status.steps)
@@ -414,7 +414,7 @@ class Supervisor:
         self._feed(Exited(key, pid, 0, run_complete=complete))
 
     async def _retire(self, key: Key, pid: int) -> None:
-        """Ask a service to finish its leases. If it does not answer, tell it to end, so that it returns its leases."""
+        """Ask a service to finish its leases. If it does not answer, tell it to stop, so that it returns its leases."""
         name = service_name(*key)
         client = Client(self._context, self._run.endpoint(*key), name, self._incarnation)
         try:
@@ -507,7 +507,7 @@ class Supervisor:
                 continue
             if row.instance < request.instances:
                 name = service_name(row.service, row.instance)
-                why = f"{name} was started by hand on host {row.host}; end it, or use {row.instance} or fewer"
+                why = f"{name} was started by hand on host {row.host}; stop it, or use {row.instance} or fewer"
                 raise RpcError(ErrorCode.BAD_REQUEST, f"scale {row.service} to {request.instances} refused: {why}")
 
     def _keys(self, service: str, instance: int) -> tuple[list[Key], list[Key]]:
@@ -549,7 +549,7 @@ class Supervisor:
             if (key, request.pid) in self._ended_lives:
                 return Ack()
             text = f"{service_name(*key)}: process {request.pid} was not started by this launcher and may be alive"
-            raise RpcError(ErrorCode.MISSING, f"{text}; end it where it runs")
+            raise RpcError(ErrorCode.MISSING, f"{text}; stop it where it runs")
         self._log.warning("to be killed", name=service_name(*key), cause=request.cause)
         self._dying.setdefault(request.pid, []).append(call)
         self._feed(KillOrdered(key, request.pid, request.cause))

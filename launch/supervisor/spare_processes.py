@@ -30,7 +30,7 @@ SPARE: Key = ("spare", 0)
 COMMAND_BYTES = 1024
 """Length of a spare's command line, which each fork overwrites with the command line of its service."""
 FORK_LIMIT_S = 5.0
-"""Maximum seconds for a warm spare to fork. The supervisor does nothing else during this time."""
+"""Maximum time, in seconds, for a warm spare to fork. The supervisor does nothing else during this time."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class SpareProcesses:
         ]
 
     def close(self) -> None:
-        """Kill all spares. Services that are forks of them keep running."""
+        """Kill all spares. Services that were forked from them keep running."""
         for kind in list(self._children):
             child = self._release(kind)
             child.signal(signal.SIGKILL)
@@ -176,7 +176,7 @@ class SpareProcesses:
         self._on_settled(kind.services)
 
     def _on_limit(self, kind: SpareKind) -> None:
-        self._give_up(kind, f"its imports were not finished within {START_LIMIT_S:g} s")
+        self._give_up(kind, f"its imports did not finish within {START_LIMIT_S:g} s")
         self._children[kind][0].signal(signal.SIGKILL)
 
     def _give_up(self, kind: SpareKind, cause: str) -> None:

@@ -1,4 +1,5 @@
-"""Decides when spare processes are started, which processes are forks of them, and when a kind of spare is abandoned.
+"""Decides when spare processes are started, which processes are forked from them, and when a kind of spare is
+abandoned.
 
 It uses no process, socket or clock. There is at most one spare of a kind. One transition is missing on purpose: a kind
 of spare that was abandoned is not tried again, because its imports would fail again; its services start without a
@@ -15,11 +16,12 @@ from typing import NamedTuple
 from launch.supervisor.state import OUTSIDE_KILLS, WINDOW_S, describe_exit
 
 KILL_LIMIT = 3
-"""Number of kills within `WINDOW_S` at which a kind of spare is abandoned, because memory may be short."""
+"""If spares of a kind are killed this many times within `WINDOW_S`, the kind is abandoned, because memory may be
+short."""
 
 
 class SpareKind(NamedTuple):
-    """The services that are forks of the same spare, and the imports of that spare."""
+    """The services that are forked from the same spare, and the imports of that spare."""
 
     services: tuple[str, ...]
     imports: tuple[str, ...]
@@ -67,7 +69,7 @@ class SpareRules:
         self.spares[kind].warm = False
 
     def usable(self, kind: SpareKind) -> bool:
-        """Return whether processes of `kind` can be forks of its spare."""
+        """Return whether processes of `kind` can be forked from its spare."""
         return kind in self.spares and self.spares[kind].warm
 
     def exited(self, kind: SpareKind, status: int, now: float) -> str:

@@ -25,7 +25,7 @@ _POLL_S = 0.05
 async def log_stacks(run: RunDir, key: Key, pid: int, cause: str, ask: Callable[[], None]) -> None:
     """Call `ask`, which makes process `pid` write its stacks, and append the stacks to the log of process `key`.
 
-    `cause` says how the hang was detected. A full disk or the end of the process is only logged.
+    `cause` says how the hang was detected. If the disk is full or the process has ended, this is only logged.
     """
     output = run.logs / f"{key[0]}-{key[1]}.out"
     try:

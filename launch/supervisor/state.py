@@ -47,20 +47,20 @@ from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS, ProcessState
 from shared.rundir import service_name
 
 FAILURE_LIMIT = 4
-"""Number of deaths of a process through its own fault (an error, a crash) within `WINDOW_S` at which the run fails."""
+"""If a process dies this many times within `WINDOW_S` through its own fault (an error, a crash), the run fails."""
 KILL_LIMIT = 40
-"""Number of deaths of a process through an outside kill or a lost peer within `WINDOW_S` at which the run fails."""
+"""If a process dies this many times within `WINDOW_S` through an outside kill or a lost peer, the run fails."""
 WINDOW_S = 300.0
 FIRST_BACKOFF_S = 0.25
 FAILURE_BACKOFF_S = 8.0
 KILL_BACKOFF_S = 1.0
-"""Maximum seconds before the restart of a process that was killed again before it was READY."""
+"""Maximum delay, in seconds, before the restart of a process that was killed again before it was READY."""
 START_LIMIT_S = 600.0
 """Seconds after which a process that is not READY is killed and counted as failed."""
 DRAIN_LIMIT_S = 15.0
-"""Seconds after which a process that was told to end is killed. Services limit their own drain to 10 s."""
+"""Seconds after which a process that was told to stop is killed. Services limit their own drain to 10 s."""
 RETIRE_LIMIT_S = 600.0
-"""Seconds after which a process that was asked to finish its leases is told to end and returns them."""
+"""Seconds after which a process that was asked to finish its leases is told to stop, so that it returns them."""
 SAVES = frozenset({DRIVER, "policy-trainer-worker"})
 """At the end of a run, these services have time to save a checkpoint, in addition to `DRAIN_LIMIT_S`."""
 OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
@@ -87,16 +87,16 @@ class Process:
     cause: str = ""
     told_to_end: bool = False
     was_ready: bool = False
-    """Whether the process was READY in any of its lives."""
+    """Whether the process has ever been READY."""
     served: bool = False
-    """Whether the process has been READY in its current life."""
+    """Whether the process has been READY since it was last started."""
     kill_at: float | None = None
     start_at: float | None = None
     ready_by: float | None = None
     given_up: bool = False
     """Whether the run goes on without this process because it failed too often. Only the operator starts it again."""
     drain_by: float | None = None
-    """Time at which a process that is being drained is told to end, whatever it is doing; None for other processes."""
+    """Time at which a process that is being drained is told to stop, whatever it is doing; None for other processes."""
     failures: deque[float] = field(default_factory=deque)
     kills: deque[float] = field(default_factory=deque)
 
@@ -116,9 +116,9 @@ class RunLifecycle:
         hosts: bool = False,
         held: Collection[str] = (),
     ) -> None:
-        """`save_limit_s` limits the time in which the trainer saves a checkpoint at the end of the run. `hosts`
-        means that the run has processes on other hosts, which end before the services that they talk to. The services
-        in `held` are not started before their spare is settled."""
+        """`save_limit_s` is the maximum time, in seconds, that the trainer may take to save a checkpoint at the end of
+        the run. `hosts` means that the run has processes on other hosts, which are stopped before the services that
+        they talk to. The services in `held` are not started before their spare is settled."""
         self._hosts = hosts
         self.held = set(held)
         """The services that wait for their spare before their first start."""
@@ -212,14 +212,14 @@ class RunLifecycle:
 
     def _spawned(self, process: Process, pid: int, now: float) -> None:
         process.pid = pid
-        if process.told_to_end:  # it was told to end while it was being started
+        if process.told_to_end:  # it was told to stop while it was being started
             self._effects.append(Terminate(process.key, pid))
             process.kill_at = self._kill_at(process, now)
 
     def _reported(self, event: Reported, now: float) -> None:
         process = self.processes.get(event.key)
         if process is None or process.pid != event.pid or not process.alive:
-            return  # from an earlier life, or from a process started by hand
+            return  # from an earlier process of this instance, or from one that was started by hand
         process.incarnation = event.incarnation
         process.state = event.state
         if event.state == ProcessState.READY:
@@ -341,7 +341,7 @@ class RunLifecycle:
             self._tell_to_end(process, now)  # it takes no further leases until its next start
 
     def _roll(self, now: float) -> None:
-        """Continue a rolling restart: tell the next group to end once the previous one is READY again."""
+        """Continue a rolling restart: tell the next group to stop once the previous one is READY again."""
         while self._rolling:
             group = [self.processes[key] for key in self._rolling[0] if key in self.processes]
             group = [each for each in group if _is_active(each)]
@@ -436,7 +436,7 @@ class RunLifecycle:
             self._effects.append(Terminate(process.key, process.pid))
 
     def drain_limit_s(self, key: Key) -> float:
-        """Return how long a process may take to end when the run ends, in seconds."""
+        """Return how many seconds a process may take to exit when the run ends."""
         return DRAIN_LIMIT_S + (self._save_limit_s if key[0] in SAVES else 0.0)
 
     def _kill_at(self, process: Process, now: float) -> float:

@@ -64,7 +64,7 @@ class Views:
         self._joined_log = joined_log
         self._hosts = hosts
         self._telling = asyncio.Lock()
-        """Locked while a story is prepared, so that stories are prepared one at a time."""
+        """Held while a story is prepared, so that stories are prepared one at a time."""
 
     def serve(self, mailbox: Mailbox) -> None:
         """Answer the requests that arrive in `mailbox`."""

@@ -35,7 +35,7 @@ class ProcessWaits:
         return now - self._phase[1]
 
     def rows(self, state: RunLifecycle, now: float) -> list[WaitRow]:
-        """Return a row for each process that is starting, ending, or waiting for its restart."""
+        """Return a row for each process that is starting, stopping, or waiting for its restart."""
         rows: list[WaitRow] = []
         for key, process in state.processes.items():
             since = self._since[key][2] if key in self._since else now
@@ -50,16 +50,16 @@ class ProcessWaits:
 def _what(process: Process, *, held: bool) -> tuple[str, float | None] | None:
     """Return a description of what a process is doing, and its deadline if it has one.
 
-    Return None if the process simply runs or has ended.
+    Return None if the process is simply running or has ended.
     """
     name = service_name(*process.key)
     if process.told_to_end and process.pid:
-        return f"{name} is ending, as it was told to", process.kill_at
+        return f"{name} is stopping, as requested", process.kill_at
     match process.state:
         case ProcessState.STARTING:
             return f"{name} is starting" + (f" again after {process.cause}" if process.cause else ""), process.ready_by
         case ProcessState.BACKOFF:
-            return f"{name} died ({process.cause}) and starts again, restart {process.restarts}", process.start_at
+            return f"{name} died ({process.cause}) and will start again, restart {process.restarts}", process.start_at
         case ProcessState.WAITING if held:
             return f"{name} will be started once its libraries have been imported (run.spares)", None
         case ProcessState.WAITING:

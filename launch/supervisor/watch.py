@@ -1,8 +1,8 @@
 """Finds processes that are alive but no longer answer messages. It only reports them; the state machine decides.
 
-The mailbox thread of a service never computes, so silence means a stopped or stuck process. A stuck *working* thread
-is not detected here: it loses its lease in the scheduler. Only READY processes are asked; starts and ends have
-their own deadlines.
+The mailbox thread of a service never computes, so silence means a stopped or stuck process. A stuck *worker* thread is
+not detected here; instead, the scheduler ends its lease. Only READY processes are asked, because starting and stopping
+have their own deadlines.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MailboxWatch:
         """The longest time that an answer has taken, by service."""
         self._seen_at = time.monotonic()
         self._now = 0.0
-        """Seconds for which this process has run."""
+        """Number of seconds that this process has been running."""
 
     async def watch(self) -> None:
         """Run until cancelled."""

@@ -36,7 +36,7 @@ from shared.view.notices import LEVELS, LogLine
 REDRAW_S = 1.0
 LONGEST_REDRAW_S = 5.0
 CPU_SHARE = 0.025
-"""Share of a core above which the visible view is drawn less often, down to once in `LONGEST_REDRAW_S`."""
+"""Fraction of a core above which the visible view is drawn less often, down to once in `LONGEST_REDRAW_S`."""
 WINDOWS_S = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MAX_SAMPLES = 200
 MAX_LOG_SHOWN = 1000

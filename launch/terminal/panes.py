@@ -44,7 +44,7 @@ def headline(run: str, progress: Progress, *, width: int, note: str = "") -> Tex
         if name in progress.values:
             line.append(f"  {form.format(progress.values[name])}")
     if not progress.reachable and not note:
-        line.append("  the scheduler does not answer", style="bold red")
+        line.append("  the scheduler is not responding", style="bold red")
     if note:
         line.append(f"  {note}", style="bold yellow")
     line.truncate(width, overflow="ellipsis", pad=True)
@@ -123,7 +123,7 @@ def pipeline_page(view: RunView, width: int) -> list[Text]:
     title = f"staleness of the samples of step {seen.staleness_step}, in versions"
     lines += _bars(title, {str(age): float(count) for age, count in seen.staleness.items()}, width)
     leases = {f"leases of {stage}": float(count) for stage, count in seen.leases_by_stage.items()}
-    lines += _bars("leases", {**leases, "workers that wait for one": float(seen.waiting)}, width)
+    lines += _bars("leases", {**leases, "workers waiting for one": float(seen.waiting)}, width)
     return [*lines, *pipeline(view, width)]
 
 
@@ -148,7 +148,7 @@ def curves(view: RunView, width: int, height: int, *, panels: Iterable[Panel] = 
     known = view.metric_names()
     wanted = [(panel.title, names) for panel in panels if (names := panel.matching(known))]
     if not wanted:
-        return [Text("no step is done yet", style="dim")]
+        return [Text("no step has completed yet", style="dim")]
     across = min(max(width // MIN_PLOT_WIDTH, 1), len(wanted), 4)
     down = max(min(height // MIN_PLOT_HEIGHT, -(-len(wanted) // across)), 1)
     each_width, each_height = (width - 2 * (across - 1)) // across, max(height // down, 4)
@@ -170,7 +170,7 @@ def timeline(view: RunView, now: float, width: int, seconds: float) -> list[Text
     """Return a lane per process that shows what the process worked on and when it waited."""
     lanes = view.timeline(now, seconds)
     if not lanes:
-        return [Text(f"no process reported work or waits in the last {seconds:g} s", style="dim")]
+        return [Text(f"no process has reported work or waits in the last {seconds:g} s", style="dim")]
     across = max(width - NAME_WIDTH - 14, 10)
     kinds: dict[str, int] = {}
     lines = []
@@ -193,7 +193,8 @@ def timeline(view: RunView, now: float, width: int, seconds: float) -> list[Text
 
 
 def _cells(lane: Lane, begin: float, seconds: float, across: int) -> list[tuple[str, bool]]:
-    """Return what the process did in each of `across` parts of the window, and whether it waited. Work hides waits."""
+    """Return what the process did in each of `across` parts of the window, and whether it waited. If it did both in a
+    part, only the work is returned."""
     cells: list[tuple[str, bool]] = [("", False)] * across
     for span in sorted(lane.spans, key=lambda each: not each.waits):
         first = int((span.begin - begin) / seconds * across)

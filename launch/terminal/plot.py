@@ -82,7 +82,7 @@ def _title(title: str, series: Sequence[Series], width: int) -> Text:
 
 
 def _limits(low: float, high: float) -> tuple[float, float]:
-    """Return the ends of the vertical axis. A constant curve gets room on both sides."""
+    """Return the ends of the vertical axis. A constant curve gets space above and below it."""
     if low == high:
         room = abs(low) / 10 or 1.0
         return low - room, high + room

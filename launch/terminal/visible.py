@@ -16,7 +16,7 @@ _HARMLESS = {
 
 
 def visible(text: str) -> str:
-    """Return `text` with every control character replaced by a visible one. Line breaks stay."""
+    """Return `text` with every control character replaced by a visible one. Line breaks are kept."""
     return text.translate(_HARMLESS)
 
 

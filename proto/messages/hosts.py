@@ -20,7 +20,7 @@ class HostProcess(Record, frozen=True, array_like=True):
 class HostOrders(Message, frozen=True, kw_only=True):
     """The processes that the host must run. The agent starts missing processes and drains all others."""
 
-    processes: list[HostProcess]  # the processes, with their shares of the host
+    processes: list[HostProcess]  # the processes, each with the GPUs and threads that it may use
     ends: bool = False  # the run is ending: drain everything and exit
 
 
@@ -40,7 +40,7 @@ class HostReport(Request, frozen=True, kw_only=True):
     gpus: int  # number of GPUs that the agent may use
     processes: list[ProcessRow]  # the processes that it started
     ended: bool = False  # all these processes have ended, and this is the last report of the agent
-    failed: str = ""  # the reason why the processes of this host cannot continue, in one line; empty: they can
+    failed: str = ""  # the reason why the processes of this host cannot continue, in one line; empty if they can
 
 
 @message(37, reply=Ack)

@@ -56,8 +56,8 @@ class ProcessRow(Record, frozen=True, array_like=True):
 
 
 class SpareRow(Record, frozen=True, array_like=True):
-    """A spare process, which imports the libraries of `services`. The processes of these services are forks of
-    it, except those that started while it could not be forked."""
+    """A spare process, which imports the libraries of `services`. The processes of these services are forked from it,
+    except those that were started while it could not be forked."""
 
     services: list[str]  # names of services
     pid: int
@@ -82,10 +82,10 @@ class GetSupervisorState(Request, frozen=True, kw_only=True):
 
 @message(15, reply=Ack)
 class KillInstance(Request, frozen=True, kw_only=True):
-    """Send SIGKILL to a process that hangs and holds devices for which other processes wait. `Ack` means that the
+    """Send SIGKILL to a hung process that holds devices for which other processes are waiting. `Ack` means that the
     process is dead.
 
-    The answer is the same if the process has already ended. The instance restarts as after any other death.
+    The answer is the same if the process has already ended. The instance is restarted, as after any other death.
 
     Errors:
         missing: the supervisor did not start this process, so it can neither kill it nor tell whether it is alive.
@@ -102,15 +102,15 @@ class WaitKind(StrEnum):
 
     CALL = "call"  # a request to another process has not been answered yet
     REFUSED = "refused"  # another process keeps answering that it has no room or is about to exit
-    STEP = "step"  # the driver waits for tasks of its next step, or for an evaluation
-    LEASE = "lease"  # a lease makes no progress
+    STEP = "step"  # the driver is waiting for tasks of its next step, or for an evaluation
+    LEASE = "lease"  # a lease is making no progress
     CLEAR = "clear"  # a store has not acknowledged clears
     ROOM = "room"  # memory is (nearly) full
     CODE = "code"  # a user-code process is working on calls
-    OUTAGE = "outage"  # a judge does not answer, so rewards wait and nothing is leased
+    OUTAGE = "outage"  # a judge is not responding, so rewards are waiting and nothing is leased
     COMPUTE = "compute"  # a computation is running
     CHECKPOINT = "checkpoint"  # a checkpoint is being saved
-    PROCESS = "process"  # a process is starting, ending, or waiting for its restart
+    PROCESS = "process"  # a process is starting, stopping, or waiting for its restart
     STOPPED = "stopped"  # a process is stopped by a signal
 
 
@@ -119,7 +119,7 @@ class WaitRow(Record, frozen=True, array_like=True):
 
     kind: str  # a `WaitKind`
     what: str  # one human-readable line
-    since_s: float  # seconds that the wait has lasted
+    since_s: float  # how long the wait has lasted, in seconds
     limit_s: float = 0.0  # seconds after which the wait ends or is acted on; 0: nothing limits the wait here
     of: str = ""  # the process (`rollout/0`) or service (`rollout`) that causes the wait; empty: none in the run
 
@@ -134,7 +134,8 @@ class Waits(Message, frozen=True, kw_only=True):
     cause: str = ""  # what the process is waiting for in this state, in one line
     waits: list[WaitRow] = []  # in no particular order
     progress_s: float = -1.0
-    """Seconds since the counter of its working thread last advanced (`Heartbeat.progress`). -1: it never has."""
+    """Seconds since the counter of its worker thread last advanced (`Heartbeat.progress`). -1: it has never
+    advanced."""
 
 
 @message(17, reply=Waits)
@@ -210,7 +211,7 @@ class LogLines(Message, frozen=True, kw_only=True):
 
 @message(19, reply=LogLines)
 class GetLog(Request, frozen=True, kw_only=True):
-    """Get the last lines of a service's log, or the lines from a position on.
+    """Get the last lines of a service's log, or the lines from a given position onwards.
 
     Operators send this request to the supervisor. If the log is on a host that has joined, the supervisor asks the
     service itself.

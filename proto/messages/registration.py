@@ -13,7 +13,7 @@ class Registered(Message, frozen=True, kw_only=True):
     """The service is registered."""
 
     scheduler_incarnation: int  # incarnation of the scheduler
-    heartbeat_s: float  # seconds between the heartbeats that the service is to send
+    heartbeat_s: float  # interval, in seconds, at which the service must send heartbeats
 
 
 @message(21, reply=Registered)
@@ -37,28 +37,28 @@ class Register(Request, frozen=True, kw_only=True):
     """Identity of a batch store's data. A different value under the same store name means that the old data is
     lost."""
     host_id: str = ""
-    """Processes with the same value reach the service's ipc endpoint. All others need a tcp `endpoint`."""
+    """Processes with the same value can reach the service's ipc endpoint. All others need a tcp `endpoint`."""
 
 
 class LeaseProgress(Record, frozen=True, array_like=True):
-    """The progress of the work on one lease."""
+    """The progress of work on one lease."""
 
     lease_id: int
     progress: int
     """A counter that stops if the work itself hangs, but not while the work waits for a peer that may take a long
     time."""
     untouched: bool = False
-    """The lease waits for its turn. If it ends in this state, that does not count as an attempt at its tasks."""
+    """The lease is waiting for its turn. If it ends in this state, that does not count as an attempt at its tasks."""
 
 
 class TroubleKind(StrEnum):
     """The subject of a `Trouble`."""
 
-    REWARDS = "rewards"  # reward functions fail; lasts until all samples of a lease have been scored without a failure
-    WORKFLOWS = "workflows"  # workflows fail; lasts as for `rewards`
-    JUDGE = "judge"  # a judge does not answer, so rewards wait and nothing is leased
+    REWARDS = "rewards"  # reward functions are failing; ends when all samples of a lease are scored without a failure
+    WORKFLOWS = "workflows"  # workflows are failing; ends as for `rewards`
+    JUDGE = "judge"  # a judge is not responding, so rewards are waiting and nothing is leased
     OVERRIDDEN = "overridden"  # an agent asked for sampling settings that differ from the topology's
-    TRACKER = "tracker"  # an experiment tracker does not accept the steps of the run, so they wait in metrics.jsonl
+    TRACKER = "tracker"  # an experiment tracker is not accepting steps; they are kept in metrics.jsonl until it does
 
 
 class Trouble(Record, frozen=True, array_like=True):
@@ -66,7 +66,7 @@ class Trouble(Record, frozen=True, array_like=True):
 
     kind: str  # a `TroubleKind`
     text: str  # one line
-    ends_run: bool = False  # the run does not wait until the trouble is over, so the driver gets no further batch
+    ends_run: bool = False  # the run does not wait for the trouble to end, so the driver gets no further batch
 
 
 @message(22)
@@ -102,7 +102,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     leases: list[LeaseProgress] = []  # the leases on which it works
     store_bytes: int = 0  # number of bytes that a batch store holds; 0 for other services
     store_shards: int = 0  # number of shards that a batch store holds; 0 for other services
-    progress: int = 0  # counter of the working thread; an advance renews the hold on shared devices
+    progress: int = 0  # counter of the worker thread; each advance renews the hold on shared devices
     troubles: list[Trouble] = []  # all current troubles
 
 
@@ -140,7 +140,7 @@ class DeviceOrder(Message, frozen=True, kw_only=True):
 
 @message(27, reply=DeviceOrder)
 class HoldDevices(Request, frozen=True, kw_only=True):
-    """A colocated process reports its parts on the shared devices. The answer comes when these parts must or may
+    """A colocated process reports its parts on the shared devices. The answer is sent when these parts must or may
     change.
 
     A process loads only parts that were granted to it.

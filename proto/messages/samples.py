@@ -14,7 +14,7 @@ class EndedTask(Record, frozen=True, array_like=True):
     state: str  # `trained`, `filtered`, `dropped` or `scored`
     step: int  # the step that trained it, the step formed after it was dropped, or the policy version that was scored
     lineage: int  # lineage of the weights when the task ended
-    samples: int = 0  # number of samples; 0: there are no shards
+    samples: int = 0  # number of samples; 0 means that there are no shards
     store: str = ""  # name of the store that has its rollout shards
     reason: str = ""  # the reason for dropping it, in one line
 
@@ -28,8 +28,8 @@ class TakenBack(Record, frozen=True, array_like=True, gc=False):
 
 @message(118)
 class SamplesDue(Message, frozen=True, kw_only=True):
-    """Tasks to record. Their shards are kept until the next `TakeSamples` names the tasks, or the time for that has
-    passed.
+    """Tasks to record. Their shards are kept until the next `TakeSamples` names the tasks, or until the time allowed
+    for that has passed.
     """
 
     tasks: list[EndedTask] = []  # the oldest tasks that are due
@@ -43,13 +43,13 @@ class SamplesDue(Message, frozen=True, kw_only=True):
 
 @message(117, reply=SamplesDue)
 class TakeSamples(Request, frozen=True, kw_only=True):
-    """The recorder asks for ended tasks. The answer is deferred until some are due.
+    """The recorder asks for tasks that have ended. The answer is deferred until some are due.
 
     Errors:
-        not_ready: no ended task was due before the deadline.
+        not_ready: no task became due before the deadline.
     """
 
     incarnation: int
-    taken: list[PutTask] = []  # tasks from earlier answers that have been recorded, or whose shards cannot be read
+    taken: list[PutTask] = []  # tasks in earlier answers that have been recorded or whose shards cannot be read
     rewinds: int = 0  # how many returns to earlier steps the recorder knows of
     final: bool = False  # answer at once, even if no task is due, because the run is ending

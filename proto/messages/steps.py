@@ -18,10 +18,11 @@ class RunInfo(Message, frozen=True, kw_only=True):
     checkpoint_step: int  # step of the newest verified checkpoint, or -1 if there is none
     stopping: bool = False  # the run is complete: nothing is left to do
     checkpoint_now: bool = False
-    """As in `StepBatch`, for the steps trained so far: save a checkpoint once the workers are at the committed step."""
+    """As in `StepBatch`, but for the steps trained so far: save a checkpoint once the workers are at the committed
+    step."""
     reference_step: int = 0
     """The reference needs the policy version of this step (`algorithm.kl.refresh_every`), but no store holds it:
-    publish it again from its checkpoint, unless the workers hold it. 0: nothing is missing."""
+    publish it again from its checkpoint, unless the workers hold it. 0 means that nothing is missing."""
     drivers: int = 0  # number of drivers that have taken over the run so far, including this one
 
 
@@ -56,7 +57,8 @@ class StepBatch(Message, frozen=True, kw_only=True):
     """Trained tasks fill the stores: save a checkpoint right after this step, or admission will stop."""
     drops: dict[str, int] = {}  # the tasks counted in `dropped`, by `DropReason`
     lost: dict[str, int] = {}
-    """Samples lost by tasks of this batch and by tasks dropped since the last batch, counted by `LossReason`."""
+    """Samples lost from the tasks of this batch and from tasks dropped since the last batch, counted by
+    `LossReason`."""
 
 
 @message(43, reply=StepBatch)
@@ -67,7 +69,7 @@ class NextBatch(Request, frozen=True, kw_only=True):
     Errors:
         bad_data: too many tasks in a row were dropped, or a `Trouble` ended the run.
         bad_request: the run has no such step, or can no longer be bit-identical to an undisturbed run.
-        conflict: a newer driver has taken over, the step is not the next one, or its tasks were collected.
+        conflict: a newer driver has taken over, the step is not the next one, or its tasks have been collected.
         missing: a store has lost a weight version. Send `GetRunInfo` and publish that version again.
         not_ready: the batch was not ready before the deadline.
     """
@@ -78,7 +80,7 @@ class NextBatch(Request, frozen=True, kw_only=True):
 
 @message(44, reply=Ack)
 class CommitStep(Request, frozen=True, kw_only=True):
-    """The optimizer has taken this step, so the tasks of the step are trained. Committing again changes nothing.
+    """The optimizer has taken this step, so the tasks of the step count as trained. Committing again changes nothing.
 
     Errors:
         conflict: a newer driver has taken over, or the step is not the open one.
@@ -114,7 +116,8 @@ class CheckpointSaved(Request, frozen=True, kw_only=True):
     step: int
     kept: list[int]  # steps of all existing checkpoints, including this one
     at_stop: bool = False
-    """As in `SaveCheckpoint`: recovery may still fall back to the same number of earlier checkpoints."""
+    """As in `SaveCheckpoint`. Recovery may still fall back to the same number of earlier checkpoints as without this
+    one."""
 
 
 @message(47)

@@ -109,8 +109,8 @@ class Inventory(Message, frozen=True, kw_only=True):
 class GetInventory(Request, frozen=True, kw_only=True):
     """The scheduler asks a store for its contents, page by page, to reconcile its own state with them.
 
-    With `tasks`, the store reads the shards of these tasks again, drops shards whose checksums fail, and lists the rest
-    on one page.
+    With `tasks`, the store reads the shards of these tasks again, drops shards whose checksums do not match, and lists
+    the rest on one page.
 
     Errors:
         busy: no descriptor is left.
@@ -135,7 +135,7 @@ class StoreStats(Message, frozen=True, kw_only=True):
     clears: int  # tasks cleared by this incarnation
     busy: int  # number of times that a producer had to wait for room, under the limit or on the mount
     spare_bytes: int = 0  # bytes of collected files that are kept for later puts
-    lent: int = 0  # puts that were given a kept file
+    lent: int = 0  # puts that reused a kept file
 
 
 @message(70, reply=StoreStats)

@@ -8,7 +8,7 @@ from proto.registry import Message, Request, message
 
 @message(75)
 class StorePlace(Message, frozen=True, kw_only=True):
-    """A file through which a process finds out whether it shares memory with the store."""
+    """A file that lets a process find out whether it shares memory with the store."""
 
     path: str  # path of a file
     token: str  # its content, as read by processes that share memory with the store
@@ -67,7 +67,7 @@ class OpenStream(Request, frozen=True, kw_only=True):
     line_id: str  # the line over which the ranges will be sent
     tasks: list[PutTask]  # the tasks, in stream order
     keys: list[str] = []  # the keys of each task, in stream order; empty: all keys, in file order
-    max_bytes: int = 1 << 26  # maximum size of all shards together, in bytes; the first task is always included
+    max_bytes: int = 1 << 26  # maximum total size of the shards, in bytes; the first task is always included
 
 
 @message(38)

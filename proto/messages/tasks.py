@@ -48,7 +48,7 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     digests: list[int] = []
     """Digests of all weights (section 12), in the order of the sorted names. Empty if engines use the arrays themselves
     as their parameters."""
-    quantile: float = 1.0  # share of the tokens whose difference must be within the tolerance
+    quantile: float = 1.0  # fraction of the tokens whose difference must be within the tolerance
     floor: float = 0.0
     """If above 0, the engine calibrates a narrower tolerance when it starts, between `floor` and `tolerance`."""
 
@@ -120,8 +120,8 @@ class DropReason(StrEnum):
     TOO_LONG = "too_long"  # the prompt, or the answer in supervised fine-tuning, has more tokens than the limit
     NO_CHAT_TEMPLATE = "no_chat_template"  # the prompt consists of messages, and the tokenizer has no template for them
     BAD_ROW = "bad_row"  # the row cannot be read, or lacks a usable prompt or answer
-    REWARD_FAILED = "reward_failed"  # too few samples are left, and the first loss was caused by a reward function
-    WORKFLOW_FAILED = "workflow_failed"  # too few samples are left, and the first loss was caused by the workflow
+    REWARD_FAILED = "reward_failed"  # too few samples are left, and a reward function caused the first loss
+    WORKFLOW_FAILED = "workflow_failed"  # too few samples are left, and the workflow caused the first loss
     FILTERED = "filtered"  # all rewards of the group are equal (algorithm.filter_zero_variance)
     STALE = "stale"  # the version of the oldest token is too old (consume: completion)
     ATTEMPTS = "attempts"  # lease.attempts attempts failed
@@ -186,7 +186,7 @@ class Complete(Request, frozen=True, kw_only=True):
     lease_id: int
     stage: str  # the stage of the work
     incarnation: int
-    results: list[TaskResult]  # the results of the ended tasks
+    results: list[TaskResult]  # the results of the tasks that have ended
     scalars: dict[str, Array] = {}
     """Values of the samples by name, each [sum of `samples` over the done results] in the order of `results`: `reward`
     float32, `length` int32, `loss_tokens` int32, `truncated` uint8, `version_min` int32, `sync_error` float32, and
@@ -198,7 +198,7 @@ class Complete(Request, frozen=True, kw_only=True):
 
 @message(34, reply=Ack)
 class ReportShards(Request, frozen=True, kw_only=True):
-    """A reader could not read shards of these tasks: they are missing, or their checksums failed.
+    """A reader could not read shards of these tasks: they are missing, or their checksums do not match.
 
     The store checks the shards first. When the scheduler answers, it has given a higher fence to the tasks whose shards
     are lost, or has arranged for their step to be repeated.

@@ -62,8 +62,8 @@ class Telemetry(Message, frozen=True, kw_only=True):
     service: str
     instance: int
     incarnation: int
-    sequence: int  # counts all messages that this process tried to send
-    dropped: int  # counts the messages among them that were dropped
+    sequence: int  # counts all messages that this process has tried to send
+    dropped: int  # counts those of them that were dropped
     at: float  # time of the change, in seconds since 1970
     topic: str  # name of the topic
     values: dict[str, float | str]  # all values of the topic
@@ -97,7 +97,7 @@ class GetSnapshot(Request, frozen=True, kw_only=True):
 @message(121)
 class History(Message, frozen=True, kw_only=True):
     """The history that a new observer has missed. The steps of each curve are in ascending order, and long curves are
-    thinned."""
+    thinned out."""
 
     newest: dict[str, float]  # the newest row of metrics.jsonl, without non-finite values
     steps: dict[str, Array]  # the steps of each metric's points, float64, by metric name
@@ -112,7 +112,7 @@ class GetHistory(Request, frozen=True, kw_only=True):
 
 @message(113)
 class Update(Message, frozen=True, kw_only=True):
-    """A topic changed."""
+    """A topic has changed."""
 
     sequence: int  # grows by 1 with each update of one incarnation of the monitor
     row: TopicRow  # the new values

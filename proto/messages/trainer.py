@@ -39,7 +39,7 @@ class WorkerRequest(Request, frozen=True, kw_only=True):
 
     Errors:
         bad_data: shards or gradients (of the tasks in `names`) are not finite, or have wrong shapes.
-        conflict: another driver has taken over, or `order` was already used.
+        conflict: another driver has taken over, or `order` has already been used.
         lost: this incarnation of the worker has no driver yet, or an earlier call failed.
     """
 
@@ -70,7 +70,8 @@ class ForwardDone(Message, frozen=True, kw_only=True):
 
 @message(83, reply=ForwardDone)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
-    """Run the model over a batch at the temperature at which training samples are drawn; put the results as shards.
+    """Run the model over a batch at the temperature at which training samples are drawn, and put the results into the
+    stores as shards.
 
     The shards have the keys `<key>:<driver in hexadecimal>-<order>`.
     """
@@ -155,8 +156,8 @@ class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     step: int
     keep_last: int  # number of regular checkpoints to keep
     at_stop: bool = False
-    """The checkpoint is saved because the run stops. It is kept in addition to `keep_last`, and removed
-    with the next one."""
+    """The checkpoint is saved because the run is stopping. It is kept in addition to `keep_last`, and removed with the
+    next one."""
     keep: list[int] = []  # steps of earlier checkpoints to keep in addition to `keep_last` (`checkpoint.keep_best`)
 
 
@@ -204,7 +205,7 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
     """A new driver asks for a worker's position and takes the worker over. Calls from older drivers are refused.
 
     Errors:
-        conflict: this driver was replaced.
+        conflict: this driver has been replaced.
     """
 
     driver: int
@@ -213,8 +214,8 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
     agree.
     """
     turn: int = 0
-    """`RunInfo.drivers` of this driver. A takeover is refused if an earlier takeover had a higher turn, because it is
-    then a late message from a driver that has died."""
+    """`RunInfo.drivers` of this driver. A takeover is refused if an earlier takeover had a higher turn, because it must
+    then be a late message from a driver that has died."""
 
 
 @message(96)

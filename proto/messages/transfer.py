@@ -39,7 +39,7 @@ class TransferOffer(Message, frozen=True, kw_only=True):
 
     communicator: int  # number of the communicator
     number: int  # number of the transfer in the communicator
-    deadline_s: float  # seconds within which joining and the transfer must be finished
+    deadline_s: float  # seconds within which the ranks must have joined and the transfer must be complete
     parameters: list[TransferParameter]  # the tensors, in the order in which they are sent
     meeting: str = ""  # gloo on one host: the file through which ranks join, in the run's private folder
     store: str = ""  # gloo between hosts: the trainer's address `HOST:PORT` at which ranks join
@@ -53,7 +53,7 @@ class AskTransfer(Request, frozen=True, kw_only=True):
     """An engine asks for the weights of a version over a collective.
 
     Errors:
-        conflict: this incarnation of the engine was replaced by a later one.
+        conflict: this incarnation of the engine has been replaced by a later one.
         missing: the trainer cannot send that version, or cannot send it to this engine. The version's shards remain
             available.
     """

@@ -1,8 +1,8 @@
 """Creates, seals, copies, retires, deletes and recovers the files of a store. Only a file's name records its state.
 
 `<put id>.tmp` is a granted file, `<put id>.part` one that is being copied to disk, `<put id>.blk` a sealed one (if a
-file is both in memory and on disk, the copy on disk counts), and `*.dead` a zombie. A file that a reader or producer
-has locked is never deleted, and its pages are never lent.
+file is both in memory and on disk, the copy on disk is the valid one), and `*.dead` a zombie. A file that a reader or
+producer has locked is never deleted, and its pages are never lent.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class StoreFiles:
         os.rename(path, self.path(f"{put_id}.blk"))
 
     def in_use(self, put_id: str) -> bool:
-        """Return whether the producer of a grant holds its lock. Returns True if no descriptor is left with which to
+        """Return whether the producer of a grant holds its lock. Also returns True if no descriptor is left for the
         check."""
         try:
             descriptor = os.open(self.path(f"{put_id}.tmp"), os.O_RDWR | os.O_CLOEXEC)
@@ -235,7 +235,8 @@ class StoreFiles:
         return True
 
     def finish_copy(self, put_id: str) -> None:
-        """Rename the copy to its sealed name, where a restart finds it. On OSError the copy is removed."""
+        """Rename the copy to its sealed name, under which a restart finds it. If this raises OSError, the copy is
+        removed."""
         try:
             os.rename(self.path(f"{put_id}.part", Tier.DISK), self.path(f"{put_id}.blk", Tier.DISK))
         except BaseException:
@@ -251,14 +252,14 @@ class StoreFiles:
     def retire(self, effect: Retire) -> None:
         """Rename a file so that no reader finds it. Raises OSError if the file keeps its name or no longer exists."""
         source, target = self.path(effect.source, effect.place), self.path(effect.target, effect.place)
-        self._on_retire(source)  # a cached mapping of it may hold the last free descriptor
+        self._on_retire(source)  # a cached mapping of the file may occupy the last descriptor
         descriptor = os.open(source, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.rename(source, target)
         except BaseException:
             os.close(descriptor)
             raise
-        self._on_retire(source)  # a mapping made since the first call would stay forever
+        self._on_retire(source)  # a mapping created since the first call would otherwise never be closed
         self._zombies[effect.target] = (target, descriptor)
 
     def unmapped(self) -> list[str]:
@@ -293,7 +294,7 @@ class StoreFiles:
         self._zombies[name] = (self._closed.pop(name), descriptor)
 
     def delete(self, name: str) -> None:
-        """Delete a zombie. On OSError it remains a zombie."""
+        """Delete a zombie. If this raises OSError, the file remains a zombie."""
         path, descriptor = self._zombies[name]
         try:
             _delete(path, descriptor)
@@ -380,7 +381,7 @@ class StoreFiles:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Close every descriptor. The files stay."""
+        """Close every descriptor. The files are kept."""
         for _, descriptor in self._zombies.values():
             os.close(descriptor)
         self.tombstones.close()
@@ -391,7 +392,7 @@ class StoreFiles:
 
 def _copy(source: int, target: int) -> None:
     """Copy `source` durably with its timestamps, which give the order of the files after a restart. Later reads come
-    from the disk."""
+    from the disk, not from the page cache."""
     status = os.fstat(source)
     os.posix_fallocate(target, 0, status.st_size)  # raises before the first byte if the disk is full
     at = 0
@@ -406,7 +407,7 @@ def _copy(source: int, target: int) -> None:
 
 
 def _delete(path: str, descriptor: int) -> None:
-    """Truncate and unlink a file. Truncation frees the pages even if the producer of a spare still maps it."""
+    """Truncate and unlink a file. Truncation frees the pages even if the producer of a spare still maps the file."""
     os.ftruncate(descriptor, 0)
     Path(path).unlink(missing_ok=True)
 

@@ -23,7 +23,7 @@ ALLOCATE_BYTES = 16 << 20
 """Bytes allocated at a time, ahead of the data that arrives. Writing to a page that a full mount cannot provide raises
 SIGBUS."""
 DIGESTS_S = 20.0
-"""Maximum seconds for which received chunks wait for their digests."""
+"""Maximum time, in seconds, that received chunks wait for their digests."""
 
 
 class FillingFile:
@@ -55,8 +55,8 @@ class FillingFile:
         self.head_checksum = 0
 
     def close(self, *, complete: bool) -> None:
-        """Stop writing. Unless `complete` is true, the streams that read the file then end. The mapping stays as long
-        as any stream reads it.
+        """Stop writing. Unless `complete` is true, the streams that read the file then end. The mapping is kept as long
+        as any stream reads from it.
         """
         self._given_up = not complete
         os.close(self._descriptor)
@@ -102,7 +102,7 @@ class FillingFile:
         """Verify the chunks that end within the first `upto` bytes.
 
         Raises WireError for a damaged chunk, and TimeoutError if a digest does not arrive in time. The chunks before a
-        damaged one stay available.
+        damaged one remain available.
         """
         before = self.verified_bytes
         try:

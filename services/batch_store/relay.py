@@ -32,13 +32,13 @@ AT_ONCE_CHUNKS = 32
 """Number of digests computed at a time. They are kept even if the request ends before its page is complete."""
 CALL_S, OPEN_S = 5.0, 5.0
 TRIES = 2
-"""Number of attempts after which a store is skipped. An attempt that brings a verified chunk resets the count to 1.
-A store that was itself waiting for its predecessor may thus bring no chunk in one attempt and continue in the next."""
+"""Number of attempts after which a store is skipped. An attempt that delivers a verified chunk resets the count to 1. A
+store that was itself waiting for its predecessor may thus deliver no chunk in one attempt and continue in the next."""
 STALL_S = 60.0
-"""Seconds without a verified chunk from any store after which the fetch of a version is abandoned."""
+"""If no store delivers a verified chunk for this many seconds, the fetch of a version is abandoned."""
 PAUSE_S = 0.2
 WHOLE_S = 1.0
-"""Maximum seconds for which an answer waits for the whole version."""
+"""Maximum time, in seconds, that an answer waits for the whole version."""
 KEPT_VERSIONS = 16
 """Number of versions whose digests are kept."""
 GIVE_UP = (ErrorCode.COLLECTED, ErrorCode.MISSING, ErrorCode.BAD_REQUEST)
@@ -126,7 +126,7 @@ class Relay:
         ]
 
     def source(self, task: PutTask) -> FillingFile | None:
-        """Return the file that is being filled with this version, or None while its head has not arrived."""
+        """Return the file that is being filled with this version, or None if its head has not arrived yet."""
         filling = self._fillings.get((task.task_id, task.fence))
         return filling.file if filling is not None and filling.file is not None and filling.file.head_bytes else None
 

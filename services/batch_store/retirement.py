@@ -1,5 +1,6 @@
 """Removes files: renames them to zombies in order, and deletes each once no process maps it. The index has already
-forgotten these files. If there is no descriptor for a file, or the disk refuses to remove it, the file stays due.
+forgotten these files. If there is no descriptor for a file, or the disk refuses to remove it, the file remains due for
+removal.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ deletions. The descriptor limit divided by `AT_ONCE_SHARE` is a second maximum. 
 zombie keeps a descriptor until it is deleted.
 """
 ZOMBIE_SHARE = 4
-"""The descriptor limit divided by this is the maximum number of open zombies. Stream mappings may use
-the same share, and so may the connections of an endpoint (two descriptors each); the connections of the bulk port may
-use a sixteenth. Some of the zombies beyond the maximum are opened in each round, and closed again if they are still
-mapped."""
+"""The descriptor limit divided by this is the maximum number of open zombies. Stream mappings may use the same fraction
+of the limit, and so may the connections of an endpoint (two descriptors each); the connections of the bulk port may use
+a sixteenth of it. Some of the zombies beyond the maximum are opened in each round, and are closed again if they are
+still mapped."""
 T = TypeVar("T")
 
 
@@ -71,12 +72,13 @@ class Retirement:
         self._closed.extend(excess)
 
     def is_due(self, source: str) -> bool:
-        """Return whether a file with this name still waits to be renamed. Until then, the name cannot be reused."""
+        """Return whether a file with this name is still waiting to be renamed. Until then, the name cannot be
+        reused."""
         return any(effect.source == source for effect in self._due)
 
     def _open(self, due: deque[T], begin: Callable[[T], None], name_of: Callable[[T], str]) -> int:
         """Begin to remove the files in `due` and return the number of successes. Files for which this fails move to the
-        end."""
+        end of `due`."""
         count = 0
         for _ in range(min(len(due), self._batch)):
             one = due.popleft()

@@ -71,7 +71,7 @@ class Room:
         return sum(self.limits)
 
     def add(self, nbytes: int, place: Tier) -> None:
-        """Count a file that is in `place`, or for which room in `place` was found."""
+        """Count a file that is in `place`, or for which room has been found in `place`."""
         self.used[place] += held_bytes(nbytes)
 
     def remove(self, nbytes: int, place: Tier) -> None:
@@ -145,7 +145,7 @@ class Room:
         return name
 
     def _take_spare(self, name: str) -> int:
-        """Remove a spare and return the bytes of its pages."""
+        """Remove a spare and return the size of its pages in bytes."""
         held = held_bytes(self._spares.take(name))
         self.spare_bytes -= held
         return held
@@ -156,7 +156,7 @@ class Room:
         return self.used[Tier.MEMORY] - freed + held_bytes(nbytes) - self.limits[Tier.MEMORY]
 
     def free_spares(self, nbytes: int, spare: str | None) -> list[str]:
-        """Give up the spares whose room a put that takes `spare` needs, longest idle first."""
+        """Give up as many other spares, longest idle first, as a put that takes `spare` needs."""
         missing = self.missing_bytes(nbytes, spare)
         names: list[str] = []
         for name in self._spares.all_but(spare) if missing > 0 else ():

@@ -69,9 +69,9 @@ A = TypeVar("A", bound=Message)
 REAP_S = 0.25
 EMIT_S = 1.0
 FULL_SHARE = 0.95
-"""Share of the limit above which a store is reported as full."""
+"""A store is reported as full if at least this fraction of its limit is in use."""
 REFUSED_S = 3.0
-"""Seconds for which a refused put is reported as a current problem."""
+"""Time, in seconds, for which a refused put is reported as a current problem."""
 MAX_STREAM_TASKS = 16384
 """Maximum number of tasks that one stream covers."""
 
@@ -101,7 +101,8 @@ class StoreService(Service):
         handle(GetInventory, self._busy_without_descriptor(self._inventory))
         handle(GetStoreStats, self._stats)
         self._refused = (0, -1.0)
-        """Number of puts without room so far, and the loop time at which the last one was noticed, or -1."""
+        """Number of puts so far for which there was no room, and the loop time at which the last one was noticed, or
+        -1."""
         self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=not loaded.transport.encrypt_bulk)
         self._digests = ChunkDigests()
@@ -142,7 +143,7 @@ class StoreService(Service):
         except RpcError as error:
             if not files.has_sealed():
                 raise
-            # Acknowledged files are served even if other processes have filled the mount since.
+            # Acknowledged files are served even if other processes have since filled the mount.
             self.log.warning("less room than the limit: puts may be answered with BUSY", why=str(error))
         self.index.recall(files.tombstones.read())
         for found in await asyncio.to_thread(files.scan):
@@ -197,7 +198,7 @@ class StoreService(Service):
             self._files.close()
 
     def bulk_endpoint(self) -> str:
-        """Return the endpoint that serves chunks to readers without shared memory; it is not the mailbox."""
+        """Return the endpoint that serves chunks to readers without shared memory; it is not the mailbox's endpoint."""
         if self.listen:
             return f"{self.listen.rpartition(':')[0]}:*"
         return f"{self.run.endpoint(self.NAME, self.instance)}-bulk"
@@ -232,7 +233,7 @@ class StoreService(Service):
             f"{stats.zombie_bytes / (1 << 20):.1f} MiB collected but still mapped"
         )
         if refused:
-            text += f"; puts find no room (last: {now - self._refused[1]:.1f} s ago; services.batch-store.memory)"
+            text += f"; puts are being refused (last: {now - self._refused[1]:.1f} s ago; services.batch-store.memory)"
         return [*rows, WaitRow(WaitKind.ROOM, text, 0.0)]
 
     def _recover(self, found: Found) -> None:
@@ -312,7 +313,7 @@ class StoreService(Service):
         return PutGrant(path=path)
 
     def _mount_full(self, what: str, error: OSError) -> RpcError:
-        """Give up the spares and return the busy error after which the producer asks again."""
+        """Give up the spares and return the busy error, which makes the producer ask again."""
         self.index.room.busy += 1
         self._retirement.free(self.index.room.give_up_spares())
         text = f"{self.name}: {what}: no room for another file ({error})"
@@ -323,7 +324,7 @@ class StoreService(Service):
         spare = self.index.spare(request.put_id, request.nbytes)
         if spare is None:
             return None
-        if not files.claim(spare):  # a reader that opened its former name still has it open
+        if not files.claim(spare):  # a reader that opened it under its former name still has it open
             self._retirement.free([self.index.room.give_up_spare(spare)])
             return None
         return spare
@@ -437,7 +438,7 @@ class StoreService(Service):
         self._retirement.settle()
         return self.index.stats()
 
-    # ---- readers that share no memory with this store
+    # ---- readers that do not share memory with this store
 
     async def _open_line(self, request: OpenLine, call: Call) -> LineOpened:
         await self._ready()
@@ -471,7 +472,7 @@ class StoreService(Service):
                 limits = (keys, max_bytes, self._mappings)
                 return found, await asyncio.to_thread(pin, self.name, found, places, tasks, *limits)
             except FileNotFoundError:
-                await asyncio.sleep(AGAIN_S)  # collected before it was mapped; the index now knows
+                await asyncio.sleep(AGAIN_S)  # collected before it was mapped; the index knows this by now
 
     async def _hold(self, request: Hold, call: Call) -> Held:
         try:
@@ -490,7 +491,9 @@ class StoreService(Service):
                 return await self._relay.hold(request)
             path = found[0].path
         else:
-            text = f"{self.name}: {request.task.task_id} is neither a version of the weights nor a file from home"
+            text = (
+                f"{self.name}: {request.task.task_id} is neither a version of the weights nor a file from the home host"
+            )
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         digests = await self._digests.page(path, source, request.first) if request.first >= 0 else []
         return Held(total_bytes=source.total_bytes, held_bytes=source.total_bytes, digests=digests)

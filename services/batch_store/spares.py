@@ -1,9 +1,10 @@
 """Decides which files' pages a store keeps for later puts, and for how long. The module uses no I/O and no clock. A
 spare has no name that a reader could find.
 
-A put spends three quarters of its time allocating fresh pages. Writing 1 GiB, including checksums, takes 0.58 s into
-new pages, 0.22 s into old ones, and 0.13 s into old ones that the writer has mapped. Training puts similar sizes at
-every step. A spare is resized to the put that takes it, so a file takes up no more room than its bytes need.
+A put spends three quarters of its time allocating fresh pages. Writing 1 GiB, including checksums, takes 0.58 s if the
+pages are new, 0.22 s if they are old, and 0.13 s if they are old and the writer has already mapped them. Training puts
+similar sizes at every step. A spare is resized to the put that takes it, so a file takes up no more room than its bytes
+need.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ MAX_SPARES = 4096
 IDLE_S = 600.0
 """Seconds after which an unused spare is returned to the system. Most training steps are shorter."""
 _FIT = 2
-"""Maximum ratio, either way, between the sizes of a spare and a put. Beyond it, reuse saves little or cuts off much."""
+"""Maximum ratio, either way, between the sizes of a spare and a put. Beyond it, reuse saves little, or most of the
+spare is cut off."""
 
 
 class Spares:
@@ -55,7 +57,8 @@ class Spares:
         return self._by_name[name][0]
 
     def nearest(self, nbytes: int) -> str | None:
-        """Return the spare nearest in size to a put, or None if none fits. The youngest of several exact fits wins."""
+        """Return the spare nearest in size to a put, or None if none fits. If several fit exactly, return the
+        youngest."""
         at = bisect_left(self._by_size, (nbytes + 1,))
         around = self._by_size[max(at - 1, 0) : at + 1]
         near = [each for each in around if each[0] <= _FIT * nbytes and nbytes <= _FIT * each[0]]

@@ -1,9 +1,9 @@
 """Makes room in memory by moving sealed files to a folder on disk.
 
 A move copies the file, syncs the copy, and verifies it by reading it back. Then it renames the copy to the sealed name,
-updates the index, and turns the file in memory into a zombie, all without interruption on the loop's thread. Before the
-rename, the file in memory is authoritative; after it, the file on disk is. A kill at any instant leaves the whole file
-in at least one place, and a restart keeps one copy.
+updates the index, and turns the file in memory into a zombie, all without interruption, on the event loop's thread.
+Before the rename, the file in memory is authoritative; after it, the file on disk is. A kill at any instant leaves the
+whole file in at least one place, and a restart keeps one copy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from services.batch_store.state import StoreState
 from shared.rundir import RunDir, folder_id
 
 PAUSE_S = 1.0
-"""Seconds for which no file is moved after the disk has failed (full or broken). Puts are answered with BUSY
-meanwhile."""
+"""After the disk has failed (because it is full or broken), no file is moved for this many seconds. In the meantime,
+puts are answered with BUSY."""
 _OWNER = "owner"
 
 
@@ -59,7 +59,7 @@ def spill_folder(name: str, spill: str, run: RunDir, instance: str) -> Path:
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except FileNotFoundError:  # deleted by its owner meanwhile
+    except FileNotFoundError:  # deleted by its owner in the meantime
         return ""
 
 

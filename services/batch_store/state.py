@@ -78,7 +78,7 @@ class StoreState:
         self._sealed: dict[str, Sealed] = {}
         self._tasks: dict[str, TaskFiles] = {}
         self._spill_queues: tuple[OrderedDict[str, None], OrderedDict[str, None]] = (OrderedDict(), OrderedDict())
-        """Sealed files in memory, oldest first: those of tasks, and those of weights, which spill last."""
+        """Sealed files in memory, oldest first: those of tasks, and those of weights, which are spilled last."""
         self._moving: dict[str, int] = {}
         self._serial = self._shards = 0
         self._puts = self._clears = 0
@@ -97,7 +97,7 @@ class StoreState:
         """Reserve room for a put. Returns True if the caller must create the put's file, from `spare` if there is one,
         and False if the same grant is already open.
 
-        Raises RpcError: bad_request, collected (with `names`), conflict or busy. The spare then stays unused.
+        Raises RpcError: bad_request, collected (with `names`), conflict or busy. The spare then remains unused.
         """
         self.check(put_id, nbytes, tasks)
         grant = self._grants.get(put_id)
@@ -131,7 +131,7 @@ class StoreState:
         raise RpcError(ErrorCode.MISSING, f"{self._name}: no put {put_id} is open; put it again", names=[put_id])
 
     def has_new_shards(self, put_id: str, table: Table) -> bool:
-        """Return whether a written file has shards that the store lacks. If so, rename the file, then call `seal`.
+        """Return whether a written file has shards that the store lacks. If it has, rename the file, then call `seal`.
 
         Raises RpcError: bad_request (not what was granted), collected, conflict (same fence, different bytes). If it
         raises
@@ -377,7 +377,7 @@ class StoreState:
         """Restore a sealed file of an earlier incarnation, without its cleared or superseded shards. Its checksums
         have been verified.
 
-        Call this in seal order. If a file is found both on disk and in memory, one copy is recovered and the other is
+        Call this in seal order. If a file exists both on disk and in memory, one copy is recovered and the other is
         refused.
         """
         self.room.add(nbytes, place)
@@ -430,7 +430,7 @@ class StoreState:
             )
 
     def _has_new(self, put_id: str, table: Table) -> bool:
-        """Return whether the file has new shards. Raises RpcError(conflict) for different bytes under a known name."""
+        """Return whether the file has new shards. Raises RpcError(conflict) if a known name has different bytes."""
         found = False
         for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
             held = self._tasks.get(task_id)

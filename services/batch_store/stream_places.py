@@ -1,4 +1,5 @@
-"""Decides which connections to the bulk port may stay, because anyone can connect to it. Uses no socket and no clock.
+"""Decides which connections to the bulk port may stay open, because anyone can connect to it. This module uses no
+sockets and no clock.
 
 A connection proves itself with the HELLO of a line, and each line admits one connection. Without a HELLO, no connection
 keeps its place for long. A newcomer is turned away only if proven connections hold all places.
@@ -49,8 +50,8 @@ class Places:
         None.
 
         The newcomer is turned away if its place is None. The connection that must end is the oldest unproven one from
-        the address that has the most of them. Strangers on one host therefore displace each other, not readers on other
-        hosts that have just connected.
+        the address that has the most of them. Therefore, strangers on one host displace each other and not readers that
+        have just connected from other hosts.
         """
         victim = None
         if len(self._held) >= min(MOST, self._descriptors // SHARE):

@@ -2,8 +2,8 @@
 
 A reader has one connection, its line, and opens streams on it. It receives the ranges that it requested, in that order,
 and nothing else. Readers take turns, one range per turn: a stalled reader holds one range and its requests, at most
-`READER_BYTES`, and does not delay others. A stream lasts until its last byte is sent, its reader closes it or its line
-ends.
+`READER_BYTES`, and does not delay others. A stream lasts until its last byte has been sent, its reader closes it or its
+line ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from shared.os_limits import raise_descriptor_limit
 from shared.rpc.errors import RpcError
 
 READER_BYTES = 32 << 20
-"""Maximum bytes that wait to be sent to one reader. Beyond this or `READER_RANGES`, its requests stay unread."""
+"""Maximum number of bytes waiting to be sent to one reader. Beyond this or `READER_RANGES`, its requests are not
+read."""
 READER_RANGES = 256
 MAX_LINES, MAX_STREAMS = 256, 256
 UNCLAIMED_S = 10.0
@@ -83,7 +84,7 @@ class _Stream:
 
 @dataclass(slots=True, eq=False)
 class _ReaderLine:
-    """A line that was promised to one reader in the answer to `OpenLine`."""
+    """A line that has been promised to one reader in the answer to `OpenLine`."""
 
     line_id: str
     """Id of the line, in hexadecimal."""
@@ -121,7 +122,7 @@ class _Reader:
     """The memory of `out`, or None if `out` refers to mapped files."""
     events: int = select.EPOLLIN
     waits: bool = False
-    """Whether the line waits for the next range, which is not available yet."""
+    """Whether the line is waiting for the next range, which is not available yet."""
 
     @property
     def is_full(self) -> bool:
@@ -461,7 +462,8 @@ class StreamServer:
             reader.buffer = None
 
     def _next(self, reader: _Reader, line: _ReaderLine) -> None:
-        """Prepare the next range for sending. Raises ConnectionAbortedError if the line's key must not seal it."""
+        """Prepare the next range for sending. Raises ConnectionAbortedError if the line's key may not be used to seal
+        it."""
         wanted = reader.ranges.popleft()
         reader.asked_bytes -= wanted.nbytes
         wanted.stream.used = time.monotonic()

@@ -1,7 +1,8 @@
 """Provides the content of one stream: pinned files, and the position of each range in them.
 
-The files are mapped under a shared lock, as any reader maps them. While a stream is open, or a frame of it waits to be
-sent, the bytes that it reads stay in place and stay counted, even when its tasks are collected.
+The files are mapped under a shared lock, as any reader maps them. While a stream is open, or one of its frames is
+waiting to be sent, the bytes that it reads remain in place and continue to count as used, even if its tasks are
+collected.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shared.dataplane.mapping import MappingCache
 from shared.dataplane.stream import missing_shards
 
 STREAM_SHARE = 4
-"""A stream reads at most 1/STREAM_SHARE of the number of files that the store may map for streams."""
+"""A stream reads from at most 1/STREAM_SHARE of the number of files that the store may map for streams."""
 
 
 class SealedFile(NamedTuple):

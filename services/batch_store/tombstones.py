@@ -26,7 +26,8 @@ class TombstoneList:
         """Whether tombstones are missing from the list because there was no room. `compact` writes them."""
 
     def append(self, tasks: Iterable[PutTask]) -> None:
-        """Append tombstones durably, all or none. On OSError (no room) the list is `incomplete`."""
+        """Append tombstones durably, all or none. If this raises OSError (because there is no room), the list is
+        `incomplete`."""
         lines = [f"{task.fence} {task.task_id}\n" for task in tasks]
         if not lines:
             return
@@ -44,7 +45,7 @@ class TombstoneList:
     def compact(self, tombstones: dict[str, int]) -> None:
         """Rewrite the list if tombstones are missing from it or most of its lines are out of date.
 
-        `tombstones` maps task ids to fences. On OSError the existing list stays in use.
+        `tombstones` maps task ids to fences. If this raises OSError, the existing list remains in use.
         """
         if not self.incomplete and self._lines <= 2 * len(tombstones) + 4096:
             return
@@ -76,7 +77,7 @@ class TombstoneList:
         return found
 
     def close(self) -> None:
-        """Close the descriptor. The list stays."""
+        """Close the descriptor. The list is kept."""
         os.close(self._file)
 
 

@@ -1,4 +1,5 @@
-"""Provides bytes that a store serves unchanged: files from home that other hosts fetch, and the list of these files."""
+"""Provides bytes that a store serves unchanged: the home host's files that other hosts fetch, and the list of these
+files."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class WholeSource:
 
 
 class DistributedFiles:
-    """The topology's files that hosts fetch from home, as `files/0/<index>`. Index 0 is the list of these files."""
+    """The topology's files that hosts fetch from the home host, as `files/0/<index>`. Index 0 is the list of these
+    files."""
 
     def __init__(self, name: str, file: Path, topology: Topology) -> None:
         """`name` is the name of the store, for error messages; `file` holds the resolved topology."""

@@ -40,9 +40,9 @@ UNITS = {
 }
 """The unit at the end of a Prometheus name, by the unit in docs/metrics.md."""
 COUNTERS = frozenset({"gc/tasks"})
-"""Metrics in metrics.jsonl whose values only grow."""
+"""Metrics in metrics.jsonl whose values never decrease."""
 LIVE = frozenset({"step", "store/bytes", "store/shards", "policy/version"})
-"""Metrics that are not exported from rows, because the live status has them."""
+"""Metrics that are not exported from rows, because the live status contains them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Topic:
 
     prefix: str
     growing: frozenset[str] = frozenset()
-    """The numbers that only grow. If the set is empty, all numbers only grow."""
+    """The numbers that never decrease. If the set is empty, none of the numbers ever decreases."""
 
 
 TOPICS = {

@@ -24,7 +24,7 @@ from shared.tracing import span_id
 
 PATH = "/v1/traces"
 QUEUED_SPANS = 16_384
-"""Maximum number of spans that wait for the collector. The oldest spans are dropped first."""
+"""Maximum number of spans waiting for the collector. The oldest spans are dropped first."""
 BATCH_SPANS = 512
 CALL_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -34,7 +34,7 @@ NAME = "rlbus"
 
 
 class Refused(Exception):
-    """The collector does not accept these spans now, or will never accept them (`forever`)."""
+    """The collector is not accepting these spans at present, or will never accept them (`forever`)."""
 
     def __init__(self, text: str, *, forever: bool) -> None:
         super().__init__(text)
@@ -59,14 +59,14 @@ class OtlpSender:
         self._ending = False
         self._connection: http.client.HTTPConnection | None = None
         self._log = structlog.get_logger("exporter")
-        # A daemon thread, so that the process can end without waiting for a collector that does not answer.
+        # A daemon thread, so that the process can exit without waiting for a collector that does not answer.
         self._thread = threading.Thread(target=self._work, name="otlp", daemon=True)
         self.sent = 0
         """Number of spans that the collector has accepted."""
         self.dropped = 0
         """Number of spans that were dropped."""
         self.trouble = ""
-        """The reason why the collector does not accept spans at present, or an empty string."""
+        """The reason why the collector is not accepting spans at present, or an empty string."""
 
     def start(self) -> None:
         self._thread.start()

@@ -36,7 +36,7 @@ class Tracks:
         self._count = 0
 
     def events(self, interval: Interval) -> Iterator[Event]:
-        """Yield the event of an interval, after the name events of a new process or track."""
+        """Yield the event of an interval. If its process or track is new, yield the events that name them first."""
         pid = self._pids.get(interval.process)
         if pid is None:
             pid = self._pids[interval.process] = len(self._pids) + 1
@@ -146,7 +146,7 @@ class TraceFile:
 
 
 def _repair(path: Path, most_bytes: int) -> None:
-    """Close the JSON list after the last complete event, if the file's last write was cut off."""
+    """Close the JSON list after the last complete event, in case the file's last write was cut off."""
     data = path.read_bytes()[: most_bytes + 1]
     if not data.endswith(END):
         path.write_bytes((data[: data.rfind(b"},\n") + 1] or HEAD.strip()) + END)

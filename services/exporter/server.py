@@ -1,7 +1,7 @@
 """The exporter: reads the monitor as any subscriber does, so that neither scrapers nor collectors delay the monitor.
 
 For Prometheus, the exporter asks the monitor for its last values, at most once a second. For traces, it follows the
-topics that report spans. Spans that the exporter misses are absent from the traces, with no other effect.
+topics that report spans. Spans that the exporter misses are absent from the traces; this has no other effect.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MONITOR_STREAM = "monitor-pub"
 FOLDER = "traces"
 FLUSH_S = 1.0
 FRESH_S = 1.0
-"""Seconds during which further scrapes reuse the monitor's answer."""
+"""For this many seconds, further scrapes reuse the monitor's answer."""
 SNAPSHOT_S = 2.0
 LAST_S = 1.0
-"""Maximum seconds for sending the last spans when the run ends."""
+"""Maximum time, in seconds, to send the last spans when the run ends."""
 MOST_SCRAPERS = 16
 QUIET_S = 30
 WAITING = 20_000

@@ -90,7 +90,7 @@ class Tracer:
     def __init__(self, run: str) -> None:
         self._run = run
         self._open: OrderedDict[str, float] = OrderedDict()
-        """The earliest known start time of each traced task that is not collected yet."""
+        """The earliest known start time of each traced task that has not been collected yet."""
 
     def spans(self, interval: Interval) -> Iterator[TraceSpan]:
         """Yield the spans of an interval: one for each of its tasks, or one for its step."""

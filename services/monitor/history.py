@@ -16,7 +16,7 @@ SPAN = "span"
 MAX_SPANS = 2000
 """Maximum number of spans kept for all services together. The spans and the curves must fit in one 8 MiB message."""
 MAX_SPAN_BYTES = 512
-"""Maximum encoded bytes of a span that is kept."""
+"""Maximum encoded size of a span that is kept, in bytes."""
 MAX_POINTS = 3 << 17
 """Maximum total number of curve points in one answer. A point takes 16 bytes."""
 

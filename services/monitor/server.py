@@ -3,9 +3,9 @@
 The monitor does not block on subscribers, and training does not depend on the monitor. A subscriber connects to
 `monitor-pub`, waits for its first update (every new subscription causes an update, which proves that the subscription
 is active), requests the snapshot, and continues after the snapshot's sequence number. After a gap in the sequence, the
-subscriber requests another snapshot. A full queue loses the newest updates, so a subscriber also requests a snapshot
-when the stream falls silent. Updates consist of [topic, envelope, body]; the topic frame lets a subscriber select a
-single prefix.
+subscriber requests another snapshot. If a subscriber's queue is full, the newest updates are lost, so a subscriber also
+requests a snapshot when the stream falls silent. Updates consist of [topic, envelope, body]; the topic frame lets a
+subscriber select a single prefix.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SUBSCRIBER_MESSAGES = 4096
 """Maximum number of updates queued per subscriber. A subscriber that falls further behind loses updates and sees the
 gap in the sequence. libzmq keeps one copy of an update for all subscribers."""
 SUBSCRIPTION_BYTES = 1024
-"""Maximum bytes of a subscription, which is a topic prefix."""
+"""Maximum size of a subscription (a topic prefix), in bytes."""
 _SUBSCRIBE, _UNSUBSCRIBE = 1, 0
 
 

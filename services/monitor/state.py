@@ -10,14 +10,15 @@ from proto.messages import Snapshot, Telemetry, TopicRow, Update
 
 MAX_TOPICS = 20_000
 MAX_BYTES = 6 << 20
-"""Maximum encoded bytes of all rows. A snapshot is one message of at most 8 MiB."""
+"""Maximum encoded size of all rows, in bytes. A snapshot is one message of at most 8 MiB."""
 MAX_ROW_BYTES = 16 << 10
-"""Maximum encoded bytes of one row. This bounds the bytes of a subscriber's queue, whose own limit counts updates."""
+"""Maximum encoded size of one row, in bytes. This bounds the size of a subscriber's queue, whose own limit counts only
+updates."""
 MAX_SENDERS = 4_096
 MAX_DROPPED = 2**48
-"""Maximum number of dropped messages that one sender can report, so that the sum over all senders fits a message."""
+"""Maximum number of dropped messages that one sender can report, so that the sum over all senders fits in a message."""
 ROW_BYTES, VALUE_BYTES = 48, 14
-"""Maximum encoded bytes of a row and of a value, without their text."""
+"""Maximum encoded sizes of a row and of a value, without their text, in bytes."""
 TopicKey = tuple[str, int, str]
 
 

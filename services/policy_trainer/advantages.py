@@ -1,4 +1,5 @@
-"""Per-sample advantage estimators: functions that turn rewards into advantages, without tokens or model tensors.
+"""Implements per-sample advantage estimators: functions that turn rewards into advantages, without tokens or model
+tensors.
 
 Each estimator takes `rewards` float [N], `groups` int [N] (the index of each sample's task, counted from 0 over the
 surviving tasks) and, where lengths matter, `loss_tokens` int [N]. It computes in float64 and returns float64 [N].

@@ -1,4 +1,4 @@
-"""Policy for updates whose data is bad: stop the run, or skip the update and continue.
+"""Decides what happens if the data of an update is bad: stop the run, or skip the update and continue.
 
 Every skipped update is logged, and a run whose steps no longer contain any update is stopped.
 """

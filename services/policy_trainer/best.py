@@ -39,7 +39,7 @@ class BestCheckpoint:
         self._run = run
         self._policy = topology.policy
         self.undecided: list[int] = []
-        """The steps whose checkpoints are saved or being saved, but have not been compared yet."""
+        """The steps whose checkpoints have been or are being saved but have not been compared yet."""
         self._best: int | None = None
         self._rank: Rank = (0.0, -math.inf)
         self.deciding: asyncio.Task[None] | None = None
@@ -47,7 +47,8 @@ class BestCheckpoint:
         self._log = structlog.get_logger("driver")
 
     def is_evaluated(self, step: int) -> bool:
-        """Return whether the version of `step` is evaluated and has a checkpoint. The initial model has none."""
+        """Return whether the version of `step` is evaluated and has a checkpoint. The initial model has no
+        checkpoint."""
         return step > 0 and (step % self._every == 0 or step == self._last_step)
 
     @property

@@ -32,11 +32,12 @@ Divided = messages.Forward | messages.ForwardBackward
 """Calls whose batch is divided among the data-parallel ranks. All ranks get the same request for every other call."""
 
 _RECOVERABLE = frozenset([ErrorCode.LOST, ErrorCode.MISSING, ErrorCode.DRAINING, ErrorCode.DEADLINE])
-"""Codes after which a reload helps. DEADLINE is included because workers answer with it after waiting for a store."""
+"""Error codes after which a reload helps. DEADLINE is included because workers answer with it after waiting for a
+store."""
 COMPUTE_S = 3600.0
-"""Maximum seconds for one call to a worker, including its time in the queue."""
+"""Maximum time, in seconds, for one call to a worker, including its time in the queue."""
 TAKE_OVER_S = 120.0
-"""Deadline in seconds for taking over a worker, which imports its libraries first if it restarts."""
+"""Deadline, in seconds, for taking over a worker. A worker that has restarted imports its libraries first."""
 OTHER_ERRORS_S = 1.0
 """Seconds to wait for the other ranks' answers after one rank has failed, because another rank may know the cause."""
 _NOT_YET = 0
@@ -44,15 +45,15 @@ _NOT_YET = 0
 
 
 class WorkersLost(RpcError):
-    """A worker died, or shards that it needed were gone or their store was unavailable for too long. The group must be
-    brought back to a known step (`resume`)."""
+    """A worker died, or the shards that it needed were gone, or their store was unavailable for too long. The group
+    must be brought back to a known step (`resume`)."""
 
 
 class WorkerDispatch:
     """Asynchronous calls to the worker group, numbered when they are made. The caller must await their results.
 
-    Every call may raise WorkersLost, or RpcError(conflict) if the driver was replaced. The workers may be a group of
-    ranks or another dispatch on the bus (`dispatch_service`), which answers like a single rank.
+    Every call may raise WorkersLost, or RpcError(conflict) if the driver has been replaced. The workers may be a group
+    of ranks or another dispatch on the bus (`dispatch_service`), which answers like a single rank.
     """
 
     def __init__(self, clients: Sequence[Client], layout: Layout, driver: int) -> None:
@@ -74,9 +75,9 @@ class WorkerDispatch:
     async def take_over(self, turn: int | None = None) -> messages.WorkerState:
         """Take control of the workers and return their state. They refuse other drivers and earlier calls from then on.
 
-        `turn` is the driver's turn (`RunInfo.drivers`). It defaults to the turn of the previous call, or 0.
-        The state is dirty if the ranks are at different steps; a reload is needed to make them one group again. The
-        state lists the snapshots that every rank holds.
+        `turn` is the driver's turn (`RunInfo.drivers`). It defaults to the turn of the previous call, or to 0 in the
+        first call. The state is dirty if the ranks are at different steps; a reload is needed to make them one group
+        again. The state lists the snapshots that every rank holds.
         """
         self._turn = self._turn if turn is None else turn
         states = await self._take_over(self._order)
@@ -121,7 +122,7 @@ class WorkerDispatch:
         return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
     def forward(self, batch: Batch, keys: Sequence[str]) -> Awaitable[tuple[Batch, float]]:
-        """Compute per-token values with the current weights and put them as shards.
+        """Compute per-token values with the current weights and put them into the stores as shards.
 
         Return the batch of these shards and how long the computation took, in seconds.
 
@@ -148,8 +149,8 @@ class WorkerDispatch:
         """Combine the next `updates` optimizer steps into one training step. Without this call, each optimizer step is
         a training step of its own.
 
-        If `snapshot_lineage` is 0 or more, the workers keep a snapshot in shared memory after the last one, under this
-        lineage.
+        If `snapshot_lineage` is 0 or more, the workers keep a snapshot in shared memory after the last of these
+        updates, under this lineage.
         """
         self._updates_left, self._snapshot_lineage = updates, snapshot_lineage
 
@@ -191,7 +192,7 @@ class WorkerDispatch:
         self, step: int, *, keep_last: int, at_stop: bool = False, keep: Sequence[int] = ()
     ) -> Awaitable[messages.Saved]:
         """Save a durable, verified checkpoint of `step` and delete older ones beyond `keep_last`, except those of the
-        steps in `keep`. A checkpoint made `at_stop` does not count towards `keep_last`."""
+        steps in `keep`. A checkpoint saved `at_stop` does not count towards `keep_last`."""
         request = messages.SaveCheckpoint(
             driver=_NOT_YET, order=_NOT_YET, step=step, keep_last=keep_last, at_stop=at_stop, keep=list(keep)
         )
@@ -243,7 +244,8 @@ class WorkerDispatch:
         return step, last
 
     def _submit(self, request: WorkerRequest, reply: type[R]) -> Awaitable[R]:
-        """Number `request` now and send every rank its part. The result is the merged answer."""
+        """Assign the next number to `request` at once, and send every rank its part. The result is the merged
+        answer."""
         self._order += 1
         numbered = msgspec.structs.replace(request, driver=self._driver, order=self._order)
         return asyncio.ensure_future(self._call(numbered, reply))
@@ -307,7 +309,7 @@ def _in_order(batch: Batch, task_ids: Sequence[str]) -> Batch:
 
 
 def _cause(errors: Sequence[BaseException]) -> BaseException:
-    """Select the error to raise. Ranks that only learned of another rank's failure answer LOST."""
+    """Select the error to raise. Ranks that have only learned of another rank's failure answer with LOST."""
     bad = [each for each in errors if isinstance(each, RpcError) and each.code == ErrorCode.BAD_DATA]
     if bad:  # each rank names its own tasks
         return RpcError(

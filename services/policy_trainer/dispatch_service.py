@@ -1,9 +1,9 @@
 """The dispatch as a service: `python -m services.policy_trainer.dispatch_service --run D` instead of the driver.
 
-It answers the calls of a single worker on behalf of the whole group, so that a server of another training API (or
-another algorithm) needs only a `WorkerDispatch` with one client and no knowledge of topology, ranks or devices. It
-starts no training on its own and cannot run alongside a driver, because it uses the driver's mailbox. It has one caller
-at a time: the one that took over last.
+It answers the calls that a single worker accepts, on behalf of the whole group, so that a server of another training
+API (or another algorithm) needs only a `WorkerDispatch` with one client and no knowledge of topology, ranks or devices.
+It does not start any training on its own, and it cannot run alongside a driver, because it uses the driver's mailbox.
+It has one caller at a time: the one that took over last.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class DispatchService(Service):
         return DEFERRED
 
     async def _take_over(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
-        """Take over the group and return its state. Calls under way are refused, and their callers receive an error."""
+        """Take over the group and return its state. Calls in progress are refused, and their callers receive an
+        error."""
         self._pending.take_over(request.driver, request.at_least, request.turn)
         state = await self._workers.take_over()
         return messages.WorkerState(

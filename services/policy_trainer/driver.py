@@ -1,4 +1,5 @@
-"""The training algorithm, step by step. It does not deal with ranks, devices or micro-batches, and holds no tokens."""
+"""Runs the training algorithm step by step. The driver does not deal with ranks, devices or micro-batches, and holds no
+tokens."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ class Driver:
             await self.publisher.stop(version)
 
     async def replay(self) -> bool:
-        """Repeat the committed steps that the workers lost, without committing or publishing them again.
+        """Repeat the committed steps that the workers have lost, without committing or publishing them again.
 
         Return True if the scheduler wants the committed step to be saved at once.
         """
@@ -135,7 +136,7 @@ class Driver:
         mini_batches: list[Batch] = []
         try:
             mini_batches = await self.prepare(batch, metrics)
-        except RpcError as error:  # no update of the step can be made
+        except RpcError as error:  # no update is possible in this step
             await self.skip_update(error, metrics, left=1)
         keeps = self.snapshots.due(metrics.step, time.monotonic())
         self.workers.begin_step(updates=len(mini_batches), snapshot_lineage=self.resumed.lineage if keeps else -1)

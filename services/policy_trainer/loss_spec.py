@@ -12,8 +12,8 @@ ADVANTAGES, WEIGHTS = "advantages", "weights"
 def loss_spec(topology: Topology) -> LossSpec:
     """Return the per-token settings in `algorithm`. Absent settings are off.
 
-    A step of one update needs no separate forward pass for the proximal policy, because the training pass computes its
-    log-probs.
+    A step with a single update does not need a separate forward pass for the proximal policy, because the training pass
+    computes its log-probs.
     """
     algorithm = topology.algorithm
     loss, kl, mask = algorithm.loss, algorithm.kl, algorithm.loss.ratio_mask

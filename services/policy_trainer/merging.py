@@ -1,4 +1,4 @@
-"""Merges the results of micro-batches, ranks and calls without normalising them. The functions keep no state."""
+"""Merges the results of micro-batches, ranks and calls without normalising them. The functions are stateless."""
 
 from __future__ import annotations
 

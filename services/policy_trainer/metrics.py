@@ -1,4 +1,4 @@
-"""The driver's part of a metrics.jsonl row. Means are computed from sums over workers and calls."""
+"""Computes the driver's part of a metrics.jsonl row. Means are computed from sums over workers and calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepMetrics:
 
     `publish_s` and `checkpoint_s` are the durations of the last publication and the last checkpoint before this row.
     Publications and checkpoints run during the step after their own, so their durations appear in that step's row (0 if
-    none ended since the previous row).
+    none has ended since the previous row).
     """
 
     step: int
@@ -108,7 +108,7 @@ def _importance(sums: Mapping[str, float]) -> dict[str, float]:
     """Return metrics of importance weights and of the KL between rollout and trainer, or {} if no token was weighted.
 
     The effective sample size is (sum of v)^2 / sum of v^2 (Kish, "Survey Sampling", 1965), divided by the number of
-    tokens, as verl does.
+    tokens, as in verl.
     """
     tokens = sums["weighed"]
     if not tokens:

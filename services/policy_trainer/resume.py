@@ -3,10 +3,10 @@
 Workers are trusted if they are at the committed step or have finished the journaled step that follows it. In any other
 state (fresh, behind, within a step) they are reloaded: from the newest snapshot in shared memory that all of them hold
 and that the journal covers, or else from a checkpoint. They then replay the later journaled steps. If the tasks of
-those steps are gone, the scheduler takes the steps back.
+those steps are gone, the scheduler rolls the steps back.
 
-A snapshot belongs to the lineage in which its step was trained: taking steps back always begins a new lineage, so a
-snapshot of steps that were taken back is never loaded. A snapshot of the committed step is bit-identical to the
+A snapshot belongs to the lineage in which its step was trained. Rolling steps back always begins a new lineage, so a
+snapshot of a step that was rolled back is never loaded. A snapshot of the committed step is bit-identical to the
 version published under its lineage, so that lineage continues.
 """
 

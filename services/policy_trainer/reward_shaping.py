@@ -1,4 +1,4 @@
-"""Per-sample processing of rewards between the reward functions and the advantage estimator.
+"""Processes the rewards of samples between the reward functions and the advantage estimator.
 
 The order is: normalisation over the step, overlong penalty, subtraction of the KL to the reference.
 """

@@ -20,7 +20,8 @@ R = TypeVar("R", bound=Message)
 POLL_S = 20.0
 """Duration of one long poll in seconds. The scheduler answers NOT_READY shortly before the poll ends."""
 PATIENCE_S = 120.0
-"""Maximum seconds for which the driver retries while the scheduler is away. A scheduler restart takes only seconds."""
+"""Maximum time, in seconds, that the driver keeps retrying while the scheduler is away. A scheduler restart takes only
+seconds."""
 _AWAY = frozenset([ErrorCode.DEADLINE, ErrorCode.DRAINING, ErrorCode.BUSY])
 
 

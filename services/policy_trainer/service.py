@@ -1,4 +1,4 @@
-"""The driver as an actor, which resumes, trains, and resumes again after a worker is lost.
+"""Implements the driver as an actor, which resumes, trains, and resumes again after a worker is lost.
 
 When the whole run is stopped, the driver saves the committed step before it exits. When only the driver is stopped, it
 exits at once, because the workers keep their state.
@@ -72,7 +72,7 @@ class PolicyTrainerService(Service):
         super().request_stop()
 
     async def _run_ends(self) -> bool:
-        """Return whether the whole run is ending. Without a supervisor, return False: all services then exit at
+        """Return whether the whole run is ending. Without a supervisor, return False; all services then exit at
         once."""
         supervisor = self.client("supervisor")
         try:
@@ -148,7 +148,7 @@ class PolicyTrainerService(Service):
     def _retire_later_checkpoints(self, committed: int) -> None:
         """Rename the checkpoints of steps after `committed`.
 
-        These steps were taken back, because a checkpoint is started only after its step was committed.
+        These steps must have been rolled back, because a checkpoint is started only after its step has been committed.
         """
         for step in [each for each in checkpoint_steps(self.run.checkpoints) if each > committed]:
             folder = self.run.checkpoints / f"step-{step}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 SHARE = 0.01
-"""Maximum share of the run's time that snapshots may take in the long run."""
+"""Maximum fraction of the run's time that snapshots may take up in the long run."""
 BURST_S = 0.1
-"""Maximum seconds of unused time kept for later snapshots, so that a single slow one does not delay the next."""
+"""Maximum amount of unused time, in seconds, that is kept for later snapshots, so that a single slow one does not delay
+the next."""
 
 
 class SnapshotPace:

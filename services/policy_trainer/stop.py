@@ -1,4 +1,4 @@
-"""The order to end the run after the open step. It cannot be withdrawn."""
+"""Passes on the order to stop the run after the open step. The order cannot be withdrawn."""
 
 from __future__ import annotations
 

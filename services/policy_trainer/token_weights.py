@@ -1,4 +1,5 @@
-"""Token weights in the loss: one number per sample, computed from the whole optimizer batch before it is split.
+"""Computes the token weights in the loss: one number per sample, derived from the whole optimizer batch before it is
+split.
 
 The weight W of a token is its sample's number times the token's mask. Every rank sums W * loss over its tokens, and
 nothing is normalised afterwards. Gradients thus do not depend on ranks or micro-batches (docs/architecture.md,

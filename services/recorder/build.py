@@ -19,7 +19,7 @@ from shared.samples.text import SampleText, TaskText, unpack
 from shared.stages import ADVANTAGES, TEXT, TRAIN_LOGPROBS
 
 DECIMALS = 4
-"""Number of decimals of log-probs."""
+"""Number of decimal places of log-probs."""
 LIMIT = float(np.finfo(np.float32).max)
 """Replaces an infinite number, which JSON cannot represent. NaN becomes 0, or is left out of `rewards` and
 `metrics`."""
@@ -42,7 +42,7 @@ def bare(ended: EndedTask, at: float) -> Record:
 def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Record]:
     """Return the records of all samples of a task. `shards` holds those of its rollout, and possibly the trainer's.
 
-    Raises ValueError, KeyError, IndexError or msgspec.DecodeError if the shards do not fit together.
+    Raises ValueError, KeyError, IndexError or msgspec.DecodeError if the shards are inconsistent.
     """
     text = unpack(shards[TEXT]) if TEXT in shards else TaskText("", [])
     rewards = [_bounded(each.reward) for each in text.samples]
@@ -101,8 +101,8 @@ def _record(
 
 
 def _spans(samples: list[int], lengths: list[int], mask: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """Return the start and end positions (end excluded) of each sequence by sample, starting at its first sampled
-    token."""
+    """Return the start and end positions (the end is exclusive) of each sequence by sample, starting at its first
+    sampled token."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for sample, length, end in zip(samples, lengths, accumulate(lengths), strict=True):
         given = mask[end - length : end]

@@ -1,4 +1,4 @@
-"""The files of `samples/`: appends the records of whole tasks, each task once, and enforces the byte limit.
+"""Manages the files of `samples/`: appends the records of whole tasks, each task once, and enforces the byte limit.
 
 A killed recorder may leave the last task of a file incomplete. The next recorder removes that task's lines before it
 appends to the file.
@@ -48,7 +48,8 @@ class SampleFiles:
         """Number of tasks that were not written because their file alone would exceed the limit."""
 
     def append(self, records: Sequence[Record]) -> bool:
-        """Append all records of one task in one write. Return False without changing anything if it is already there.
+        """Append all records of one task in one write. Return False without changing anything if the task is already
+        there.
 
         A task is also left out if its file alone would then exceed the limit, unless the task is the file's first.
         Raises OSError if the disk is full; the file is then unchanged.

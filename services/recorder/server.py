@@ -1,6 +1,6 @@
-"""The recorder process: asks the scheduler for ended tasks, reads their shards and writes their samples.
+"""The recorder process: asks the scheduler for tasks that have ended, reads their shards and writes their samples.
 
-Nothing waits long for the recorder: the scheduler keeps ended tasks only for a few seconds
+Nothing waits long for the recorder: the scheduler keeps tasks that have ended for only a few seconds
 (`services/scheduler/records.py`).
 """
 
@@ -28,17 +28,17 @@ from shared.stages import ADVANTAGES, ROLLOUT, TEXT, TRAIN_LOGPROBS
 from shared.topology import load
 
 ASK_S = 4.0
-"""Seconds for which a request waits for ended tasks."""
+"""Time, in seconds, that a request waits for tasks that have ended."""
 AGAIN_S = 0.5
 """Seconds before the scheduler is asked again after an error."""
 FETCH_S = 3.0
 READ_S = 5.0
-"""Maximum seconds to read the shards of one answer. Soon after this time, the scheduler stops keeping the tasks of the
-answer."""
+"""Maximum time, in seconds, to read the shards of one answer. Soon after this time, the scheduler stops keeping the
+tasks of the answer."""
 LATE_S = (0.1, 0.3, 0.9)
 """Seconds to wait for the trainer's shards of a committed step. The trainer puts these shards while it computes."""
 LAST_S = 5.0
-"""Maximum seconds to record the tasks that are due when the run ends."""
+"""Maximum time, in seconds, to record the tasks that are due when the run ends."""
 Shards = dict[str, dict[str, Array]]
 """Shards by task id."""
 

@@ -1,4 +1,4 @@
-"""A frozen model that only scores, held as a whole by one rank."""
+"""Provides a frozen model that only scores, held as a whole by one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.tensors_torch import to_numpy, to_torch
 
 
 class Frozen(Protocol):
-    """A model that only scores. It belongs to a compute thread. With several ranks, every method is a collective."""
+    """A model that only scores. Use it only on a compute thread. With several ranks, every method is a collective."""
 
     def load(self) -> None:
         """Load the weights from the model directory. Raises RpcError(bad_request) if it has no usable weights."""

@@ -1,4 +1,4 @@
-"""A frozen model that only scores, sharded across tensor-, pipeline- and context-parallel ranks.
+"""Provides a frozen model that only scores, sharded across tensor-, pipeline- and context-parallel ranks.
 
 It holds no gradients and no optimizer.
 """

@@ -30,7 +30,7 @@ UNKNOWN, BEGINNING = (-1, -1), (0, 0)
 
 
 class FrozenScorer:
-    """Computes log-probs under the frozen model. Its coroutines belong to the service's loop."""
+    """Computes log-probs under the frozen model. Its coroutines run on the service's loop."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class FrozenScorer:
     ) -> None:
         """`make` creates the model on the compute thread. `source` is the model's directory, named in error messages.
 
-        `temperature` is the sampling temperature of training. With `deterministic`, the same tasks in the same order
-        give bit-identical results. Weights that leave a GPU move to host memory, and weights that leave a CPU move to
-        the file `scratch`. If `scratch` is None, the weights never leave the device. `ranks` is the number of ranks
-        that share the model.
+        `temperature` is the sampling temperature of training. If `deterministic` is true, the same tasks in the same
+        order give bit-identical results. Weights that leave a GPU are moved to host memory, and weights that leave a
+        CPU are moved to the file `scratch`. If `scratch` is None, the weights never leave the device. `ranks` is the
+        number of ranks that share the model.
         """
         self._make = make
         self._source = source
@@ -91,7 +91,7 @@ class FrozenScorer:
         """Return each task's log-probs, float32 [T], 0 where the mask is 0. All tasks are scored as one batch.
 
         Each task has `token_ids`, `lengths` and `loss_mask`. Once `cancel` is set, raises LeaseLost at the next
-        micro-batch or, if other ranks compute as well, at the end.
+        micro-batch or, if there are other ranks, at the end of the batch.
         """
         return await self._on_compute(lambda: self._score(tasks, cancel))
 
@@ -100,7 +100,7 @@ class FrozenScorer:
         await self._on_compute(self._leave)
 
     async def come_back(self) -> None:
-        """Move the weights back to the memory in which they are used."""
+        """Move the weights back to the memory where they are used."""
         if self._shelf is not None and self._shelf.holds:
             await self._on_compute(self._shelf.take)
 
@@ -127,7 +127,7 @@ class FrozenScorer:
         self._model.load()
         if self._shelf is not None:
             # Like `come_back`, this gives the tensors storages of their own. Memory mapped from a file is aligned
-            # differently, which changes the last bits.
+            # differently, which changes the last bits of results.
             own_storages(self._model.tensors())
             self._shelf.renewed()
         self._version = BEGINNING

@@ -1,8 +1,7 @@
 """Scores a block on all ranks that share the model: rank 0 holds the lease, and the others follow.
 
-All ranks meet before they enter a collective. A rank that cannot get ready reports this when they meet, and the
-lease is handed back. If a rank dies, the whole group ends: all ranks exit, and meet again after they have been
-restarted.
+All ranks meet before they enter a collective. If a rank cannot get ready, it says so when they meet, and the lease is
+handed back. If a rank dies, the whole group ends: all ranks exit, are restarted and meet again.
 """
 
 from __future__ import annotations
@@ -140,9 +139,9 @@ class Scoring:
     # ---- every rank
 
     async def _ready(self, request: ScoreTogether, preparation: Awaitable[T], lease: Lease | None = None) -> T:
-        """Return the result of `preparation` once every rank is prepared. Raises RpcError if another rank failed.
+        """Return the result of `preparation` once every rank is ready. Raises RpcError if another rank failed.
 
-        The `lease` is renewed in the meantime, because the other ranks need time for their fetches, too.
+        The `lease` is renewed in the meantime, because the other ranks also need time to fetch their data.
         """
         try:
             prepared = await preparation

@@ -1,6 +1,6 @@
 """The reference actor leases rolled-out tasks, scores their tokens with the frozen model, and puts `ref_logprobs`.
 
-It scores at the temperature at which the tokens were sampled, with the version that the lease names.
+It scores at the temperature at which the tokens were sampled, with the version named in the lease.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Shards = list[dict[str, Array]]
 class ReferenceService(Service):
     """One rank of a copy of the frozen model. Rank 0 of each copy takes leases.
 
-    Each lease names the version that scores, so a restarted process needs no saved state.
+    Each lease names the version to score with, so a restarted process needs no saved state.
     """
 
     NAME: ClassVar[str] = "reference"
@@ -149,7 +149,7 @@ class ReferenceService(Service):
         beat = super().heartbeat()
         if self._worker is None:
             return beat
-        self._worker.rest()  # nothing else ends the turn if the lease that it was kept for is lost before it is scored
+        self._worker.rest()  # nothing else ends a turn whose lease is lost before it is scored
         return msgspec.structs.replace(beat, leases=self._worker.leases.progress())
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
@@ -158,7 +158,7 @@ class ReferenceService(Service):
 
 
 class ReferenceWorker:
-    """Processes leases, from fetching their shards to completing them. It belongs to the service's loop."""
+    """Processes leases, from fetching their shards to completing them. It is used only on the service's loop."""
 
     def __init__(
         self,
@@ -173,8 +173,8 @@ class ReferenceWorker:
     ) -> None:
         """`scoring` computes the log-probs. `store` is the store for the shards, such as `batch-store/0`.
 
-        `reward_kl` is the estimator of the KL term in the reward, or "" for none. `refreshed` says whether the version
-        that scores changes during the run (`algorithm.kl.refresh_every`).
+        `reward_kl` is the estimator of the KL term in the reward, or "" for none. `refreshed` says whether the scoring
+        version changes during the run (`algorithm.kl.refresh_every`).
         """
         self._service = service
         self._data = data
@@ -216,7 +216,7 @@ class ReferenceWorker:
             self.rest(but=lease)
 
     def rest(self, but: Lease | None = None) -> None:
-        """End the turn on the devices if no lease other than `but`, which is done, needs the model."""
+        """End the turn on the devices if no lease needs the model, apart from `but`, which is done."""
         if not self._computing and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
 

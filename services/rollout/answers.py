@@ -27,7 +27,7 @@ from shared.lease import Lease, LeaseLost
 
 
 class AnswerSampler:
-    """Samples the tasks of a lease, one answer per sample. It belongs to the service's event loop."""
+    """Samples the tasks of a lease, one answer per sample. It is used only on the service's loop."""
 
     def __init__(self, engine: Engine, journal: PartialJournal | None) -> None:
         """Without a `journal`, a sample that is cut off starts over."""
@@ -119,7 +119,7 @@ class _Fresh:
 
 
 class _Resumed:
-    """Tasks with notes: one prompt per sample to resume, with random numbers that were not used before."""
+    """Tasks with notes: one prompt per sample to resume, with random numbers that have not been used before."""
 
     def __init__(
         self, tasks: Sequence[ReadyTask], noted: dict[str, list[Completion]], sampling: SamplingParams
@@ -136,7 +136,7 @@ class _Resumed:
                     self.prompts.append(Prompt(name, task.prompt_ids, answer.token_ids.tolist()))
 
     def answers(self, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Completion]]:
-        """Return the answers by task id. Samples that had ended keep their noted answers."""
+        """Return the answers by task id. Samples that had already ended keep the answers in their notes."""
         found: dict[str, list[Completion]] = {}
         for (task_id, index), (after,) in zip(self._places, answers_of(groups, versions), strict=True):
             before = self._noted[task_id][index]

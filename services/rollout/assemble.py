@@ -87,9 +87,9 @@ def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
 def in_files(block: Assembled, *, filters: bool) -> list[list[int]]:
     """Return positions in `block.results`, grouped by put. Each put writes one file; by default a block is one put.
 
-    With `filters` (`algorithm.filter_zero_variance`), tasks whose rewards are all equal are put separately. The
-    scheduler may drop these tasks at once, but a file is freed only with its last task. In a file with live tasks,
-    dropped tasks would occupy space that admission has already given to others.
+    If `filters` is true (`algorithm.filter_zero_variance`), tasks whose rewards are all equal are put separately. The
+    scheduler may drop these tasks at once, but a file is freed only when its last task is cleared. In a file with live
+    tasks, dropped tasks would occupy space that admission has already given to others.
     """
     if not filters:
         return [list(range(len(block.results)))]

@@ -27,8 +27,8 @@ class Prompt:
     """A prompt to complete.
 
     `name` (the task id) and the run's seed determine the random numbers. `token_ids` is never empty. `resumed_ids`
-    holds tokens of the completion that were sampled before: generation continues after them and does not return them.
-    They count towards the block's `max_new_tokens`, and their number is always below that limit.
+    holds tokens of the completion that were sampled earlier. Generation continues after these tokens and does not
+    return them. They count towards the block's `max_new_tokens`, and their number is always below that limit.
     """
 
     name: str

@@ -30,7 +30,8 @@ SHARDS_S = 60.0
 
 
 class InFlight:
-    """Replaces running samples' weights with announced ones while `run` is active. It belongs to the service's loop."""
+    """Replaces running samples' weights with announced ones while `run` is active. It is used only on the service's
+    loop."""
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class InFlight:
         return bool(self._under_way) and not any(self._under_way.values())
 
     async def run(self) -> None:
-        """Work until cancelled. Raises RpcError(conflict), with generation paused, if engine and trainer disagree."""
+        """Work until cancelled. Raises RpcError(conflict), and leaves generation paused, if the engine and the trainer
+        disagree."""
         while True:
             await self._update(await self._announced.get())
 
@@ -122,7 +124,7 @@ class InFlight:
         try:
             delivery = await fetch(ref)
         except RpcError as error:
-            self._missed(ref, error)  # the version was superseded meanwhile
+            self._missed(ref, error)  # the version was superseded in the meantime
             return True
         if not self._can_use(ref, delivery.entry):
             return True
@@ -135,7 +137,7 @@ class InFlight:
         return True
 
     def _can_use(self, ref: WeightsRef, entry: Entry) -> bool:
-        """Return whether to load this version now. Entries that were not drilled are excluded."""
+        """Return whether to load this version now. An entry that has not been drilled is not used."""
         return self._swappable and self._sync.needs(ref, exact=False) and self._sync.is_drilled(entry)
 
     async def _swap(self, ref: WeightsRef, delivery: Delivery) -> None:

@@ -63,7 +63,7 @@ def report_lease(
 
 
 def report_workflow(service: Service, made: Sequence[Sequence[Made]], lost_processes: int) -> None:
-    """Emit the numbers for a lease whose samples were made by a workflow."""
+    """Emit the numbers for a lease whose samples a workflow produced."""
     flat = [each for group in made for each in group]
     lost = [each.score.failure for each in flat if each.score is not None and each.score.kind == WORKFLOW]
     values: dict[str, float | str] = {

@@ -1,6 +1,6 @@
 """Serves OpenAI's chat-completions API to agents that know nothing about rlbus.
 
-Each call is captured in the sample to whose base URL it was sent. The endpoint listens on the loopback interface only.
+Each call is captured in the sample whose base URL it was sent to. The endpoint listens on the loopback interface only.
 A request may shorten an answer (max_tokens, stop) but cannot change the sampling distribution: its temperature, top_p,
 penalties and seed are overridden by the topology's sampling settings, and the response header `x-overridden` names the
 overridden fields. The first request changed in this way is also reported in the log and on the console.
@@ -59,7 +59,7 @@ class _Session:
 
 
 class OpenAIEndpoint:
-    """Serves the calls of running samples. It belongs to the service's loop; any thread may call `open` and `close`."""
+    """Serves the calls of running samples. It runs on the service's loop; any thread may call `open` and `close`."""
 
     def __init__(self, model: str) -> None:
         """`model` is the model name in responses; requests may name any model."""
@@ -95,7 +95,7 @@ class OpenAIEndpoint:
             self._sessions.pop(token, None)
 
     def troubles(self) -> list[Trouble]:
-        """Return the troubles for the heartbeat: the settings that agents request but do not get."""
+        """Return the problems to report in the heartbeat: the settings that agents request but do not get."""
         if not self._changed:
             return []
         asked = ", ".join(self._changed.values())
@@ -328,8 +328,7 @@ def _canonical(message: Message) -> tuple[str, list[Any], bytes]:
 
 
 def _parsed(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call with its arguments as an object, which templates expect. OpenAI messages contain a string
-    instead."""
+    """Return the call with its arguments as an object, as templates expect. In OpenAI messages, they are a string."""
     function = call.get("function") or {}
     return {**call, "function": {**function, "arguments": arguments(function)}} if "arguments" in function else call
 

@@ -26,7 +26,7 @@ _CHARACTER_TOKENS = 4
 """Maximum number of tokens that make up one character."""
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CHARACTERS = 8
-"""Number of characters per token of room in the first prefix that is tokenised."""
+"""Length of the first prefix that is tokenised, in characters for each token of room."""
 
 
 class PromptTooLong(ValueError):
@@ -38,7 +38,7 @@ class NoChatTemplate(ValueError):
 
 
 class PromptBuilder:
-    """Builds prompts. It belongs to one thread at a time, because fast tokenizers refuse concurrent use."""
+    """Builds prompts. Only one thread may use it at a time, because fast tokenizers refuse concurrent use."""
 
     def __init__(self, model: Path, *, add_generation_prompt: bool) -> None:
         """Load the tokenizer from the model directory. This imports transformers. Raises RpcError(bad_request)."""

@@ -1,4 +1,4 @@
-"""Builds the shards that contain the text of tasks' samples, for tasks whose samples are recorded."""
+"""Builds the shards that contain the texts of samples, for tasks whose samples are recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.samples.text import SampleText, TaskText, pack
 
 
 class SampleTexts:
-    """Builds the shards for chosen tasks. It belongs to the tokenizer's thread."""
+    """Builds the shards for chosen tasks. It is used only on the tokenizer's thread."""
 
     def __init__(self, choice: Choice, prompts: PromptBuilder) -> None:
         self.choice = choice

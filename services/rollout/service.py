@@ -224,7 +224,7 @@ class RolloutService(Service):
         beat = super().heartbeat()
         if self._worker is None:
             return beat
-        self._worker.rest()  # nothing else ends the turn if the lease that it was kept for is lost before it is sampled
+        self._worker.rest()  # nothing else ends a turn whose lease is lost before it is sampled
         holds = self._worker.holds
         return msgspec.structs.replace(
             beat,

@@ -31,7 +31,7 @@ class _Fetching:
 
 class SharedSource:
     """A `WeightsSource` on top of another source. The lease being prefetched, the leases waiting for their turn and an
-    in-flight swap share one delivery. The source belongs to the service's loop."""
+    in-flight swap share one delivery. The source is used only on the service's loop."""
 
     def __init__(self, source: WeightsSource) -> None:
         self._source = source

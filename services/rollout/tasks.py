@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 TASKS_A_TURN = 4
 TEXT_S = 120.0
-"""Maximum seconds that one turn on the text thread may take, including earlier turns of other leases and rows that
-hang."""
+"""Maximum seconds that one turn on the text thread may take, including the wait for earlier turns of other leases and
+for rows that hang."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTask
 
 
 class TaskSets:
-    """The run's data sets and their sampling parameters. The object belongs to one thread at a time (the
-    tokenizer's)."""
+    """The run's data sets and their sampling parameters. Only one thread at a time may use the object; this is the
+    tokenizer's thread."""
 
     def __init__(self, topology: Topology, prompts: PromptBuilder, context_tokens: int) -> None:
         """Open every source. `context_tokens` is the model's maximum sequence length.

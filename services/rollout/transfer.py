@@ -52,7 +52,7 @@ class Receiver(Protocol[R]):
 
 
 class EngineTransfers:
-    """The communicator of one engine. It belongs to the service's loop; transfers never overlap."""
+    """The communicator of one engine. It is used only on the service's loop; transfers never overlap."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class EngineTransfers:
         except (RpcError, WireError) as error:
             raise TransferFailed(str(error)) from None
         if number != self._asked:
-            raise TransferFailed("another transfer was requested meanwhile")
+            raise TransferFailed("another transfer was requested in the meantime")
         self.communicator = offer.communicator
         self._offer = offer
         return offer
@@ -168,8 +168,8 @@ class EngineTransfers:
         )
 
     async def _end(self, offer: TransferOffer, failure: str) -> bool:
-        """Report the end of a transfer and return whether the trainer received the report. If not, the trainer acts at
-        its deadline."""
+        """Report the end of a transfer and return whether the trainer received the report. If it did not, the trainer
+        acts at its deadline."""
         request = EndTransfer(
             instance=self._instance,
             incarnation=self._incarnation,
@@ -185,7 +185,7 @@ class EngineTransfers:
 
 
 class HostMemory:
-    """A `Receiver` that receives into new memory in this process, on its own thread, while the engine continues."""
+    """A `Receiver` that receives into new memory in this process, on its own thread, while the engine keeps working."""
 
     ranks = 1
 

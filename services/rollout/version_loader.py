@@ -64,7 +64,8 @@ class VersionLoader:
         """Load the lease's version if needed, and register the lease as being sampled. Return its versions and their
         lineage.
 
-        If `exact`, the version stays until `release` is called. Raises WeightsGone, and LeaseLost.
+        If `exact` is true, that version stays in the engine until `release` is called. Raises WeightsGone, and
+        LeaseLost.
         """
         async with self._settled(lease):
             # Memory for the weights is acquired first, because the trainer's parameters may stay in memory while the

@@ -27,7 +27,7 @@ from shared.weights.drill import noise_factors, perturb
 
 SHARDS = "shards"
 FETCH_S = 120.0
-"""Maximum seconds without data from a store. After that, the data that arrived is discarded and the store is asked
+"""Maximum seconds without data from a store. After that, the data that has arrived is discarded and the store is asked
 again."""
 Emit = Callable[[str, dict[str, float | str]], None]
 
@@ -41,7 +41,7 @@ class Entry(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The weights that were set in an engine, the route by which they arrived, and the way in which they entered it.
+    """The weights that were set in an engine, the route by which they arrived, and how they entered the engine.
 
     `names` lists the weights; `given` holds the arrays that were set, and is empty if the engine received the weights
     itself.
@@ -64,7 +64,7 @@ class Delivery(Protocol):
 
     @property
     def entry(self) -> Entry:
-        """The way in which the weights will enter the engine."""
+        """How the weights will enter the engine."""
 
     async def begin(self) -> None:
         """Do what can be done while the engine continues to sample; `load` or `decline` follows. Raises
@@ -122,7 +122,8 @@ class ShardSource:
     """A source that reads from this host's store, which fetches versions from other hosts."""
 
     def __init__(self, data: DataClient, store: str = "") -> None:
-        """`store` is this host's store; without it, versions are read from the store where the trainer put them."""
+        """`store` is this host's store. If there is none, versions are read from the store where the trainer put
+        them."""
         self._data = data
         self._store = store
 
@@ -166,7 +167,7 @@ class TransferSource:
     ) -> None:
         """`emit(topic, values)` sends telemetry.
 
-        `engine` receives into its own memory; without it, this process receives while the engine continues.
+        `engine` receives into its own memory. If it is None, this process receives while the engine keeps working.
         """
         self.transfers = transfers
         self.shards = shards
@@ -213,7 +214,7 @@ class TransferSource:
         self._emit("weights/transfer", values)
 
     def failed(self, ref: WeightsRef, error: TransferFailed) -> None:
-        """Report that a transfer failed and the shards are used instead."""
+        """Report that a transfer failed and that the shards are used instead."""
         self._log.warning("transfer failed, the shards are used", step=ref.step, route=self.route, why=str(error))
         self._emit("weights/transfer", {"step": ref.step, "route": SHARDS, "why": str(error)[:200]})
 

@@ -42,7 +42,7 @@ class HeldVersion:
 @dataclass(frozen=True, slots=True)
 class SyncReport:
     """A finished sync. `canary_error` is the largest absolute difference between log-probs; `verify_s` is the part of
-    `seconds` spent verifying the loading."""
+    `seconds` spent on verifying the weights."""
 
     step: int
     lineage: int
@@ -116,7 +116,7 @@ class WeightsSync:
         return entry in self._drilled
 
     def stays(self, held: HeldVersion) -> None:
-        """Record that the expected version did not arrive and the engine still holds `held`."""
+        """Record that the expected version did not arrive and that the engine still holds `held`."""
         self.holds, self._coming = held, None
 
     def forget(self) -> None:
@@ -133,8 +133,8 @@ class WeightsSync:
     async def place(self, ref: WeightsRef, weights: Mapping[str, Array] | Delivery) -> None:
         """Set `weights` (by parameter name, or as a delivery). The engine holds no version until `prove` succeeds.
 
-        Raises RpcError(conflict) if the weights do not fit; the engine must not continue then. Raises TransferFailed if
-        they do not arrive; the engine is then unchanged.
+        Raises RpcError(conflict) if the weights do not fit, after which the engine must not continue. Raises
+        TransferFailed if they do not arrive, which leaves the engine unchanged.
         """
         self.holds = HeldVersion()  # the engine holds neither the old version nor the new one until `prove` succeeds
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
@@ -145,8 +145,8 @@ class WeightsSync:
     async def prove(self) -> SyncReport:
         """Run the drill if it has not been passed yet, then check the canary of what was placed.
 
-        Raises RpcError(conflict) if the engine and the trainer disagree; the engine must not continue then. Raises
-        TransferFailed if the weights for the drill, or those after it, did not arrive.
+        Raises RpcError(conflict) if the engine and the trainer disagree, after which the engine must not continue.
+        Raises TransferFailed if the weights for the drill, or those after it, did not arrive.
         """
         coming, self._coming = self._coming, None
         if coming is None:
@@ -176,7 +176,8 @@ class WeightsSync:
     async def _drilled_and_set(self, coming: _Coming) -> Loaded:
         """Return the weights that are now in the engine. The entry that they used has been drilled.
 
-        Raises TransferFailed if the drill had to use another entry, because the weights would most likely also need it.
+        Raises TransferFailed if the drill had to use another entry, because the weights would most likely need that
+        entry as well.
         """
         entry = coming.delivery.entry
         if entry not in self._drilled:

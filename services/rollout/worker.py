@@ -52,7 +52,7 @@ class _Prepared:
 
 
 class RolloutWorker:
-    """Works through the leases of one engine. It belongs to the service's loop, which it never blocks.
+    """Works through the leases of one engine. It is used only on the service's loop, which it never blocks.
 
     `VersionLoader` brings the version that a lease needs into the engine, and `report_lease` reports the samples.
     """
@@ -79,8 +79,8 @@ class RolloutWorker:
     ) -> None:
         """Without a `workflow`, a sample is one answer to its prompt. `turns` manages the process's turns on the
         engine's devices. `store` is the store for shards (`batch-store/0`); `block_tasks` is the maximum number of
-        tasks in a lease. `filters` says whether the scheduler drops tasks whose rewards are all equal. `texts` makes
-        the shards for the recorder, if there is one."""
+        tasks in a lease. `filters` says whether the scheduler drops tasks whose rewards are all equal. `texts` builds
+        the recorder's shards, if there is a recorder."""
         self._service = service
         self._engine = engine
         self._sync = sync
@@ -126,7 +126,7 @@ class RolloutWorker:
         await self._pipeline.drain()
 
     def troubles(self) -> list[Trouble]:
-        """Return the troubles for the heartbeat."""
+        """Return the problems to report in the heartbeat."""
         return [*self._rewards.troubles(), *(self._workflow.troubles() if self._workflow is not None else [])]
 
     async def _prepare(self, lease: Lease) -> _Prepared:
@@ -144,7 +144,7 @@ class RolloutWorker:
             self.rest(but=lease)
 
     def rest(self, but: Lease | None = None) -> None:
-        """Release the devices if no lease other than `but`, which is done, needs the engine."""
+        """Release the devices if no lease needs the engine, apart from `but`, which is done."""
         if not self._sampling and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
 
@@ -203,7 +203,7 @@ class RolloutWorker:
         ]
 
     async def _finish(self, lease: Lease, prepared: _Prepared, sampled: Sampled) -> None:
-        """Score the samples, put the shards and complete the lease."""
+        """Score the samples, put the shards into the store and complete the lease."""
         tasks = prepared.tasks
         if self._workflow is None:
             await lease.within(TEXT_S, self._write_texts(tasks, sampled.made))
@@ -244,7 +244,7 @@ class RolloutWorker:
                 shards[TEXT] = found[result.task_id]
 
     async def _put(self, lease: Lease, block: Assembled) -> list[TaskResult]:
-        """Put the shards of a block and return its results with the shards' locations."""
+        """Put the shards of a block into the store, and return the block's results with the locations of the shards."""
         results = list(block.results)
         for file in in_files(block, filters=self._filters) if results else ():
             puts = [TaskShards(results[i].task_id, results[i].fence, block.shards[i]) for i in file]
@@ -257,7 +257,7 @@ class RolloutWorker:
         return await self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
 
     async def _write_texts(self, tasks: PreparedTasks, made: list[list[Made]]) -> None:
-        """Decode the texts of single answers for the reward functions, while the next lease is sampled."""
+        """Decode the texts of single answers for the reward functions, while the next lease is being sampled."""
         ids = [[each.sample.token_ids for each in group] for group in made]
         texts: list[list[str]] = await self._on_text(
             lambda: [self._tasks.texts(group, tasks.sampling) for group in ids]

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 ADMITTED_AT_ONCE = 1024
-"""Maximum number of tasks that one event admits, so that no request waits long. A step with more tasks raises this
-limit."""
+"""Maximum number of tasks that one event admits, so that no request has to wait long. A step with more tasks raises
+this limit."""
 
 
 def admit(run: RunState) -> None:
@@ -40,8 +40,9 @@ def admit(run: RunState) -> None:
 def room_in_order(run: RunState) -> int:
     """Return the number of tasks to admit: up to `Plan.max_live`, if there is room for all the bytes they might need.
 
-    The tasks of the next step are admitted even without room: only the run's own steps free room, so a run that waited
-    for room would stall. One event admits at most `ADMITTED_AT_ONCE` tasks, or one step's tasks if a step has more.
+    The tasks of the next step are admitted even if there is no room, because only the run's own steps free room, and a
+    run that waited for room would stall. One event admits at most `ADMITTED_AT_ONCE` tasks, or one step's tasks if a
+    step has more.
     """
     step_tasks, live = run.plan.tasks_per_step, run.window.live
     left = (run.config.steps - run.batched_step) * step_tasks

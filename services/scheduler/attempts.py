@@ -24,7 +24,7 @@ always kills its process is still dropped, after `FAILURE` deaths for each allow
 
 
 def retry_or_drop(run: RunState, task: Task, cost: int, reason: str) -> None:
-    """End an attempt without a result: clear its fence and return the task to PENDING, or drop the task."""
+    """End an attempt that has no result: clear its fence and return the task to PENDING, or drop the task."""
     run.tasks.edit(task).failures += cost
     if task.failures >= FAILURE * run.config.attempts:
         drop(run, task, DropReason.ATTEMPTS, f"{run.config.attempts} attempts failed, the last one: {reason}")

@@ -35,7 +35,7 @@ class ClearQueues:
     def __init__(self) -> None:
         self._queues: dict[str, deque[Entry]] = {}
         self._changed: dict[str, None] = {}
-        """Stores whose next clears may have changed since `take_changed`."""
+        """Stores whose next clears may have changed since the last call of `take_changed`."""
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -127,7 +127,8 @@ def release(run: RunState, task: Task) -> None:
 
 
 def collect(run: RunState, task: Task) -> None:
-    """Clear an ended task at every store. If its samples are to be recorded, the clear waits for the recorder."""
+    """Clear a task from every store. The task must have ended. If its samples are to be recorded, the clear waits for
+    the recorder."""
     due = run.records.find(task)
     if due is None or task.parts[0] is None:
         _collect(run, task)
@@ -172,7 +173,7 @@ def take_samples(run: RunState, tasks: Iterable[PutTask], *, lost: bool) -> bool
 def take_back_samples(run: RunState, step: int) -> None:
     """Forget the due tasks of steps and versions after `step`, and note that recorded samples must be discarded.
 
-    In deterministic mode the recorded samples stay, because the repeated steps produce the same ones.
+    In deterministic mode, the recorded samples are kept, because the repeated steps produce the same ones.
     """
     records = run.records
     later = [PutTask(task_id, due.fence) for task_id, due in records.due.items() if due.step > step]
@@ -182,7 +183,7 @@ def take_back_samples(run: RunState, step: int) -> None:
 
 
 def _collect(run: RunState, task: Task) -> None:
-    """Clear a task at every store that may hold it. The task is COLLECTED once all these stores have acknowledged."""
+    """Clear a task from every store that may hold it. The task is COLLECTED once all these stores have acknowledged."""
     waits = clear(run, task, last=True)
     release(run, task)
     if waits:
@@ -192,7 +193,7 @@ def _collect(run: RunState, task: Task) -> None:
 
 
 def cleared(run: RunState, store: str, count: int) -> None:
-    """Remove the first `count` clears, which the store has acknowledged, from its queue."""
+    """Remove the first `count` clears, which the store has acknowledged, from the store's queue."""
     for task_id, fence, last in run.clears.pop(store, count):
         task = run.tasks.find(task_id) if last else None
         if task is not None and task.fence == fence:  # with a higher fence, the task is live again
@@ -226,7 +227,8 @@ def is_stray(run: RunState, entry: PutTask) -> bool:
         if ref is not None:
             return entry.fence < ref.fence
         newest = run.versions.newest
-        # A version that has been put but not yet published has the driver's lineage and is not older than the newest.
+        # A version that has been put but not yet published has the driver's lineage and is not older than the newest
+        # published one.
         return newest is not None and (version[0] < run.lineage or version < newest)
     task = run.tasks.find(entry.task_id)
     return task is None or entry.fence < task.fence

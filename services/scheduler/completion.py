@@ -119,7 +119,10 @@ def _problem(task: Task | None, stage: int, lease: TaskLease | None, result: Tas
     if task is None:
         return ErrorCode.COLLECTED, f"{result.task_id}: collected, or never admitted"
     if result.fence < task.fence:
-        return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over; the current fence is {task.fence}"
+        return (
+            ErrorCode.COLLECTED,
+            f"{result.task_id}: fence {result.fence} is outdated; the current one is {task.fence}",
+        )
     if result.fence > task.fence:
         return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never issued (current: {task.fence})"
     accepted = task.parts[stage]

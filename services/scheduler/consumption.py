@@ -49,12 +49,13 @@ class Consumption:
     The arguments are the oldest step that the version may have, and the version that the engine should keep if allowed.
     """
     versions_needed: Callable[[RunState], tuple[int, int | None]]
-    """Return the oldest step whose version a lease may still need, and the step from which on all versions are kept
-    (None: there is no such step)."""
+    """Return the oldest step whose version a lease may still need, and the step from which all versions are kept (None
+    if there is no such step)."""
     retry: Callable[[RunState, Task, int, str], None]
-    """End an attempt that has no result. The last arguments are its cost (see `attempts.FAILURE`) and the reason."""
+    """End an attempt that has no result. The last two arguments are its cost (see `attempts.FAILURE`) and the
+    reason."""
     take_back: Callable[[RunState, int, list[Task]], None]
-    """Reopen the tasks of the batches after a step. No training task may be leased."""
+    """Reopen the tasks of all batches after a step. No training task may be leased when this is called."""
     drop_if_stale: Callable[[RunState, Task], bool]
     """Drop a finished task that is too old for the next step, and return whether it was dropped."""
     drop_stale: Callable[[RunState], None]
@@ -64,7 +65,7 @@ class Consumption:
 
 
 def _step_of(run: RunState, admission: int) -> int:
-    """Return the step of a task. The step becomes earlier if tasks before this one are dropped."""
+    """Return the step of a task. If tasks before this one are dropped, it may move to an earlier step."""
     return run.batched_step + 1 + run.window.rank(admission) // run.plan.tasks_per_step
 
 

@@ -1,8 +1,8 @@
-"""Deterministic mode: fixed blocks of tasks with fixed versions, regardless of killed processes. The module is pure.
+"""Deterministic mode: fixed blocks of tasks with fixed versions, even if processes are killed. The module is pure.
 
 A step takes fixed admission numbers, each lease holds one whole fixed block of tasks, and a version is used for
-sampling only after its evaluations. Arrival order, failures and drops never move a task into another block or step,
-because batch shapes and versions determine the last bits of the results (docs/architecture.md, promise 9).
+sampling only after its evaluations are complete. Arrival order, failures and drops never move a task into another block
+or step, because batch shapes and versions determine the last bits of the results (docs/architecture.md, promise 9).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def _take(run: RunState) -> list[Task]:
 
 
 def _block(run: RunState, stage: int, admission: int, most: int) -> list[Task]:
-    """Return the live tasks of the fixed block that contains `admission`, or [] until the whole block is admitted.
+    """Return the live tasks of the fixed block that contains `admission`, or [] until the whole block has been
+    admitted.
 
     For a stage after the rollout, return only the part of the block that contains `admission`, with at most `most`
     admission numbers.
@@ -59,7 +60,7 @@ def _block(run: RunState, stage: int, admission: int, most: int) -> list[Task]:
 
 
 def _choose_block(run: RunState, stage: int, most: int) -> list[Task]:
-    """Return one whole block, or [] while not all of its tasks are waiting."""
+    """Return one whole block, or [] unless all of its tasks are waiting."""
     first = first_waiting(run, stage)
     block = _block(run, stage, first.admission, most) if first is not None else []
     return block if all(waits(run, stage, task) for task in block) else []
@@ -76,7 +77,8 @@ def _version(run: RunState, exact: int, held: Version | None) -> Version | None:
 
 
 def _retry(run: RunState, task: Task, cost: int, reason: str) -> None:
-    """Sample the task's whole block again. Too many failed attempts end the run instead of dropping the task."""
+    """Sample the task's whole block again. After too many failed attempts, the task is not dropped; instead, the run
+    ends."""
     run.tasks.edit(task).failures += cost
     if task.failures >= FAILURE * run.config.attempts:
         run.broken = (
@@ -91,7 +93,7 @@ def _retry(run: RunState, task: Task, cost: int, reason: str) -> None:
 
 
 def _reopen(run: RunState, step: int, tasks: list[Task]) -> None:
-    """Put the tasks of the batches after `step` back in their old places, and resample all later tasks that have a
+    """Put the tasks of the batches after `step` back in their former places, and resample all later tasks that have a
     result.
 
     The tasks get fences that no store has seen, because clears of earlier fences may still be in flight. The scores of

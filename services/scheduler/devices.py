@@ -64,7 +64,7 @@ class DeviceTurns:
         self._members: dict[Holder, _Member] = {}
         self._ledger = DeviceLedger()
         self._places: dict[str, int] = {}
-        """Place in the queue of each service that wants something or works."""
+        """Place in the queue of each service that wants something or is working."""
         self._next_place = 1
         self._out: list[Effect] = []
         self._told: dict[Holder, Parts] = {}
@@ -97,7 +97,8 @@ class DeviceTurns:
             self._leave(holder)
 
     def beat(self, beat: Heartbeat, now: float) -> None:
-        """Handle a heartbeat. It counts as progress if the working thread advanced or the process is still starting."""
+        """Handle a heartbeat. It counts as progress if the worker thread has advanced or the process is still
+        starting."""
         member = self._members.get((beat.service, beat.instance))
         if member is None or member.incarnation != beat.incarnation:
             return
@@ -154,7 +155,7 @@ class DeviceTurns:
         blocking: set[Holder] = set()
         granted: set[Holder] = set()
         ahead = NOTHING
-        """Parts for which processes earlier in the queue wait."""
+        """Parts that processes earlier in the queue are waiting for."""
         for holder in self._waiting():
             member = self._members[holder]
             wants = member.wants
@@ -207,7 +208,7 @@ class DeviceTurns:
     def _peer_works(self, holder: Holder) -> bool:
         """Return whether another process of the service uses the parts that `holder` wants.
 
-        That process may wait for `holder` in a collective.
+        That process may be waiting for `holder` in a collective.
         """
         wants = self._members[holder].wants
         return any(

@@ -40,7 +40,7 @@ class Evaluation:
     left: int
     """Number of tasks that are neither scored nor dropped."""
     waiting: list[str] = field(default_factory=list)
-    """Ids of the tasks that wait for a lease."""
+    """Ids of the tasks that are waiting for a lease."""
     dropped: int = 0
     failed: int = 0
     """Number of failed samples in scored rows. Each counts as a reward of 0."""

@@ -42,7 +42,8 @@ Ref = object
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """The tasks whose samples are recorded, and how many ended tasks of maximum size may wait for the recorder."""
+    """The tasks whose samples are recorded, and how many tasks of maximum size may wait for the recorder after they
+    have ended."""
 
     choice: Choice
     hold_tasks: int
@@ -83,7 +84,7 @@ class Cleared(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreGone(msgspec.Struct, frozen=True, tag=True):
-    """A store on another host was silent for so long that it is considered gone for good."""
+    """A store on another host has been silent for so long that it is considered gone for good."""
 
     store: str
 
@@ -109,7 +110,7 @@ class ShardsLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class SamplesTaken(msgspec.Struct, frozen=True, tag=True):
-    """The recorder has taken these tasks or, with `lost`, the scheduler no longer keeps them for the recorder."""
+    """The recorder has taken these tasks or, if `lost` is true, the scheduler no longer keeps them for the recorder."""
 
     tasks: list[PutTask]
     lost: bool = False
@@ -191,7 +192,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A store has read shards again, as ordered.
+    """A store has read shards again, as requested.
 
     `held` names the intact shards, or is None if the store did not answer.
     """

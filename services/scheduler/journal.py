@@ -4,7 +4,7 @@ The file is an SQLite database in WAL mode, committed once per burst. Effects ar
 in the file. A snapshot is written in parts, and new events are accepted between the parts. The snapshot takes effect
 when its row is in the table `snapshot`; the events before it are then deleted, also in parts. The journal does not
 interpret events. A killed process loses nothing. Because of `synchronous=NORMAL`, a power cut can lose the last
-commits, but never their order.
+commits, but it never reorders commits.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ SNAPSHOT_BYTES = 8 << 20
 """A new snapshot is written after this many bytes of events, or after twice the size of the last snapshot if that is
 more.
 
-Replay is therefore bounded, and snapshots cost a constant share of all writing.
+Replay is therefore bounded, and snapshots account for a constant fraction of all writing.
 """
 PART_BYTES = 1 << 20
-"""Maximum bytes of old events that one transaction deletes, which bounds the delay of requests."""
+"""Maximum bytes of old events that one transaction deletes. This bounds how long requests are delayed."""
 PART_EVENTS = 1024
 """Maximum number of old events that one transaction deletes."""
 
@@ -183,7 +183,7 @@ class Journal:
         self.lost = self._lost()
         """The reason why the end of the journal counts as lost, in one line, or an empty string if it is complete."""
         self.unmarked = self._mark.missing and self.seq > 0
-        """Whether the journal has no mark, so that a lost end cannot be detected."""
+        """Whether the journal has no mark, in which case a lost end cannot be detected."""
         self._wal = WalCheckpoints(path, page_bytes)
 
     def _check_tables(self, fingerprint: str) -> None:
@@ -349,7 +349,7 @@ class Journal:
         self._sync = self._sync or isinstance(event, CheckpointSaved)
 
     def save(self, effect: SaveStep | SaveEval | WriteRow | Rewound | DiscardRows, at: float) -> None:
-        """Add a row to a readable table, or remove rows of steps that were taken back."""
+        """Add a row to a readable table, or remove rows of steps that were rolled back."""
         match effect:
             case SaveStep(state=TaskState.BATCHED):
                 values: tuple[Any, ...] = (effect.step, effect.state, json.dumps(effect.task_ids), None, "{}")
@@ -381,7 +381,7 @@ class Journal:
     def commit(self) -> None:
         """Make everything added since the last commit durable.
 
-        Raises RpcError, with the file's name, if the file cannot be written.
+        Raises an RpcError that names the file if the file cannot be written.
         """
         if not self.dirty:
             return
@@ -421,7 +421,8 @@ class Journal:
         self._writing = self._replace_events(self.seq, self._chain, parts)
 
     def write_part(self) -> bool:
-        """Write a bounded part of the snapshot in progress. Return False if there is no snapshot or it is complete."""
+        """Write a bounded part of the snapshot in progress. Return False if no snapshot is in progress or if it is
+        complete."""
         if self._writing is None:
             return False
         try:
@@ -437,8 +438,8 @@ class Journal:
     def _replace_events(self, seq: int, chain: bytes, parts: Iterator[bytes]) -> Iterator[None]:
         """Write the snapshot, then delete the parts and events that it replaces. Each iteration is one transaction.
 
-        After a kill between two iterations, either the old or the new snapshot is complete. Parts of an unfinished
-        snapshot are overwritten here.
+        If the process is killed between two iterations, either the old or the new snapshot is complete. Parts of an
+        unfinished snapshot are overwritten here.
         """
         last, part = chain, -1
         for part, body in enumerate(parts):

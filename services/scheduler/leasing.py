@@ -3,9 +3,9 @@
 The module is pure. Generation for training continues during an evaluation: engines alternate between training blocks
 and evaluation blocks. An engine that holds the evaluated version also samples training blocks with it as long as that
 version is recent enough for their step. Once the version is too old, the engine switches between the two versions only
-after as many leases as a step has, so weights are seldom loaded back and forth. Evaluation goes first when a second
-version is waiting to be evaluated, so that evaluations do not pile up. In deterministic mode, evaluation always goes
-first.
+after as many leases as make up a step, so it seldom has to load one version in place of the other. Evaluation goes
+first when a second version is waiting to be evaluated, so that evaluations do not pile up. In deterministic mode,
+evaluation always goes first.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def describe(run: RunState, lease: TaskLease, lease_s: float = 0.0) -> LeaseGran
     stage = run.plan.stages[lease.stage]
     first = next(iter(lease.tasks.values()), None)
     evaluation = run.evaluations.of(first) if first is not None and measures(lease) else None
-    # An engine may still hold a later version of an earlier lineage; that version was taken back.
+    # An engine may still hold a later version of an earlier lineage; that version was rolled back.
     outlived = lease.version is not None and lease.version[0] < run.lineage
     exact = run.order.fixed or evaluation is not None or lease.stage > 0 or outlived
     oldest = 0
@@ -210,7 +210,7 @@ def describe(run: RunState, lease: TaskLease, lease_s: float = 0.0) -> LeaseGran
 def handles(run: RunState, tasks: Iterable[Task], *, needs: tuple[str, ...] | None = None) -> BatchMeta:
     """Return handles of tasks.
 
-    Their parts are the stages that produce a key in `needs`, or all stages if `needs` is None.
+    Only the parts of stages that produce a key in `needs` are included, or all parts if `needs` is None.
     """
     stages = run.plan.stages
     used = [i for i, stage in enumerate(stages) if needs is None or any(key in needs for key in stage.makes)]

@@ -1,9 +1,9 @@
 """The mark beside the journal, which records what the journal held at its last commit.
 
 SQLite replays a shortened write-ahead log without an error, as a shorter history. The mark, which is written after each
-commit, reveals such a loss. The mark is not synced: it survives a kill of the process, and the older mark that a power
-cut can leave names only events that the journal also contains. Two slots are written alternately, so a torn write
-leaves the previous mark intact.
+commit, reveals such a loss. The mark is not synced. It survives if the process is killed. A power cut can leave an
+older mark, but that mark names only events that the journal also contains. Two slots are written alternately, so a torn
+write leaves the previous mark intact.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The journal holds every row. This file always holds a prefix of these rows, and holds all of them when no write is in
 progress. At start-up, an incomplete last line is removed and missing rows are added. When the run returns to an earlier
-step, the rows of the steps taken back move to `metrics.discarded.jsonl`, each with the lineage of weights that ended
-then. The rows are durable there before they are removed here.
+step, the rows of the steps that were rolled back are moved to `metrics.discarded.jsonl`, each with the lineage of
+weights that ended at that point. The rows are durable there before they are removed here.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class MetricsFile:
                 try:
                     step = int(json.loads(complete[previous + 1 :])["step"])
                 except (ValueError, KeyError, TypeError, OverflowError):
-                    break  # begin an empty file, because the journal has every row
+                    break  # start with an empty file, because the journal has every row
                 os.ftruncate(self._fd, start + len(complete))
                 return step
         os.ftruncate(self._fd, 0)

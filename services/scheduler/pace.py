@@ -48,7 +48,7 @@ class Paces:
         self._of.pop(lease_id, None)
 
     def idle(self, now: float) -> Iterator[tuple[int, float]]:
-        """Yield each lease with the seconds since its last progress."""
+        """Yield each lease with the number of seconds since its last progress."""
         for lease_id, pace in self._of.items():
             yield lease_id, max(now - (pace.deadline - self._lease_s), 0.0)
 

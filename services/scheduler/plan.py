@@ -1,8 +1,7 @@
 """The plan of a run as plain numbers: the order of rows, tasks per step, evaluations, and worst-case bytes.
 
-The module is pure.
-`planning.py` makes the plan from the topology and the data sources. A `Plan` is constant within a run, because task ids
-and the journal depend on it. Settings that a resumed run may change are in `events.Configure`.
+The module is pure. `planning.py` builds the plan from the topology and the data sources. A `Plan` is constant within a
+run, because task ids and the journal depend on it. Settings that a resumed run may change are in `events.Configure`.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Plan:
     replay_bytes: int = 0
     """Bytes to reserve for the additional shards of a step that is replayed."""
     record_bytes: int = 0
-    """Bytes to reserve for the shards that are put and kept for the recorder."""
+    """Bytes to reserve for the shards that are put into the store and kept for the recorder."""
     weight_versions: int = 3
     weight_bytes: int = 0
     """Bytes of one weight version. Room is reserved for `weight_versions` versions of this size, or of the size of the
@@ -105,7 +104,7 @@ class Plan:
 class EpochOrder:
     """The endless sequence of training rows: every usable row once per epoch, in a different order in each epoch.
 
-    With `shuffle`, the order of an epoch is a permutation drawn from Philox with key (seed, epoch), so it can be
+    If `shuffle` is true, the order of an epoch is a permutation drawn from Philox with key (seed, epoch), so it can be
     computed without the epochs before it.
     """
 

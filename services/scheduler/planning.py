@@ -1,4 +1,4 @@
-"""Makes a `Plan` from the topology and its data sources. It reads files once, at startup, and needs no tokenizer."""
+"""Builds a `Plan` from the topology and its data sources. It reads files once, at startup, and needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEARTBEAT_MOST_S = 5.0
 HEARTBEATS_A_SECOND = 2000
 """Number of heartbeats per second that the scheduler accepts from all processes of a large run together."""
 HEARTBEATS_A_LEASE = 6
-"""Minimum number of heartbeats within `lease_s`, after which a lease without progress is lost."""
+"""Minimum number of heartbeats within `lease_s`, the time after which a lease without progress is lost."""
 _TEMPLATE_TOKENS = 256
 """Assumed maximum number of tokens that a chat template adds to a prompt."""
 
@@ -121,7 +121,7 @@ def heartbeat_s(topology: Topology) -> float:
 def device_limits(topology: Topology) -> dict[Holder, float]:
     """Return, for each process that shares devices, the seconds it may go without progress while others wait.
 
-    A rank may wait up to `collective_s` for the other ranks of its model. Other processes wait for no peer.
+    A rank may wait up to `collective_s` for the other ranks of its model. Other processes do not wait for any peer.
     """
     lease_s, services = topology.lease.lease_s, topology.colocated_services
     longest = {"policy-trainer-worker": max(lease_s, topology.services.policy_trainer.collective_s)}

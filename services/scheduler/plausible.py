@@ -13,7 +13,7 @@ MOST_TEXT = 1024
 MOST = 1 << 50
 """Maximum bytes (one pebibyte) or shards of one store."""
 MOST_TROUBLES = 16
-"""Maximum number of troubles in one heartbeat."""
+"""Maximum number of problems in one heartbeat."""
 
 
 def check_numbers(request: Register | Heartbeat) -> None:

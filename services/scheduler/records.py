@@ -1,4 +1,4 @@
-"""Ended tasks whose samples the recorder has not taken yet. The module is pure.
+"""Tasks that have ended, but whose samples the recorder has not taken yet. The module is pure.
 
 A chosen task becomes due when it is trained, scored, filtered or dropped. The task's collection (`collection.py`) then
 waits until the recorder has taken the task. The scheduler stops waiting if the recorder is away or too slow
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 MOST_DUE = 65_536
-"""Maximum number of due tasks. Trained tasks that are not collected yet take only an entry, no extra room."""
+"""Maximum number of due tasks. Trained tasks that are not collected yet take up only an entry and no extra room."""
 
 
 class Due(msgspec.Struct):
@@ -59,7 +59,7 @@ class Records:
         return ((PutTask(task_id, due.fence), due.nbytes) for task_id, due in self.due.items() if due.nbytes)
 
     def hold(self, due: Due, nbytes: int) -> None:
-        """Record that the collection of a due task waits for the recorder."""
+        """Record that the collection of a due task is waiting for the recorder."""
         self.held_bytes += nbytes - due.nbytes
         due.nbytes = nbytes
 
@@ -76,7 +76,7 @@ class Records:
 
 
 def record_trained(run: RunState, step: int, tasks: list[Task]) -> None:
-    """Make the chosen tasks of a committed step due."""
+    """Mark the chosen tasks of a committed step as due."""
     recording = run.config.recording
     if recording is not None and recording.choice.takes_step(step):
         for task in tasks:
@@ -84,12 +84,12 @@ def record_trained(run: RunState, step: int, tasks: list[Task]) -> None:
 
 
 def record_scored(run: RunState, task: Task, lineage: int) -> None:
-    """Make a scored evaluation task due. `lineage` is the lineage of the evaluated version."""
+    """Mark a scored evaluation task as due. `lineage` is the lineage of the evaluated version."""
     _add(run, task, Due(task.fence, SampleState.SCORED, task.epoch, lineage))
 
 
 def record_dropped(run: RunState, task: Task, why: DropReason, reason: str) -> None:
-    """Make a dropped task due, if the task is chosen."""
+    """Mark a dropped task as due, if the task is chosen."""
     recording = run.config.recording
     step = run.committed_step + 1 if task.split == TRAIN else task.epoch
     if recording is not None and (task.split != TRAIN or recording.choice.takes_step(step)):

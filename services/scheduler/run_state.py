@@ -88,7 +88,8 @@ class RunState:
         self.tasks = Tasks(len(plan.stages))
         self.window: AdmissionWindow = AdmissionWindow()
         self.waiting: list[list[int]] = [[] for _ in plan.stages]
-        """For each stage, a heap of the admission numbers that wait for it. Outdated entries are skipped."""
+        """For each stage, a heap of the admission numbers of the tasks that wait for it. Outdated entries are
+        skipped."""
         self.leases = Leases()
         self.clears = ClearQueues()
         self.versions = Versions()
@@ -99,11 +100,11 @@ class RunState:
         self.layouts: list[scalars.Layout] = []
 
         self.batches: dict[int, list[Task]] = {}
-        """Tasks of each journaled step, in batch order, until their collection."""
+        """Tasks of each journaled step, in batch order, kept until they are collected."""
         self.identities: dict[int, list[str]] = {}
         """Task ids of each step, kept until the oldest checkpoint to which recovery may fall back covers the step."""
         self.reopened: list[str] = []
-        """Tasks of steps that were taken back, and tasks that were waiting at that time. They are admitted before all
+        """Tasks of steps that were rolled back, and tasks that were waiting at that time. They are admitted before all
         others."""
         self.position = 0
         """Number of tasks that were admitted from the epoch order."""
@@ -134,8 +135,8 @@ class RunState:
         self.next_row = 0 if plan.evals else 1
 
         self.dropped_in_a_row = 0
-        """Number of training tasks dropped in this life since the last task with enough samples. No event uses this
-        number."""
+        """Number of training tasks dropped in this life since the last task with enough samples. No event depends on
+        this number."""
         self.last_drop = ""
         """The last dropped task and the reason why it was dropped."""
         self.checked = 0
@@ -214,7 +215,7 @@ class RunState:
         write_rows(self)
 
     def _register(self, request: Register) -> None:
-        """Register a life of an instance, and end the leases of its previous life at once."""
+        """Register a new life of an instance, and end the leases of its previous life at once."""
         holder = (request.service, request.instance)
         old = self.registry.get(holder)
         for lease in self.leases.held_by(holder):
@@ -288,7 +289,7 @@ class RunState:
         checks = {
             "counts": self.tasks.counts == counts,
             "uncovered bytes": self.uncovered == dict(held_in(self, trained)),
-            "the bound of live tasks": self.order.fixed or self.window.live <= self.plan.max_live,
+            "the bound on live tasks": self.order.fixed or self.window.live <= self.plan.max_live,
             "the window": list(self.window.tasks) == sorted(self.window.tasks),
             "bytes kept for the recorder": self.records.held_bytes == sum(each for _, each in self.records.held),
             "versions of leases": self.leases.versions() == {each.version for each in self.leases if each.version},

@@ -138,7 +138,7 @@ class SchedulerService(Service):
             heartbeat_s=heartbeat_s(topology),
         )
         self._journal = Journal(self.run.journal, plan.fingerprint())
-        gc.disable()  # objects made from the journal stay alive, so collections would traverse them in vain
+        gc.disable()  # objects built from the journal stay alive, so garbage collections would traverse them in vain
         try:
             events = rebuild(self._journal, self._state)
         finally:
@@ -156,8 +156,7 @@ class SchedulerService(Service):
         self._take(self._state.begin(configuration(topology), self._now(), lost))
 
     def _lost_tail(self) -> TailLost | None:
-        """Return what is known, from its traces, about a lost end of the journal, or None if the journal is
-        complete."""
+        """Return what traces reveal about a lost end of the journal, or None if the journal is complete."""
         cause = self._journal.lost
         if not cause:
             return None
@@ -336,7 +335,7 @@ class SchedulerService(Service):
                 self.log.warning("clear not acknowledged", store=effect.store, error=str(error))
                 if not effect.tracked:
                     return
-                await asyncio.sleep(max(error.retry_after_s, TICK_S))  # the error may have come at once: do not spin
+                await asyncio.sleep(max(error.retry_after_s, TICK_S))  # the error may come at once, so do not spin
                 continue
             if effect.tracked:
                 self._happened(ClearDone(effect.store, len(effect.tasks)))

@@ -4,8 +4,9 @@ The module is pure. An unfinished task is sampled again under a higher fence, wh
 A task that belongs to a step is only marked, because its shards may no longer be needed:
 
 - open step: the failed read starts a new driver life, which finds the step reopened. The other tasks of the step keep
-  their results, so if steps consume tasks as admitted, the step gets the same tasks in the same order. Workers that had
-  begun the step are reloaded (`services/policy_trainer/resume.py`), so no task is trained twice (promise 2).
+  their results, so if steps consume tasks in the order of admission, the step gets the same tasks in the same order.
+  Workers that had begun the step are reloaded (`services/policy_trainer/resume.py`), so no task is trained twice
+  (promise 2).
 - committed step: a checkpoint is requested. A trainer that must reload before the checkpoint is saved returns to the
   previous one.
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 AUDITED_AT_ONCE = 8192
-"""Maximum number of tasks compared with inventories between two ticks. This bounds the delay of requests."""
+"""Maximum number of tasks compared with inventories between two ticks. This bounds how long requests are delayed."""
 _HOLDING = frozenset({TaskState.ROLLED_OUT, TaskState.READY, TaskState.BATCHED, TaskState.TRAINED})
 
 
@@ -85,7 +86,7 @@ class Audits:
         self._complete: dict[str, Audit] = {}
         """Complete inventories that wait for the next pass."""
         self._compared: dict[str, Audit] = {}
-        """Inventories that are compared in the current pass."""
+        """Inventories that are being compared in the current pass."""
         self._left: Iterator[Task] = iter(())
         self._room = AUDITED_AT_ONCE
         """Number of tasks that may still be compared before the next tick."""

@@ -3,7 +3,7 @@
 The module is pure. In admission order, leases alone bound the staleness, because the step that takes a task determines
 the oldest version that its lease allows. In completion order, a task may be overtaken by others, so the oldest token of
 every finished task is checked before each step that might take it. Only finished tasks are dropped as stale, so no
-other service holds any stale task.
+other service ever holds a stale task.
 """
 
 from __future__ import annotations

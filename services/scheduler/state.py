@@ -101,9 +101,9 @@ from shared.topology import TRAINER_STORE
 HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
 GONE_S = 120.0
-"""Seconds of silence after which a process counts as gone if its end cannot be confirmed, because its host may be gone,
-too. The scheduler does not give up on the trainer's store, because the run needs that store and the run's own
-supervisor restarts it."""
+"""Seconds of silence after which a process counts as gone if its end cannot be confirmed (its host may be gone, too).
+The scheduler does not give up on the trainer's store, because the run needs that store and the run's own supervisor
+restarts it."""
 ABSENT_S = 3.0
 """Seconds without a heartbeat after which a store is no longer named to other stores as a source of weights."""
 MARGIN_S = 0.5
@@ -111,15 +111,15 @@ MARGIN_S = 0.5
 remains when the call is deferred is shorter, that quarter is used instead."""
 TELL_S = 1.0
 HOLD_S = 5.0
-"""Maximum seconds for which the collection of an ended task waits for the recorder. If the recorder has been silent for
-longer than this, the collection does not wait at all."""
+"""Maximum seconds that the collection of a task waits for the recorder after the task has ended. If the recorder has
+been silent for longer than this, the collection does not wait at all."""
 RECORD_S = 3.0
 """Minimum seconds between two answers to the recorder if no collection waits for the recorder."""
 RECORDED_AT_ONCE = 256
 """Maximum number of tasks that the recorder takes at once."""
 ANSWERED_AT_ONCE = 256
-"""Maximum number of deferred lease requests of a stage that one event answers, which bounds the delay of other
-requests. The next event, at the latest a tick, continues."""
+"""Maximum number of deferred lease requests of a stage that one event answers. This bounds how long other requests are
+delayed. The next event, at the latest a tick, answers the next ones."""
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ class Scheduler:
         self._now = 0.0
         self._out: list[Effect] = []
         self._leasing: list[deque[Waiting]] = [deque() for _ in plan.stages]
-        """Deferred lease requests by stage. They are answered in the order in which they arrived."""
+        """Deferred lease requests by stage. They are answered in order of arrival."""
         self._deferred: dict[Holder, list[Waiting]] = {}
         """The requests in `_leasing` by process, including some that have been answered."""
         self._polls: list[Waiting] = []
@@ -165,18 +165,18 @@ class Scheduler:
         self._paces = Paces(lease_s)
         self._seen: dict[Holder, Seen] = {}
         self._ending: dict[Holder, str] = {}
-        """The troubles that end the run, by the process that reports them."""
+        """The problems that end the run, by the process that reports them."""
         self._lost_lives: set[int] = set()
         """Incarnations that were lost with their hosts. They may be heard from until their agents stop them."""
         self._audits = Audits()
         self._clearing: dict[str, float] = {}
         """Stores with a clear in flight, and the time at which it was sent."""
         self._awaited: dict[tuple[str, int], float] = {}
-        """Times at which the driver first made the requests that it waits for, by (request, step)."""
+        """Times at which the driver first made the requests that it is waiting for, by (request, step)."""
         self._held_since: dict[tuple[str, int], float] = {}
         """Times at which the collection of each task began to wait for the recorder, by (task id, fence)."""
         self._recorder_at = 0.0
-        """Time of the last request of the recorder, or the start of this life if there was none yet."""
+        """Time of the last request from the recorder, or the start of this life if there has been none yet."""
         self._sampled_at = 0.0
         """Time of the last answer to the recorder."""
         self._reconcile_at = 0.0
@@ -430,7 +430,7 @@ class Scheduler:
         check_numbers(request)
         holder = (request.service, request.instance)
         if request.incarnation in self._lost_lives:
-            raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: this life was lost with its host; end it")
+            raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: this life was lost with its host; stop it")
         if self.run.registry.get(holder) != request:
             self._fail_waiting(holder, f"{service_name(*holder)} restarted", but=request.incarnation)
             self._durable(request)
@@ -542,7 +542,7 @@ class Scheduler:
             return
         if held is None:
             self._out.append(
-                Fail(order.ref, ErrorCode.NOT_READY, f"{order.store} does not answer; report the shards again")
+                Fail(order.ref, ErrorCode.NOT_READY, f"{order.store} is not responding; report the shards again")
             )
         else:
             self._out.append(Answer(order.ref, Ack()))
@@ -601,7 +601,7 @@ class Scheduler:
         return True
 
     def _give_up_samples(self) -> None:
-        """Stop keeping ended tasks for a recorder that is silent or too slow."""
+        """Stop holding tasks for a recorder that is silent or too slow."""
         if not self.run.records.held_bytes:
             self._held_since.clear()
             return

@@ -39,7 +39,8 @@ def check_driver(run: RunState, driver: int) -> None:
 
 
 def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
-    """Let a driver take over the run. With `reload`, a new lineage begins at the latest step that can be reached."""
+    """Let a driver take over the run. If `reload` is true, a new lineage begins at the latest step that can be
+    reached."""
     if request.driver in run.old_drivers:
         raise RpcError(ErrorCode.CONFLICT, f"driver {request.driver}: a newer driver has taken over")
     if request.driver != run.driver:
@@ -53,7 +54,7 @@ def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
         loaded = max(run.checkpoint_step, 0) if request.loaded_step < 0 else request.loaded_step
         if not all(replayable(run, step) for step in range(loaded + 1, run.committed_step + 1)):
             rewind(run, loaded)
-            # The trainer refused later checkpoints, which hold weights of steps that were taken back.
+            # The trainer refused later checkpoints, which hold weights of steps that were rolled back.
             run.checkpoint_step = min(run.checkpoint_step, loaded or -1)
         run.lineage += 1
     return RunInfo(
@@ -73,7 +74,7 @@ def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
 
 
 def reopen(run: RunState) -> None:
-    """Take back the batch of the open step. Its tasks with lost shards are sampled again; the others stay ready."""
+    """Roll back the batch of the open step. Its tasks with lost shards are sampled again; the others remain ready."""
     step = run.batched_step
     tasks = run.batches.pop(step)
     del run.identities[step]
@@ -275,7 +276,7 @@ def checkpoint(run: RunState, request: CheckpointSaved) -> None:
     check_driver(run, request.driver)
     if not 0 <= request.step <= run.committed_step:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint of step {request.step}: step {run.committed_step} is committed")
-    # Checkpoints newer than the committed step belong to steps that were taken back.
+    # Checkpoints newer than the committed step belong to steps that were rolled back.
     kept = sorted({request.step, *(step for step in request.kept if step <= run.committed_step)})
     kept = kept[-(run.config.keep_last + request.at_stop) :]
     run.checkpoint_step = kept[-1]

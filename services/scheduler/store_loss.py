@@ -2,10 +2,10 @@
 
 The module is pure. A store returns without its data if its host is lost or the run is resumed elsewhere. The store's
 unfinished tasks are sampled again under higher fences. If it held shards of a batched step or a version, the run
-returns to the newest checkpoint: later steps cannot be replayed, so their tasks are reopened and trained again
+returns to the newest checkpoint. Later steps cannot be replayed, so their tasks are reopened and trained again
 (docs/architecture.md, promise 1; in deterministic mode from the same versions). The trainer reloads the checkpoint,
-too, so no weight update from tasks that are trained again is kept (promise 2). If the store held no such data, no step
-is taken back.
+too, so weight updates from tasks that are trained again are not kept (promise 2). If the store held no such data, no
+step is rolled back.
 
 Permanently losing the store of a joined host costs less. The shards of trained tasks in such a store matter only to a
 trainer that reloads, so a checkpoint is requested and the run continues without waiting for the store.
@@ -50,7 +50,8 @@ def lost_data(run: RunState, old: Register | None, new: Register) -> bool:
 
 
 def come_back_empty(run: RunState, store: str) -> None:
-    """Handle a store that lost its data, including shards that services on its host had put there for their leases."""
+    """Handle a store that has lost its data, including shards that services on its host had put there for their
+    leases."""
     wanted = [task for tasks in run.batches.values() for task in tasks]
     if run.order.fixed:
         wanted += run.window.tasks.values()
@@ -62,7 +63,9 @@ def come_back_empty(run: RunState, store: str) -> None:
         if store in stores_of(run, lease.holder):
             give_up(run, lease, 0)
     again = _sample_without(run, store, "lost its data")
-    cause = f"{store} came back without its data: it held nothing of a step; {again} tasks are sampled again"
+    cause = (
+        f"{store} came back without its data: it held nothing that belongs to a step; {again} tasks are sampled again"
+    )
     run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
 
@@ -139,7 +142,7 @@ def remove_departed_store(run: RunState, store: str) -> bool:
         give_up(run, lease, 0)
     _sample_without(run, store, "is gone")
     again = sum(not task.made for task in members)
-    cause = f"{store} is gone: {again} tasks now wait for a rollout; steps since the checkpoint are saved next"
+    cause = f"{store} is gone: {again} tasks are now waiting for a rollout; steps since the checkpoint are saved next"
     run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
     return True
 

@@ -1,8 +1,8 @@
 """The room left in each store, and the stores that hold shards of each task. The module is pure.
 
 The room in different stores is not added up, because each put goes into a single store: rollouts, references and
-trainer ranks put into their host's store, and weights are put into `TRAINER_STORE`. The bytes counted here are an upper
-bound on the bytes that a store holds.
+trainer ranks put their shards into their host's store, and weights are put into `TRAINER_STORE`. The bytes counted here
+are an upper bound on the bytes that a store holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STORE, RANK = "batch-store", "policy-trainer-worker"
 FORERUNNERS = 2
 """Maximum number of stores that a store tries for a version before the trainer's store."""
 FULL_SHARE = 0.8
-"""Share of a store's room for trained tasks. A checkpoint is requested when their bytes exceed it."""
+"""Fraction of a store's room that trained tasks may take up before a checkpoint is requested."""
 
 
 # ---- locations of shards
@@ -44,7 +44,8 @@ def holders_without_store(run: RunState, host_id: str) -> set[Holder]:
 
 
 def is_away(run: RunState, store: str) -> bool:
-    """Return whether a store is, or might be, on a host other than the trainer's, and so might hold version copies."""
+    """Return whether a store is, or might be, on a host other than the trainer's, and so might hold copies of
+    versions."""
     home, row = run.registry.stores.get(TRAINER_STORE), run.registry.stores.get(store)
     return row is not None and row is not home and (home is None or row.host_id != home.host_id)
 
@@ -58,7 +59,7 @@ def upstream(run: RunState, store: Holder, is_present: Callable[[Holder], bool])
     """Return up to `FORERUNNERS` stores that `store` tries for weights before the trainer's store, nearest first.
 
     The stores on hosts other than the trainer's form a chain in the order of their numbers, so that each host sends a
-    version once. A host with two successors would need twice the time to serve both (tests/bench/relay.py).
+    version once. A host with two successors would need twice as long to serve both (tests/bench/relay.py).
     """
     if not is_away(run, service_name(*store)):
         return []

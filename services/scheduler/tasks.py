@@ -48,8 +48,8 @@ TRANSITIONS: Final[dict[TaskState, frozenset[TaskState]]] = {
 
 BATCHED and TRAINED tasks become DROPPED or PENDING only when the run returns to an earlier step. BATCHED tasks become
 READY only when a task of their step has lost its shards. Tasks that wait for their last clears become PENDING only when
-they are sampled again. A task never becomes COLLECTED before it has ended: shards of a task that may still be leased or
-trained are not freed (docs/architecture.md, promise 3).
+they are sampled again. A task never becomes COLLECTED before it has ended, so shards of a task that may still be leased
+or trained are not freed (docs/architecture.md, promise 3).
 """
 
 
@@ -85,7 +85,8 @@ class Task:
     scalars: bytes = b""
     """Per-sample values of the rollout and later stages (see `scalars.py`)."""
     lost: bool = False
-    """Whether a store has lost shards of a task that is BATCHED or TRAINED, so that its step cannot be read again."""
+    """Whether a store has lost shards of a task that is BATCHED or TRAINED, in which case its step cannot be read
+    again."""
 
     @property
     def split(self) -> str:
@@ -205,7 +206,7 @@ class Tasks:
     def begin_copy(self) -> Iterator[Row]:
         """Return the rows of all tasks as they are now.
 
-        Each row is made when it is requested or before its task changes.
+        Each row is created when it is requested or before its task changes.
         """
         copies: dict[Task, Row] = {}
         self._copies = copies
@@ -219,7 +220,7 @@ class Tasks:
         return rows(list(self))
 
     def rows(self) -> Iterator[Row]:
-        """Return the rows of all tasks. No task may change before the last row is made."""
+        """Return the rows of all tasks. No task may change before the last row has been created."""
         return map(_row_of, self)
 
     def load(self, row: Row) -> Task:

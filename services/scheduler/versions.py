@@ -98,7 +98,9 @@ def publish(run: RunState, request: PublishWeights) -> None:
         raise RpcError(ErrorCode.BAD_REQUEST, f"{ref.task_id}: its size or fence is out of range")
     old = run.versions.get((ref.lineage, ref.step))
     if old is not None and old.fence > ref.fence:
-        raise RpcError(ErrorCode.CONFLICT, f"{ref.task_id}: fence {ref.fence} is over; the current one is {old.fence}")
+        raise RpcError(
+            ErrorCode.CONFLICT, f"{ref.task_id}: fence {ref.fence} is outdated; the current one is {old.fence}"
+        )
     run.versions.put(ref)
     if old is not None and old.fence < ref.fence:
         clear_weights(run, old)
@@ -121,7 +123,7 @@ def _open_evaluations(run: RunState, version: Version) -> None:
         one = Evaluation.of(each.name, version, len(each.rows), each.samples)
         one.waiting = [make_task_id(each.name, step, row) for row in each.rows]
         run.evaluations.open[each.name, step] = one
-        if run.lineage:  # the tasks may already exist, for a version that was taken back
+        if run.lineage:  # the tasks may already exist, for a version that was rolled back
             revive(run, one.waiting)
         else:
             for task_id in one.waiting:

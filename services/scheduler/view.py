@@ -78,7 +78,7 @@ def status(run: RunState, seen: Mapping[Holder, Seen], last_row: dict[str, float
 
 
 def troubles(seen: Mapping[Holder, Seen]) -> list[TroubleRow]:
-    """Return the troubles that services report, ordered by service and instance."""
+    """Return the problems that services report, ordered by service and instance."""
     return [
         TroubleRow(service, instance, each.kind, each.text)
         for (service, instance), one in sorted(item for item in seen.items() if item[1].troubles)
@@ -108,7 +108,10 @@ def waits(
     for lease_id, idle_s in idle.items():
         lease = run.leases.get(lease_id)
         if lease is not None:
-            what = f"lease {lease_id} ({run.plan.stages[lease.stage].name}, {len(lease.tasks)} tasks) makes no progress"
+            what = (
+                f"lease {lease_id} ({run.plan.stages[lease.stage].name}, {len(lease.tasks)} tasks) "
+                "is making no progress"
+            )
             found.append(WaitRow(WaitKind.LEASE, what, idle_s, lease_s, service_name(*lease.holder)))
     for store, since_s in clearing.items():
         what = f"{run.clears.pending_at(store)} clears are not acknowledged"
@@ -137,7 +140,7 @@ def _step_waits(run: RunState, step: int, since_s: float) -> Iterator[WaitRow]:
         groups.setdefault(_waited_for(run, task), []).append(task)
     for (doing, of), tasks in groups.items():
         names = ", ".join(task.task_id for task in tasks[:3]) + (", ..." if len(tasks) > 3 else "")
-        text = f"step {step} waits for {len(tasks)} of {wanted} tasks that {doing} ({names})"
+        text = f"step {step} is waiting for {len(tasks)} of {wanted} tasks that {doing} ({names})"
         yield WaitRow(WaitKind.STEP, text, since_s, 0.0, of)
 
 
@@ -149,10 +152,10 @@ def _evaluation_waits(run: RunState, step: int, since_s: float) -> Iterator[Wait
     for holder, count in leased.items():
         if count:
             name = service_name(*holder)
-            text = f"the evaluation of version {step} waits for {count} tasks that are leased to {name}"
+            text = f"the evaluation of version {step} is waiting for {count} tasks that are leased to {name}"
             yield WaitRow(WaitKind.STEP, text, since_s, 0.0, name)
     if waiting:
-        text = f"the evaluation of version {step} waits for {waiting} tasks that no one has leased"
+        text = f"the evaluation of version {step} is waiting for {waiting} tasks that no one has leased"
         yield WaitRow(WaitKind.STEP, text, since_s, 0.0, "rollout")
 
 

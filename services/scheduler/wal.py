@@ -1,8 +1,8 @@
-"""Makes checkpoints, which copy the journal's write-ahead log into its file, on a separate thread and connection.
+"""Runs checkpoints, which copy the journal's write-ahead log into its file, on a separate thread and connection.
 
 Copying and syncing can take a long time and would otherwise delay the writer. SQLite restarts the log once a pass has
 copied all of it and nothing has been written in the meantime. If writing never paused, the log would grow without
-limit, so beyond `HARD_BYTES` the writer makes a pass itself.
+limit, so beyond `HARD_BYTES` the writer runs a pass itself.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import threading
 from pathlib import Path
 
 SOFT_BYTES = 16 << 20
-"""Growth of the log, in bytes, after which a pass is made."""
+"""Growth of the log, in bytes, that triggers a pass."""
 HARD_BYTES = 512 << 20
-"""Size of the log, in bytes, beyond which the writer makes a pass itself."""
+"""Size of the log, in bytes, beyond which the writer runs a pass itself."""
 PASSES = 3
 """Maximum number of consecutive passes. Data written during a pass is left to the next pass."""
 _CHECKPOINT = "PRAGMA wal_checkpoint(PASSIVE)"
@@ -52,7 +52,7 @@ class WalCheckpoints:
         self.order()
 
     def order(self) -> None:
-        """Have the thread make a pass, which syncs everything committed so far."""
+        """Have the thread run a pass, which syncs everything committed so far."""
         self._running = True
         self._orders.put(True)
 

@@ -11,7 +11,8 @@ _BATCHED_OR_OVER = {TaskState.BATCHED, TaskState.TRAINED, TaskState.DROPPED}
 
 
 class AdmissionWindow:
-    """Admission numbers `[head, tail)`. A number without a task is a gap, left by a drop or by completion."""
+    """Admission numbers `[head, tail)`. A number without a task is a gap, left by a drop or by `consume:
+    completion`."""
 
     def __init__(self) -> None:
         self.head = 0
@@ -68,7 +69,7 @@ class AdmissionWindow:
         return taken
 
     def reopen(self, tasks: Sequence[Task]) -> None:
-        """Insert tasks from steps that were taken back.
+        """Insert tasks from steps that were rolled back.
 
         They go before the head, with the last task directly before it.
         """

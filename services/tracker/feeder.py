@@ -31,22 +31,22 @@ from shared.warnings import parse
 BATCH_ROWS = 50
 POLL_S = 1.0
 FIRST_RETRY_S, RETRY_S = 1.0, 30.0
-"""Seconds between attempts to reach a tracker: at first, and at most."""
+"""Seconds between attempts to reach a tracker: the initial and the longest interval."""
 LINE_CHARS = 300
 T = TypeVar("T")
 
 
 class Feeder:
-    """Feeds one run to one tracker. `run` has its own thread; the other members may be used from any thread."""
+    """Feeds one run to one tracker. `run` runs on its own thread; the other members may be used from any thread."""
 
     def __init__(self, run: RunDir, topology: Topology, name: str) -> None:
         self.name = name
         self.problem = ""
-        """The reason why rows are waiting, in one line, or an empty string."""
+        """The reason why rows are waiting, in one line, or an empty string if none are waiting."""
         self.refused = ""
-        """The reason why the tracker will never accept this run, in one line, or an empty string."""
+        """The reason why the tracker will never accept this run, in one line, or an empty string if there is none."""
         self.busy_since: float | None = None
-        """Monotonic time at which the current call of the tracker library began, or None if no call is in progress."""
+        """Monotonic time at which the current call to the tracker library began, or None if no call is in progress."""
         self.rows_sent = 0
         self.done = threading.Event()
         """Set once `run` has returned."""
@@ -67,7 +67,7 @@ class Feeder:
         self._ending.set()
 
     def run(self) -> None:
-        """Feed the tracker until `end` is called, or the tracker refuses the run."""
+        """Feed the tracker until `end` is called or the tracker refuses the run."""
         try:
             self._feed_for_good()
         finally:
@@ -134,7 +134,7 @@ class Feeder:
             if lineage != self._ledger.lineage:
                 self._annotate(exporter, self._rewound(rows[0]))
             rows = [row for row in rows if row.lineage == lineage]
-            self._show(exporter)  # only for steps before these rows, because their samples are already written
+            self._show(exporter)  # only for earlier steps, whose samples have already been written
             self._call(functools.partial(exporter.send, rows))
             self._evaluated += [row for row in rows if exporter.samples and is_evaluated(row)]
             self._ledger.sent, self._ledger.step = rows[-1].position + 1, rows[-1].step
@@ -169,7 +169,7 @@ class Feeder:
 
     def _rewound(self, row: Row) -> Note:
         before, last = row.step - 1, self._ledger.step
-        text = f"back to step {before}: steps {row.step}-{last} were taken back; lineage {row.lineage} begins"
+        text = f"back to step {before}: steps {row.step}-{last} were rolled back; lineage {row.lineage} begins"
         return self._note(f"rewind-{row.lineage}", "rewind", text, step=row.step)
 
     def _new_warnings(self) -> list[Note]:
@@ -198,7 +198,7 @@ class Feeder:
         self._call(lambda: exporter.annotate(note))
 
     def _call(self, work: Callable[[], T]) -> T:
-        """Call the tracker library and return the result of `work`.
+        """Run `work`, which calls the tracker library, and return its result.
 
         During the call, `busy_since` is the call's start time.
         """
@@ -209,7 +209,7 @@ class Feeder:
             self.busy_since = None
 
     def _told(self, problem: str) -> str:
-        """Return the problem, after saving it so that it can be read after the end of the run."""
+        """Save the problem, so that it can still be read after the run has ended, and return it."""
         self._ledger.problem = problem.partition("; ")[0].removeprefix(f"{self.name}: ")
         with contextlib.suppress(OSError):  # the problem itself may be a full disk
             self._save()

@@ -5,7 +5,8 @@ file. Together, the two files contain the whole history, which only grows: the r
 rows after it, and so on. The position of a row in the history therefore never changes, and no two rows share a
 position.
 
-The lineage of a row is 0 before the first return, and afterwards is one more than the lineage that was last taken back.
+Rows before the first return have lineage 0. After a return, the lineage of new rows is one more than the lineage that
+was last rolled back.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class History:
         self._folder = folder
         self._lines: list[_Line] = []
         self._read_to = 0
-        """Bytes of `metrics.jsonl` that are in `_lines`."""
+        """Number of bytes of `metrics.jsonl` whose lines are in `_lines`."""
         self._discarded_bytes = 0
         """Size of `metrics.discarded.jsonl` when both files were read. This file grows before `metrics.jsonl` is
         truncated."""
@@ -67,9 +68,9 @@ class History:
         self._lines += [_labelled(line, self._lineage) for line in new]
 
     def rows(self, first: int, most: int) -> list[Row]:
-        """Return up to `most` rows from position `first`."""
+        """Return up to `most` rows, starting at position `first`."""
         found = self._rows(first, most)
-        while self._is_outdated():  # the lines may have been cut off and rewritten while they were read
+        while self._is_outdated():  # the lines may have been cut off and rewritten while they were being read
             self._rebuild()
             found = self._rows(first, most)
         return found
@@ -150,8 +151,8 @@ class History:
 def _in_order(groups: dict[int, list[_Line]], present: list[_Line]) -> list[_Line]:
     """Return all lines in commit order.
 
-    The state of the file before a return consists of the rows that the return kept and the rows that it took back. The
-    kept rows are also in the state before the next return, so the states are built from the last to the first.
+    The state of the file before a return consists of the rows that the return kept and the rows that it rolled back.
+    The kept rows are also in the state before the next return, so the states are built from the last to the first.
     """
     states = [present]
     for group in reversed(groups.values()):

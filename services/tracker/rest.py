@@ -1,6 +1,7 @@
 """Sends a tracker the data that it lacks after a run has ended: `python -m services.tracker.rest --run DIR NAME`.
 
-`ctl track` starts it. Exit status: 0 if the tracker has everything, 1 if not, 2 if the run or the name is wrong.
+`ctl track` starts it. Exit status: 0 if the tracker has everything, 1 if it does not, and 2 if the run or the name is
+wrong.
 """
 
 from __future__ import annotations

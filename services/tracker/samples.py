@@ -14,7 +14,7 @@ from shared.stages import TRAIN
 
 COLUMNS = ("split", "task", "prompt", "completion", "reward", "advantage", "length", "finish_reason")
 TEXT_CHARS = 4000
-"""Maximum number of characters in a prompt or completion. The full text is in `samples/` in the run directory."""
+"""Maximum number of characters shown of a prompt or completion. The full text is in `samples/` in the run directory."""
 Cell = str | float | int | None
 
 

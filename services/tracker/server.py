@@ -1,7 +1,8 @@
-"""The tracker service: one instance for each tracker in the topology. The run neither depends on it nor waits for it.
+"""The tracker service, with one instance for each tracker in the topology. The run neither depends on it nor waits for
+it.
 
-The tracker library runs on a thread that can hang; the mailbox still answers. If the library hangs for too long, a new
-process replaces this one and continues after the rows that the tracker already holds.
+The tracker library runs on a thread of its own, so the mailbox still answers while the library hangs. If the library
+hangs for too long, a new process replaces this one and continues after the rows that the tracker already holds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SLOW_S = 30.0
 HANG_S = 300.0
 """Seconds without an answer after which this process exits, so that another process can try."""
 END_S = 5.0
-"""Maximum seconds that the end of the run waits for the tracker."""
+"""Maximum time, in seconds, that a run waits for the tracker when it ends."""
 
 
 class TrackerService(Service):
@@ -84,7 +85,7 @@ class TrackerService(Service):
         if feeder.problem:
             return [Trouble(TroubleKind.TRACKER, feeder.problem)]
         if self._hanging_s() > SLOW_S:
-            return [Trouble(TroubleKind.TRACKER, f"{feeder.name}: no answer; rows wait in metrics.jsonl")]
+            return [Trouble(TroubleKind.TRACKER, f"{feeder.name}: no answer; rows are waiting in metrics.jsonl")]
         return []
 
     def _hanging_s(self) -> float:

@@ -35,7 +35,8 @@ def main() -> int:
         host, port = split_address(arguments.listen)
         if not is_loopback(host):
             raise ValueError(
-                f"{arguments.listen}: others reach this address; use a loopback address, or monitor.web with a token"
+                f"{arguments.listen}: others can reach this address; use a loopback address, or monitor.web with a "
+                "token"
             )
         asyncio.run(_serve(RunDir.open(arguments.run), (host, port)))
     except (RpcError, ValueError) as error:

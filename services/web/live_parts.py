@@ -1,7 +1,7 @@
 """Sends the live parts of the page to any number of browsers as server-sent events.
 
-Only the newest version of each part is kept. A slow browser therefore misses versions, but does not delay other
-browsers or use extra memory.
+Only the newest version of each part is kept. A slow browser therefore misses versions but neither delays other browsers
+nor uses extra memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE_S = 15.0
 SEND_S = 30.0
-"""Maximum seconds that a browser may take to receive an update. A browser that takes longer is disconnected, and then
-reconnects."""
+"""Maximum time, in seconds, that a browser may take to receive an update. A browser that takes longer is disconnected,
+and then reconnects."""
 MAX_STREAMS = 32
 """Maximum number of browsers that follow the run at the same time."""
 _HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]

@@ -1,4 +1,4 @@
-"""The page of a run: follows the monitor's stream and the run files, and serves both to browsers.
+"""Follows a run's monitor stream and its files, and serves both to browsers as the page of the run.
 
 The page needs nothing but the run directory. A run that has ended, or has not begun, is shown from its files alone.
 """
@@ -60,7 +60,8 @@ class Page:
         return [name for _, name in sorted(found, reverse=True)[:MAX_RUNS]]
 
     async def files(self, name: str) -> RunFiles | None:
-        """Return the up-to-date files of this run or of another run in the same folder, or None if there is none."""
+        """Return the up-to-date files of this run or of another run in the same folder, or None if there is no such
+        run."""
         if name in ("", self.own.path.name):
             await self.own.poll()
             return self.own

@@ -19,7 +19,7 @@ from shared.view.notices import LogLine
 from shared.warnings import parse
 
 LOG_BYTES = 64 << 10
-"""Number of bytes at the end of each log file from which lines are shown."""
+"""Size, in bytes, of the part at the end of each log file whose lines are shown."""
 MAX_NAME = 200
 """Maximum number of characters in a metric name. Metrics with longer names are not shown."""
 MAX_LOG_TEXT = 4000
@@ -36,7 +36,7 @@ class RunFiles:
         self.path = path
         self.view = RunView()
         self.epoch = 0
-        """Number of times that rows have been taken back. Rows of different epochs must not be combined."""
+        """Number of times that rows have been rolled back. Rows of different epochs must not be combined."""
         self.last_step = -1.0
         self._metrics = MetricsFollower(path / "metrics.jsonl")
         self._warnings = FollowedFile(path / "warnings.jsonl")

@@ -1,4 +1,4 @@
-"""The web service: serves its run's page to browsers (`monitor.web`)."""
+"""The web service, which serves its run's page to browsers (`monitor.web`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.rpc.errors import RpcError
 from shared.topology.monitor_web import TokenError, Web, read_token, split_address
 
 IDLE_S = 60
-"""Maximum seconds between two parts of a request, and between two requests on a connection."""
+"""Maximum time, in seconds, between two parts of a request, and between two requests on a connection."""
 MAX_CONNECTIONS = 256
 
 

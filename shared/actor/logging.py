@@ -84,8 +84,8 @@ def configure(path: Path, *, console: TextIO | None = None, **fields: Any) -> No
 
 
 def log_page(path: Path, lines: int, position: int) -> tuple[list[str], int]:
-    """Return whole lines and the position after them: from `position`, or the last `lines` lines if `position` is
-    negative.
+    """Return whole lines from `position` on, or the last `lines` lines if `position` is negative, and the position
+    after them.
 
     Reads at most 256 KiB, so all lines after `position` may take several pages.
     """

@@ -14,7 +14,7 @@ from shared.topology import TRAINER_STORE
 
 STORE = "batch-store"
 WAIT_S = 60.0
-"""Maximum seconds to wait for the store, because a joining host may start its services in any order."""
+"""Maximum time, in seconds, to wait for the store: a joining host may start its services in any order."""
 RETRY_S = 0.5
 LOOK_S = 5.0
 

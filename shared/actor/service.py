@@ -47,7 +47,7 @@ REGISTER_AGAIN_S = 0.05
 LAST_REPORTS_S = 1.0
 FAILED_STATUS = 1
 PEER_LOST_STATUS = os.EX_TEMPFAIL
-"""Exit status (75) of a process that ends because a process on which it depends is gone."""
+"""Exit status (75) of a process that exits because a process on which it depends is gone."""
 UNUSABLE_STATUS = os.EX_CONFIG
 """Exit status (78) of a process for which a restart would not help: its start was refused (`bad_request`), or it found
 that its work cannot continue."""
@@ -87,7 +87,7 @@ class Service:
         self.state = ProcessState.STARTING
         self.cause = ""
         self.exit_status = FAILED_STATUS
-        """Exit status of the process if this life ends FAILED."""
+        """Exit status of the process if this life ends as FAILED."""
         self.name = service_name(self.NAME, instance)
         self.mailbox = Mailbox(self.name, self.incarnation)
         self.telemetry = TelemetrySender(self.NAME, instance, self.incarnation)
@@ -115,7 +115,7 @@ class Service:
         self._progress = (0, -1.0)
         """The last progress noted, and the loop time at which it advanced, or -1."""
         self._entered_at = -1.0
-        """Loop time at which the present state began."""
+        """Loop time at which the current state began."""
         self.mailbox.handle(Ping, self._ping)
         self.mailbox.handle(GetWaits, self._waits)
         self.mailbox.handle(messages.GetLog, self._log_page)
@@ -123,7 +123,7 @@ class Service:
     # ---- to override
 
     async def start(self) -> None:
-        """Prepare for READY, for example by loading a model or opening a journal.
+        """Prepare to become READY, for example by loading a model or opening a journal.
 
         Raises RpcError(bad_request) for a model, function or setting that would fail at every later start, too.
         """
@@ -134,7 +134,7 @@ class Service:
         await self.stopping.wait()
 
     async def drain(self) -> None:
-        """Finish or hand back work under way, within `drain_s` seconds."""
+        """Finish or hand back the work in progress within `drain_s` seconds."""
 
     def heartbeat(self) -> messages.Heartbeat:
         """Return the next heartbeat for the scheduler. Extend it with `msgspec.structs.replace`."""
@@ -210,7 +210,7 @@ class Service:
         return bool(self._supervisor)
 
     def ends_after(self, what: str) -> None:
-        """Enter DRAINING and tell the supervisor what must finish before the process ends, such as `saving step 19`."""
+        """Enter DRAINING and tell the supervisor what must finish before the process exits, e.g. `saving step 19`."""
         self.cause = what
         self._enter(ProcessState.DRAINING)
 
@@ -236,8 +236,8 @@ class Service:
                     self.exit_status = UNUSABLE_STATUS
                 raise
             if not self.stopping.is_set():
-                # Objects loaded by now, such as modules and tasks, stay alive. Once frozen, they are not traversed by
-                # full collections, which would stop all sending of a store for 0.03 s.
+                # Objects loaded by now, such as modules and tasks, stay alive. Once they are frozen, full collections
+                # do not traverse them; otherwise, each one would keep a store from sending anything for 0.03 s.
                 gc.collect()
                 gc.freeze()
                 self._enter(ProcessState.READY)
@@ -273,7 +273,8 @@ class Service:
         return self.mailbox.bind(self.context, self.listen, gate=gate)
 
     def _reach_other_hosts(self) -> None:
-        """Load the keys, and open the mailbox on tcp if `listen` is set. Does nothing on a single host."""
+        """Load the keys, and open the mailbox on tcp if `listen` is set. On the host that started the run, do nothing
+        if `listen` is not set."""
         if not self.listen and not self.run.scheduler:
             return
         if self.listen:

@@ -1,4 +1,4 @@
-"""A spare process: it has imported what services need, and the services that the supervisor orders are forks of it.
+"""A spare process has imported what services need, and the services that the supervisor orders are forks of it.
 
     python -m shared.actor.spare DESCRIPTOR ...
 
@@ -41,13 +41,14 @@ from shared.actor.process import die_with_parent
 MESSAGE_BYTES = 64 << 10
 """Maximum size of a message."""
 DRIVER_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
-"""The files that a process opens when it initializes the driver of CUDA or of ROCm, but not when it only counts GPUs
+"""The files that a process opens when it initializes the CUDA or ROCm driver, but not when it only counts GPUs
 through NVML."""
 THREADS_END_S = 1.0
-"""Maximum seconds until threads that the imports started and joined have disappeared from /proc."""
+"""Maximum time, in seconds, that threads that the imports started and joined may take to disappear from /proc."""
 _POLL_S = 0.001
 _ARG_START, _ARG_END = 45, 46
-"""Indices of the /proc/self/stat fields after the name that hold the address range of the command line (proc(5))."""
+"""Indices, among the fields that follow the name in /proc/self/stat, of the two that hold the address range of the
+command line (proc(5))."""
 
 
 def main() -> None:
@@ -111,7 +112,7 @@ def _forked(supervisor: int) -> bool:
         if child := os.fork():
             os.waitpid(child, 0)
             return False
-    except OSError:  # The supervisor notices that nobody answers.
+    except OSError:  # The supervisor notices that there is no answer.
         traceback.print_exc()
         return False
     between = os.getpid()

@@ -20,11 +20,10 @@ from shared.tracing import traced
 
 SPAN, PART, SECURITY = "span", "span/part", "security"
 FLUSH_EVERY_S = 0.2
-"""Seconds between the moments at which messages are sent. The moments are multiples of this value on the host's
-monotonic clock, so that the monitor is woken once for all services, because a wake-up takes more CPU time than a
-message."""
+"""Seconds between the times at which messages are sent. These times are multiples of this value on the host's monotonic
+clock, so that the monitor is woken only once for all services: a wake-up takes more CPU time than a message."""
 PENDING = 512
-"""Number of waiting messages at which all of them are sent without waiting for the next such moment."""
+"""Once this many messages are waiting, all of them are sent without waiting for the next such time."""
 _NOTHING: Mapping[str, float | str] = MappingProxyType({})
 
 
@@ -38,18 +37,20 @@ class TelemetrySender:
         self._sequence = 0
         self._client: Client | None = None
         self._pending: list[tuple[int, float, str, dict[str, float | str]]] = []
-        """What has been reported but not sent: sequence number, time, topic and values."""
+        """Reports that have not been sent yet: sequence number, time, topic and values."""
         self._timer: asyncio.TimerHandle | None = None
         self.dropped = 0
         self.traced_share: float | None = None
-        """Share of the tasks that are named in spans, 0 to 1 (`monitor.traces`), or None if the run has no traces."""
+        """Fraction of the tasks that are named in spans, from 0 to 1 (`monitor.traces`), or None if the run has no
+        traces."""
 
     def connect(self, client: Client) -> None:
         """From now on, send to the monitor through `client`."""
         self._client = client
 
     def span(self, what: str, seconds: float, about: Mapping[str, float | str] = _NOTHING, *, of: str = "") -> None:
-        """Report that `what` has just ended after `seconds`, for the run's timeline. Call it on the loop's thread.
+        """Report that `what` has just ended after `seconds` seconds, for the run's timeline. Call it on the loop's
+        thread.
 
         `of` is the process (`rollout/0`) or service that a wait was for; it is empty for work. `about` says what the
         span belongs to: `tasks` (see `traced`), `lease`, `step`.
@@ -57,7 +58,7 @@ class TelemetrySender:
         self.emit(SPAN, {"what": what, "seconds": seconds, **({"of": of} if of else {}), **about})
 
     def part(self, what: str, seconds: float, about: Mapping[str, float | str]) -> None:
-        """Report a part of the life of traced tasks or of a step, which may contain spans and waits.
+        """Report a part of the life of traced tasks or of a step. The part may contain spans and waits.
 
         The report is for traces only: nothing is sent if the run has no traces, or if none of the `tasks` is traced.
         """
@@ -69,7 +70,7 @@ class TelemetrySender:
         return " ".join(traced(task_ids, self.traced_share or 0.0))
 
     def emit(self, topic: str, values: dict[str, float | str]) -> None:
-        """Report new `values` of `topic`, within `FLUSH_EVERY_S`. Call it on the loop's thread."""
+        """Report new `values` of `topic`, within `FLUSH_EVERY_S` seconds. Call it on the loop's thread."""
         self._sequence += 1
         if self._client is None:
             self.dropped += 1

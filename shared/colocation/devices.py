@@ -33,11 +33,11 @@ PARTS_OF: Mapping[str, Parts] = MappingProxyType(
         "rollout": ENGINE,
     }
 )
-"""The parts that processes of each service hold."""
+"""The parts that the processes of each service hold."""
 
 ALL_AT_ONCE: frozenset[str] = frozenset({"rollout"})
-"""Services whose parts leave only together: an engine is either asleep or awake. No part is taken from such a service
-while it uses another part."""
+"""Services whose parts leave the devices only together: an engine is either asleep or awake. No part is taken from such
+a service while it uses another part."""
 
 FORBIDDEN: tuple[tuple[str, str], ...] = (
     (WEIGHTS, GRADIENTS),
@@ -160,14 +160,15 @@ class Holding:
         return False
 
     def done(self) -> None:
-        """Stop using parts and waiting for them. Held parts stay on the device until another process needs the room."""
+        """Stop using parts and waiting for them. Held parts stay on the device until another process needs the
+        space."""
         if self.using or self.wants:
             self.using = self.wants = NOTHING
             self.number += 1
 
     def obey(self, number: int, allowed: Parts, *, granted: bool) -> Parts:
-        """Apply the answer to report `number`, and return the parts that must leave. Answers to older reports are
-        ignored."""
+        """Apply the answer to report `number`, and return the parts that must leave the device. Answers to older
+        reports are ignored."""
         if number != self.number:
             return NOTHING
         leaving = self.holds - allowed

@@ -1,4 +1,5 @@
-"""Moves tensors off the device and back, bit for bit, to free their memory for a while, or only frees their memory.
+"""Moves tensors off the device and back, bit for bit, to free their memory for a while, or frees it without keeping
+their values.
 
 On CUDA, the shelf is page-locked host memory, which stays allocated. On a CPU, where device and host share memory, it
 is a file, so that the memory is really freed. Models and optimizers keep their tensor objects, whose storage is emptied
@@ -155,7 +156,8 @@ def _device_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:
-    """Return the memory of a storage as a writable view. A storage shared with numpy could not be resized."""
+    """Return the memory of a storage as a writable view. The view is not a numpy array, because a storage that is
+    shared with numpy cannot be resized."""
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 

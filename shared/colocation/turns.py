@@ -1,7 +1,7 @@
 """A process's turns on its devices: it waits until it may load parts, and releases parts that other processes need.
 
-Only granted parts are loaded, and parts in use stay. `SharedDevices` asks the scheduler (`HoldDevices`); `OwnDevices`
-is for a process with devices of its own.
+Only granted parts are loaded, and parts in use stay on the devices. `SharedDevices` asks the scheduler (`HoldDevices`);
+`OwnDevices` is for a process with devices of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shared.rpc.errors import RpcError
 POLL_S = 20.0
 BACKOFF_S = 0.05
 _AGAIN = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY, ErrorCode.LOST)
-"""Codes after which the report is sent again: there is no order yet, or the scheduler is restarting or does not know
-the process."""
+"""Error codes after which the report is sent again: there is no order yet, or the scheduler is restarting or does not
+know the process."""
 
 
 class Turns(Protocol):
@@ -33,7 +33,7 @@ class Turns(Protocol):
         """Wait until `parts`, and those already in use, may be on the devices. They are in use from then on."""
 
     def done(self) -> None:
-        """End the turn. Parts may stay on the devices until another process needs the room. A pending `acquire`
+        """End the turn. Parts may stay on the devices until another process needs the space. A pending `acquire`
         continues to wait."""
 
 
@@ -129,7 +129,7 @@ class SharedDevices:
 
 
 def take_turns(service: Service, leave: Callable[[Parts], Awaitable[Parts]]) -> SharedDevices:
-    """Return the turns of `service`, and keep them running until it ends.
+    """Return the turns of `service`, and keep them running until the service ends.
 
     Raises RpcError(bad_request) if no supervisor started the process: a supervisor is needed to kill the process if it
     hangs on devices that others need, and to know when its memory is free.

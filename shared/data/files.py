@@ -1,4 +1,4 @@
-"""Reads the part of a source that names files, `<path>?<key>=<value>&...`. The file name may be a pattern."""
+"""Parses the part of a source that names files, `<path>?<key>=<value>&...`. The file name may be a pattern."""
 
 from __future__ import annotations
 

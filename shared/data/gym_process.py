@@ -25,7 +25,7 @@ HASH_SEED = "0"
 START_S = 60.0  # for importing the library
 START_ATTEMPTS = 3
 ANSWER_S = 20.0
-ANSWER_ATTEMPTS = 2  # attempts at a row on which the process dies; a row that takes too long is not retried
+ANSWER_ATTEMPTS = 2  # attempts at a row that makes the process die; a row that takes too long is not retried
 _PACKAGES = Path(__file__).parents[2]
 
 
@@ -42,14 +42,15 @@ class RowMaker:
         self._where = where
         self._lock = threading.Lock()
         self._failed_rows: dict[int, str] = {}
-        """Reasons why rows cannot be made, by index. Such rows are requested again if their lease was lost."""
+        """Reasons why rows cannot be made, by index. They are kept because a row is requested again if its lease was
+        lost."""
         self._process, self.rows = self._start()
 
     def entry(self, index: int) -> dict[str, Any]:
         """Return entry `index`.
 
         Raises DataError if the data set cannot make this entry within ANSWER_S seconds, and SourceLost if the process
-        cannot make another one, either.
+        then cannot make a different entry, either.
         """
         with self._lock:
             if index in self._failed_rows:
@@ -128,7 +129,7 @@ class _Process:
             _pipe(self._process.stdin).write(f"{index}\n".encode())
             _pipe(self._process.stdin).flush()
         except OSError:
-            pass  # reading the answer raises, too
+            pass  # reading the answer then raises the error
         return self.answer(ANSWER_S)
 
     def answer(self, limit_s: float) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def main(source: str, where: str) -> None:
     """Answer requests until the other end closes the pipe."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output that the library prints must not be taken for answers
+    os.dup2(2, 1)  # output that the library prints must not be mistaken for answers
     try:
         entries = GymEntries(source, where=where)
     except DataError as error:

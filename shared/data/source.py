@@ -1,4 +1,4 @@
-"""The interface of a source of dataset rows, and the checks that make a row usable. It performs no I/O.
+"""The interface of a source of dataset rows, and the checks that a usable row must pass. The module performs no I/O.
 
 A row is a dict ``{"prompt": "text" | [{"role", "content"}...], "answer"?, "id"?, "tools"?, anything else}``. Its index
 is part of its task id. Bad rows also have an index, so dropping a row does not renumber the others.

@@ -139,7 +139,8 @@ def _mapped(file: Path) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop null fields at all levels. Arrow gives all messages in a column the same fields, with null if absent."""
+    """Drop null fields at all levels. Arrow gives all messages in a column the same fields, with null for the absent
+    ones."""
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
     if isinstance(value, dict):

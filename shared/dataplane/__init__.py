@@ -1,1 +1,1 @@
-"""The same-host data plane: shards go from the process that made them to their readers, through shared memory."""
+"""The same-host data plane: shards go from the process that produced them to their readers, through shared memory."""

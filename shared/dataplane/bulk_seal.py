@@ -30,7 +30,7 @@ _COUNTER = struct.Struct("<Q")
 
 
 class Seal:
-    """One end of one direction of a line, which either seals or opens. It is not thread-safe."""
+    """One end of one direction of a line. It either seals or opens messages, and is not thread-safe."""
 
     def __init__(self, secret: bytes, line_id: bytes, direction: bytes) -> None:
         made = HKDF(SHA256(), KEY_BYTES + SALT_BYTES, line_id, b"rlbus bulk " + direction).derive(secret)

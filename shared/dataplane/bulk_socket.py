@@ -43,7 +43,7 @@ def listen(endpoint: str) -> tuple[socket.socket, str]:
 
 
 def connect(endpoint: str, timeout_s: float) -> socket.socket:
-    """Return a blocking socket connected to `endpoint`. Its sends raise BlockingIOError after `timeout_s`.
+    """Return a blocking socket connected to `endpoint`. Sending on it raises BlockingIOError after `timeout_s`.
 
     Raises OSError, and WireError for any other kind of endpoint.
     """
@@ -71,8 +71,9 @@ def quick(line: socket.socket) -> None:
 def unpaced(line: socket.socket) -> None:
     """Send to a peer on this host as fast as it reads.
 
-    Once a reader on loopback has been busy computing, bbr (the default on some hosts) keeps sending at that slow pace:
-    a tenth to a fifth of the possible rate. Connections to other hosts keep the host's congestion control.
+    Once a reader on loopback has read slowly because it was computing, bbr (the default on some hosts) keeps sending at
+    that slow pace: a tenth to a fifth of the possible rate. Connections to other hosts keep the host's congestion
+    control.
     """
     with contextlib.suppress(OSError):  # the peer is gone, or the kernel has no cubic
         if line.family == socket.AF_INET and line.getsockname()[0] == line.getpeername()[0]:

@@ -65,7 +65,8 @@ _PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
 """dtypes of most shards. Arrays of other types are checked individually."""
 FULL_RETRY_S = 0.5
 REPORT_S = 10.0
-"""Maximum seconds that a reader waits for its report to be acted upon. Meanwhile, the store rereads the shards."""
+"""Maximum time, in seconds, that a reader waits for its report to be acted upon. Meanwhile, the store rereads the
+shards."""
 LARGE_BYTES = 256 << 20
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
@@ -199,7 +200,7 @@ class DataClient:
         Shards in stores on this host are mapped copy-on-write, and verified when this process reads them for the first
         time. Others are streamed, and every byte is verified. Without keys, all shards in the tasks' stores are
         returned in put order, as for the weights of a version. Raises DeadlineExceeded, RpcError(missing) for missing
-        or damaged shards (`names` holds `task_id#key`), which are reported first, and RpcError(collected). When data
+        or damaged shards (`names` holds `task_id#key`), after reporting them, and RpcError(collected). When data
         arrives, `on_progress` is called and a stream's deadline is extended: a stream ends after `deadline_s` without
         data, not because it is slow.
         """
@@ -385,8 +386,8 @@ class DataClient:
 
 
 async def _ask(client: Client, request: Request, reply: type[R], deadline: float) -> R:
-    """Return a store's answer, retrying while the store is busy. Raises RpcError(busy) at the deadline, which is in
-    loop time."""
+    """Return a store's answer, retrying while the store is busy. Raises RpcError(busy) at `deadline`, which is in loop
+    time."""
     loop = asyncio.get_running_loop()
     while True:
         try:

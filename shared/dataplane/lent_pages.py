@@ -35,8 +35,8 @@ DESCRIPTOR_SHARE = 8
 descriptors per file and direction."""
 _SWEEP = 64
 POPULATE_BYTES = 8 << 20
-"""Bytes to populate per call. A call takes 3 to 6 ms, during which no other thread of this process runs, not even that
-of its event loop."""
+"""Number of bytes to populate per call. A call takes 3 to 6 ms, during which no other thread of this process runs, not
+even that of its event loop."""
 HELP_BYTES = 256 << 20
 """Minimum size of a mapping whose pages are checked by two threads."""
 _POPULATE_WRITE = 23
@@ -127,7 +127,7 @@ class KeptMappings:
 class WriteMappingPool:
     """The mappings through which a producer writes. Any thread may use them, but only one thread at a time per file.
 
-    A mapping is written only under a grant to this producer. A full mount causes an error, not a signal.
+    A mapping is written to only under a grant to this producer. A full mount causes an error, not a signal.
     """
 
     def __init__(self) -> None:
@@ -196,11 +196,12 @@ class ReadMappingPool:
         self._released: deque[tuple[Inode, KeptMapping]] = deque()
 
     def of(self, locked: int) -> tuple[Array, bool] | None:
-        """Return a private mapping of the file, uint8 [file size], and whether it was already kept, with its pages.
+        """Return a private mapping of the file, uint8 [file size], and whether it is a kept mapping, whose pages are
+        already present.
 
         `locked` is a descriptor that holds the lock of the sealed file. The array takes ownership of the descriptor and
-        closes it with the last view. If the file is small, or is already being read in this process (each reader needs
-        private arrays, to which it may write), returns None, and the descriptor stays with the caller.
+        closes it with the last view. Returns None, and leaves the descriptor with the caller, if the file is small or
+        is already being read in this process: each reader needs private arrays, to which it may write.
         """
         status = os.fstat(locked)
         if status.st_size < MIN_BYTES:

@@ -32,8 +32,8 @@ from shared.os_limits import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
 TABLE_ROWS = 24
-"""Fixed cost of a table, in rows of 60 bytes. Without it, the size of a table of one row would be underestimated
-20-fold."""
+"""Fixed cost of a table, in rows of 60 bytes. Without it, the size of a table of one row would be underestimated by a
+factor of 20."""
 CACHED_FILES = 4096
 """Maximum number of cached mappings. A batch of 130,000 tasks, 64 to a file, takes up 2048 files. The kernel's page
 tables take 1/512 of the mapped bytes."""
@@ -42,7 +42,7 @@ DESCRIPTOR_SHARE = 4
 AGAIN_S = 0.05
 """Seconds to wait before a file is located again because it no longer has the name under which it was found."""
 TOUCH_BYTES = 64 << 10
-"""Bytes that the kernel maps around a page that is read for the first time."""
+"""Number of bytes that the kernel maps around a page that is read for the first time."""
 
 
 def lock_named(path: str, flags: int) -> int | None:
@@ -75,7 +75,8 @@ class DamagedShards(Exception):
 
 
 class KnownTable(NamedTuple):
-    """The table of a file, and a mask of the rows that this process has verified by their checksums, bool [rows]."""
+    """The table of a file, and a mask of the rows that this process has verified against their checksums, bool
+    [rows]."""
 
     table: Table
     verified: Array
@@ -121,7 +122,7 @@ class MappingCache:
     """Read-only mappings of the most recently read files. Mapping a file accounts for half of the cost of sending it.
 
     The cache keeps at most `CACHED_FILES` mappings. Together with the mappings that streams still use, there are at
-    most `most_files`, which leaves descriptors for other uses. A mapping pins its file: the file is not deleted while
+    most `most_files`, so that descriptors remain for other uses. A mapping pins its file: the file is not deleted while
     the mapping or a view of it exists. Code that retires a file must `drop` it here. Any thread may use the cache.
     """
 

@@ -48,9 +48,8 @@ CALL_S = 5.0
 CORRUPT_TRIES = 3
 SHOWN_NAMES = 8
 AGAIN_S, AGAIN_MAX_S = 0.05, 2.0
-"""Minimum and maximum seconds before a lost stream is opened again. The delay doubles after each attempt that received
-nothing, so that a peer that causes streams to be lost costs little.
-"""
+"""Minimum and maximum delay, in seconds, before a lost stream is opened again. The delay doubles after each attempt
+that received nothing, so that a peer that causes streams to be lost costs little."""
 R = TypeVar("R", bound=Message)
 OnProgress = Callable[[], None]
 """Callback for the progress of a long operation, so that its caller can extend a time limit."""

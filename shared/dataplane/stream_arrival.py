@@ -1,4 +1,5 @@
-"""Memory into which one stream is received. Bytes are checked as they arrive; arrays are made once all are checked."""
+"""Memory into which one stream is received. Bytes are checked as they arrive; arrays are made once all bytes have been
+checked."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A reader's end of one bulk connection: requests ranges of its streams and stores the bytes that arrive.
 
-Bytes arrive in the order in which they were requested. The reader's window bounds the bytes that are requested but have
-not arrived. A line is not repaired: any failure ends it, and its streams continue on another line from where they
-stopped. One thread receives and decrypts. Another thread, shared by all lines, checks the bytes, so that checking does
-not hold up the line.
+Bytes arrive in the order in which they were requested. The reader's window limits the number of bytes that have been
+requested but have not arrived. A line is not repaired: any failure ends it, and its streams continue on another line
+from where they stopped. One thread receives and decrypts. Another thread, shared by all lines, checks the bytes, so
+that checking does not hold up the line.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Counts:
     chunks: int = 0
     """Number of ranges received."""
     refused: int = 0
-    """Number of messages received that a store may not send. Each of them ended its line."""
+    """Number of received messages that a store is not allowed to send. Each of them ended its line."""
     inflight_peak_bytes: int = 0
 
 
 class RequestWindow:
-    """Bounds the requested bytes that have not arrived, across all lines of a reader. It is thread-safe."""
+    """Limits the number of requested bytes that have not arrived, across all lines of a reader. It is thread-safe."""
 
     def __init__(self, limit_bytes: int, counts: Counts) -> None:
         self._limit_bytes = limit_bytes
@@ -131,7 +131,7 @@ class StreamGroup:
     """Streams that are requested one after the other. Groups take turns."""
 
     arrived_at: float = 0.0
-    """Time of `time.monotonic` at which a range last arrived. Other threads read it."""
+    """Value of `time.monotonic` when a range last arrived. Other threads read it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -301,7 +301,7 @@ class StreamLine:
         Streams of a group therefore complete one at a time, and the next can be opened while others arrive.
         """
         if self._asked_bytes > self._window.share_bytes // 2:
-            return  # too little room to be worth a message
+            return  # too little space to be worth a message
         out = bytearray()
         while self._turns:
             group, streams = next(iter(self._turns.items()))

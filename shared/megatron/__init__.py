@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel over tensor, pipeline and context parallel ranks, from Hugging Face folders.
+"""Runs megatron-core's GPTModel, loaded from Hugging Face folders, on tensor-, pipeline- and context-parallel ranks.
 
 Import it only in dedicated (worker) processes, because megatron-core keeps its process groups in module variables.
 """

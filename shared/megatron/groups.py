@@ -62,7 +62,7 @@ class Groups:
         self.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._cp = parallel_state.get_context_parallel_group()
         self.context = ContextRank(place.cp_rank, layout.cp, self._cp) if layout.cp > 1 else None
-        """The ranks over which sequences are cut, or None without context parallelism."""
+        """The ranks across which sequences are split, or None without context parallelism."""
 
     def sum_over_sequence_ranks(self, values: Tensor) -> Tensor:
         """Return the elementwise sum of a detached tensor over the ranks that hold parts of the same sequences."""

@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel over packed nodes with explicit positions: one stage of one tensor-parallel rank.
+"""Runs megatron-core's GPTModel over packed nodes with explicit positions: one stage of one tensor-parallel rank.
 
 It runs micro-batches but does not compute losses. Logits exist only where a token is scored, and never for the whole
 vocabulary at once.

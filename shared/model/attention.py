@@ -31,7 +31,7 @@ _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_DIM, _FLASH_DIVISOR = 256, 8
 """Maximum size of a head in FlashAttention. It must also be a multiple of the second number."""
 _SHARES_KEYS = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether torch's attention for packed sequences lets query heads share key heads, as it does since torch 2.12."""
+"""Whether torch's attention for packed sequences lets query heads share key heads, as it has since torch 2.12."""
 
 
 @dataclass(frozen=True)

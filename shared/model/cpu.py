@@ -18,7 +18,7 @@ if _IS_GLIBC:
     _LIBC.malloc.restype, _LIBC.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     _LIBC.free.restype, _LIBC.free.argtypes = None, [ctypes.c_void_p]
 _CACHES = frozenset(["LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"])
-"""The numbers of kernels that torch and oneDNN itself keep. Both are read before the first kernel is made."""
+"""The numbers of kernels that torch and oneDNN itself keep. Both are read before the first kernel is created."""
 _CACHED_KERNELS = "16"
 _keeps_memory = threading.Event()
 """Event that is set if this process keeps freed memory."""

@@ -1,13 +1,13 @@
 """Computes float32 linear layers on a CPU with oneDNN, which is part of torch, if they are large enough.
 
-torch 2.13 computes float32 products with MKL. On one core of an AMD EPYC of the fifth generation, MKL reaches 115
+torch 2.13 computes float32 products with MKL. On one core of a fifth-generation AMD EPYC, MKL reaches 115
 GFLOP/s and oneDNN 260; a forward and backward pass of the quickstart's model takes 86 ms instead of 118. MKL also
 copies the whole weight into another layout first, even for eight rows of input, as in a canary. oneDNN adds in a
 different order, which changes the last bits.
 
-oneDNN prepares a kernel for each number of rows, of which ragged batches have many. Preparation takes 0.1 to 0.4 ms,
-so only a few kernels are kept (`shared.model.cpu.set_up`). Blocks of 1,024 rows, which need fewer kernels, were slower:
-their results have to be copied together.
+oneDNN prepares a separate kernel for each number of rows, and ragged batches have many different numbers of rows.
+Preparation takes 0.1 to 0.4 ms, so only a few kernels are kept (`shared.model.cpu.set_up`). Blocks of 1,024 rows, which
+need fewer kernels, were slower, because their results have to be copied into one tensor.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 MIN_PRODUCTS = 1 << 22
-"""Minimum number of multiplications of a layer for which oneDNN is used. Of the powers of two from 2^20 to 2^24, this
-one was fastest or nearly so for passes of the trainer and of the engine, in which every number of rows is new. For
+"""Minimum number of multiplications in a layer that is computed with oneDNN. Of the powers of two from 2^20 to 2^24,
+this one was fastest or nearly so for passes of the trainer and of the engine, in which every number of rows is new. For
 smaller products, preparing a kernel takes longer than the product itself with MKL."""
 
 

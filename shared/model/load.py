@@ -84,7 +84,8 @@ def allocated(model: Any) -> nn.Module:
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """Leave new memory untouched even in deterministic mode, for memory that is written before it is read."""
+    """Leave new memory uninitialized, even in deterministic mode. Use this for memory that is written before it is
+    read."""
     deterministic: Any = torch.utils.deterministic
     fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
@@ -119,7 +120,8 @@ def mismatched_weights(mine: Mapping[str, Sequence[int]], given: Mapping[str, Se
 def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
     """Return the parameters or buffers that hold each weight of `named_weights`. A tied weight has several holders.
 
-    To move a weight to different memory (`holder.data = tensor`), assign to all its holders, which otherwise differ.
+    To move a weight to different memory (`holder.data = tensor`), assign to all its holders; otherwise, they would
+    differ.
     """
     names: dict[tuple[int, tuple[int, ...]], str] = {}
     holders: dict[str, list[Tensor]] = {}

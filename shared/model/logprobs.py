@@ -61,8 +61,8 @@ def token_logprobs(
 
     `token_ids` int [T] holds S concatenated sequences; `lengths` int [S]; `loss_mask` [T]. Returns float32 [T] and,
     with `with_entropy`, the entropies float32 [T]. `max_tokens` limits one forward pass. The result is differentiable
-    if gradients are enabled, in which case the graphs of all micro-batches are alive at once; a trainer uses `score`.
-    Raises ValueError if the sizes of the arrays differ or the first token of a sequence is to be scored.
+    if gradients are enabled, in which case the graphs of all micro-batches are alive at once; a trainer uses `score`
+    instead. Raises ValueError if the sizes of the arrays differ or the first token of a sequence is to be scored.
     """
     total = len(token_ids)
     device = next(model.parameters()).device

@@ -20,7 +20,7 @@ MAX_ROW_NODES = 2048
 """Maximum number of nodes of a row with branches. The size of the row's attention mask is the square of its number of
 nodes."""
 MIN_FILL = 0.8
-"""Minimum fill of an attention block, which bounds its padding. Only attention is padded."""
+"""Minimum fill of an attention block. It limits the padding, which only attention needs."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ PING_S = 2.0
 
 
 class GroupEnded(RpcError):
-    """The group of this rank has ended. The process ends, too, and its next life joins a new group."""
+    """The group of this rank has ended. The process exits, too, and its next life joins a new group."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(ErrorCode.LOST, cause)
@@ -170,7 +170,7 @@ class Group:
     async def together(self, name: str, work: Awaitable[T]) -> T:
         """Return the result of the collective `work`, which every rank has begun. All ranks raise the same RpcErrors.
 
-        Raises GroupEnded if a collective failed, because the state of the ranks may differ then.
+        Raises GroupEnded if a collective failed, because the ranks may then be in different states.
         """
         try:
             return await work

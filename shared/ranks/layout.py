@@ -51,8 +51,8 @@ class Place:
 
     @property
     def counts(self) -> bool:
-        """Whether the log-probs of this rank count: it is the first tp rank of the last pp stage. Other ranks hold
-        copies."""
+        """Whether the log-probs of this rank count, that is, whether it is the first tp rank of the last pp stage.
+        Other ranks hold copies."""
         return self.tp_rank == 0 and self.pp_rank == self.layout.pp - 1
 
     @property

@@ -32,9 +32,10 @@ R = TypeVar("R", bound=Message)
 FIRST_RESEND_S = 0.25
 LAST_RESEND_S = 2.0
 RESEND_BYTES_PER_S = 16 << 20
-"""Assumed transfer rate, by which the first retry of a large request is delayed."""
+"""Assumed transfer rate. It determines how long the first retry of a large request is delayed."""
 LOCAL_RECONNECT_MS = 100
-"""Maximum milliseconds between attempts to connect to a peer of this host. An attempt costs next to nothing."""
+"""Maximum time, in milliseconds, between attempts to connect to a peer on this host. An attempt costs next to
+nothing."""
 UNSENT_MESSAGES = 64
 """Maximum number of one-way messages that are kept until the peer connects."""
 STILL_REFUSED_S = 3.0
@@ -63,7 +64,8 @@ class _Pending:
 
 
 class Client:
-    """Sends requests to one peer. It belongs to the event loop that made it; tasks of that loop may share it."""
+    """Sends requests to one peer. It belongs to the event loop on which it was created; tasks of that loop may share
+    it."""
 
     def __init__(
         self,

@@ -19,7 +19,8 @@ RETRY_S = 0.5
 PAUSE_S = 1.0
 """Seconds between two look-ups of a connected peer that is silent: it may be busy, or it may have moved."""
 Find = Callable[[str, int], Awaitable[str]]
-"""Function that returns the endpoint of (service, instance) as seen from this host, or raises RpcError if unknown."""
+"""Function that returns the endpoint of (service, instance) as seen from this host, or raises RpcError if it is
+unknown."""
 
 
 class Directory:

@@ -30,7 +30,7 @@ MAX_BYTES = CONTROL.total_bytes + CONTROL.body_bytes
 SKIP_FRAMES = 20_000
 """Number of frames of an overlong message that are discarded before other callbacks of the loop run."""
 CURVE_BYTES = 33
-"""Bytes that encryption adds to a frame (RFC 26, MESSAGE). libzmq includes them in its size limit."""
+"""Number of bytes that encryption adds to a frame (RFC 26, MESSAGE). libzmq includes them in its size limit."""
 USER_PROPERTY = "User-Id"
 ADDRESS_PROPERTY = "Peer-Address"
 # These are plain integers and compiled methods, because pyzmq's Python wrappers turn every option into an enum, which
@@ -109,7 +109,7 @@ def open_pump(
 
 
 class Pump:
-    """Moves messages between one socket and the event loop on which the pump was made. It is not thread-safe."""
+    """Moves messages between one socket and the event loop on which the pump was created. It is not thread-safe."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Bounds the bytes of answers that are waiting for peers on other hosts to read them.
+"""Limits the number of bytes in answers that peers on other hosts have not read yet.
 
 libzmq bounds only the number of messages in its queues, and an answer can be 8 MiB long. A message counts until libzmq
 has released its last frame; bytes that the kernel has accepted do not count.
@@ -29,7 +29,7 @@ SMALL_BYTES = 16 << 10
 """Answers of up to this size to services are not counted, because counting one costs 45 microseconds. The bound on
 the number of messages covers them."""
 MESSAGE_BYTES = 512
-"""Bytes that a message takes in addition to its frames."""
+"""Number of bytes that a message takes up in addition to its frames."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Peer:
     """Account of a guest, or None for a service, whose answers count towards its own limit only."""
     nbytes: int = 0
     waiting: deque[tuple[int, zmq.MessageTracker]] = field(default_factory=deque)
-    """Messages in the order of sending, which is the order in which libzmq releases them."""
+    """Messages in the order in which they were sent, which is the order in which libzmq releases them."""
 
 
 class Unread:
@@ -47,7 +47,7 @@ class Unread:
     def __init__(self) -> None:
         self._peers: dict[bytes, _Peer] = {}
         self._guests: Counter[Account] = Counter()
-        """Bytes by account."""
+        """Number of unread bytes by account."""
         self._guests_bytes = 0
         self._look_at = 64
         """Number of peers with unread answers above which all peers are checked, so that disconnected ones are

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Chooses all evaluation tasks, and a share of the training tasks that depends only on the task id.
+    """Chooses all evaluation tasks and a fraction of the training tasks. Whether a task is chosen depends only on its
+    id.
 
     Of the `tasks_per_step` tasks of a step, about `per_step` are thus chosen.
     """

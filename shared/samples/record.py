@@ -2,7 +2,7 @@
 
     samples/train/<step>.jsonl                              samples of a training step
     samples/eval/<set>/<version>.jsonl                      samples of an evaluation of a policy version
-    samples/discarded/<lineage>/<split>/<number>.jsonl      samples of steps that were taken back
+    samples/discarded/<lineage>/<split>/<number>.jsonl      samples of steps that were rolled back
 
 Each line is a JSON object with the fields of `Record`. Only the service `recorder` writes these files.
 """
@@ -74,7 +74,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def group_scores(record: Record) -> dict[str, float]:
     """Return the mean and the highest reward of the sample's group by name, or {} if the group has one sample.
 
-    For an evaluated row, these equal avg@k and pass@k unless samples failed, which avg@k and pass@k count as 0.
+    For an evaluated row, these equal avg@k and pass@k, except that avg@k and pass@k count failed samples as 0.
     """
     if record.group_mean is None or record.group_best is None or record.samples < 2:
         return {}

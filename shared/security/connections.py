@@ -29,7 +29,7 @@ DESCRIPTOR_SHARE = 8
 descriptors, libzmq's and a duplicate. A process has up to two endpoints. Connections that have not been examined yet
 have descriptors, too."""
 UNSEEN_BYTES = 64 << 20
-"""Bytes received without a whole message after which a connection is closed."""
+"""Number of bytes, received without a complete message, after which a connection is closed."""
 IDLE_BYTES_PER_S = 1024.0
 """Bytes per second allowed for the heartbeats of an idle connection."""
 LOOK_S = 0.1
@@ -45,13 +45,13 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 class _TcpConnection:
     handle: sockets.socket
     base: float = 0.0
-    """Bytes received when the last whole message was delivered."""
+    """Number of bytes received when the last complete message was delivered."""
     heard: bool = False
-    """Whether a whole message was delivered since the last check."""
+    """Whether a complete message has been delivered since the last check."""
 
 
 class Connections:
-    """The connections of one socket. Make it before the bind. It belongs to the event loop on which it was made."""
+    """The connections of one socket. Create it before the bind. It belongs to the event loop that created it."""
 
     def __init__(self, socket: zmq.Socket[bytes], name: str) -> None:
         self.ended = 0
@@ -78,7 +78,7 @@ class Connections:
         return len(self._open)
 
     def heard(self, descriptor: int) -> None:
-        """Record that a whole message was delivered from the connection with this descriptor (ZMQ_SRCFD)."""
+        """Record that a complete message was delivered from the connection with this descriptor (ZMQ_SRCFD)."""
         connection = self._open.get(descriptor)
         if connection is not None:
             connection.heard = True

@@ -1,4 +1,4 @@
-"""The CURVE keys of one run: one pair per role, made once, in files that only their owner can read.
+"""The CURVE keys of one run: one pair per role, created once, in files that only their owner can read.
 
 Secrets never appear in a log, an error message or a repr.
 """
@@ -66,10 +66,10 @@ def key_file(folder: Path, role: Role) -> Path:
 
 
 def create(folder: Path) -> None:
-    """Make a key pair for each role in `folder`, unless they exist.
+    """Create a key pair for each role in `folder`, unless the pairs already exist.
 
-    The list of public keys is written last: if it exists, all pairs should. Raises RpcError if it exists but a pair is
-    missing.
+    The list of public keys is written last, so if it exists, all pairs should exist, too. Raises RpcError if it exists
+    but a pair is missing.
     """
     if (folder / PUBLIC_FILE).exists():
         for role in Role:

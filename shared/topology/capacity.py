@@ -1,7 +1,7 @@
 """Computes how many bytes a topology needs in the batch-store in the worst case. It does not inspect running stores.
 
-The check at start, the reservation at admission and the error message all use this arithmetic. `stop_limit_s` limits
-the time that a stopping run has to save its state, for the launcher, the guard and the services.
+The check at start, the reservation at admission and the error message all use this arithmetic. `stop_limit_s` tells the
+launcher, the guard and the services how long a stopping run may take to save its state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STEP_S = 60.0
 _SAVED_BYTES_PER_S = 32 << 20
 """Minimum rate, that of a slow disk, at which a checkpoint is written, synced and read back."""
 _FLOAT = 4
-"""Bytes of a float32."""
+"""Size of a float32 in bytes."""
 _SNAPSHOT_BYTES = 64 << 10
 """Maximum number of bytes of a rank's snapshot in addition to its tensors: header, states of random generators,
 canaries."""
@@ -99,7 +99,7 @@ def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
 
     Rollouts store the text of chosen tasks, and the trainer stores their advantages and log-probs. Each training task
     is chosen with the same probability, so the number of chosen tasks is taken as its mean plus six standard
-    deviations. Ended tasks wait for the recorder, at most `hold_tasks` of maximum size.
+    deviations. At most `hold_tasks` tasks of maximum size that have ended wait for the recorder.
     """
     samples = topology.services.monitor.samples
     if samples is None:
@@ -114,7 +114,7 @@ def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
 
 
 def hold_tasks(topology: Topology) -> int:
-    """Return the number of ended tasks of maximum size that can be waiting for the recorder: one lease block per
+    """Return how many tasks of maximum size can have ended and be waiting for the recorder: one lease block per
     engine."""
     return topology.services.rollout.instances * topology.services.rollout.block_tasks
 
@@ -164,14 +164,13 @@ def weight_versions(topology: Topology) -> int:
 
 
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:
-    """Return the number of bytes that each batch-store must be able to hold, so that the run never waits for room that
-    cannot become free. In the worst case, all tasks are leased to the services on one host, which put all shards into
-    that host's store.
+    """Return the number of bytes that each batch-store must be able to hold, so that the run never waits for space that
+    cannot be freed. In the worst case, all tasks are leased to the services on one host, which put all shards into that
+    host's store.
 
     The sum is `held_tasks` times `task_bytes`, `weight_versions` times `weight_bytes`, `replay_bytes` and
-    `record_bytes`. Further trained tasks that wait for a checkpoint are not counted, because lack of room orders an
-    early checkpoint.
-    `max_prompt_tokens` is the longest prompt of the training set.
+    `record_bytes`. Further trained tasks that wait for a checkpoint are not counted, because a lack of room triggers an
+    early checkpoint. `max_prompt_tokens` is the length of the longest prompt in the training set.
     """
     tasks = held_tasks(topology) * task_bytes(topology, max_prompt_tokens)
     extra = replay_bytes(topology, max_prompt_tokens) + record_bytes(topology, max_prompt_tokens)
@@ -195,7 +194,7 @@ def weight_bytes(model: str, dtype: str) -> int:
 
 
 def _checkpoint_bytes(topology: Topology) -> int:
-    """Estimate the number of bytes of one checkpoint: float32 weights, optimizer moments and, if deterministic, earlier
+    """Estimate the size, in bytes, of one checkpoint: float32 weights, optimizer moments and, if deterministic, earlier
     versions.
 
     Returns 0 if the model cannot be measured, which the topology check reports.

@@ -1,6 +1,6 @@
 """Finds the faults in a well-formed topology: contradicting keys, missing files, and limits too small for the run.
 
-It neither changes the topology nor inspects anything that runs (ports, folders in use). A check yields
+It neither changes the topology nor inspects anything that is running (ports, folders in use). A check yields
 `(path, message)`. The message gives the value, the limit and the remedy.
 """
 
@@ -35,7 +35,7 @@ message."""
 
 
 def check(topology: Topology) -> Found:
-    """Yield every contradiction, missing file and insufficient limit of `topology`."""
+    """Yield every contradiction, missing file and insufficient limit in `topology`."""
     yield from _files(topology)
     yield from _algorithm(topology)
     yield from algorithm_checks.check(topology)
@@ -120,7 +120,7 @@ def _retry(topology: Topology) -> Found:
     for name in ("backoff_s", "max_backoff_s") if not retry.limit_s else ():
         value = getattr(retry, name)
         if value != getattr(defaults, name):
-            yield (*path, name), f"{value:g} has no effect with limit_s 0, which tries nothing again; remove it"
+            yield (*path, name), f"{value:g} has no effect with limit_s 0, which allows no retries; remove it"
 
 
 def _evaluation(topology: Topology) -> Found:
@@ -310,7 +310,7 @@ def _memory(topology: Topology) -> Found:
     except (OSError, ValueError) as error:
         yield ("policy", "model"), f"{error}; save the model again"
         return
-    # Without max_prompt_tokens this is a lower bound: the longest prompt is known once the data set is read.
+    # Without max_prompt_tokens this is a lower bound: the longest prompt is not known until the data set has been read.
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
     limit = limit_bytes(topology)
     if limit < needed:

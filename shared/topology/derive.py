@@ -1,7 +1,7 @@
 """Fills in defaults that follow from other keys, before validation. Values in the document are not replaced.
 
-It works on the raw document. Each rule is skipped if a value that it needs is missing or of the wrong kind, which
-validation reports.
+It works on the raw document. Each rule is skipped if a value that it needs is missing or of the wrong kind; validation
+reports such values.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _takes_turns(data: dict[str, Any]) -> bool:
     """Return whether the engines take turns with other services on the same devices.
 
     They sample one lease at a time and wait for its longest sample, so an engine that refills its own batch is given
-    its share of a step at once.
+    its whole share of a step at once.
     """
     placement = data.get("placement")
     together = placement.get("colocate") if isinstance(placement, dict) else None
@@ -84,7 +84,8 @@ def _takes_turns(data: dict[str, Any]) -> bool:
 
 def lease_block(tasks_per_step: int, group_size: int, instances: int, samples: int = _LEASE_SAMPLES) -> int:
     """Return the number of tasks per lease: the largest divisor of `tasks_per_step` that is at most an engine's equal
-    share of the step (rounded up) and that keeps a lease within `samples` samples. Return 1 if a single group has more.
+    share of the step (rounded up) and that keeps a lease within `samples` samples. Return 1 if a single group has more
+    samples than that.
 
     A divisor is needed because a lease that spans two steps would have two oldest versions to sample with.
     """

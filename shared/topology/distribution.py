@@ -1,4 +1,4 @@
-"""The files that other hosts fetch from home (`policy.distribute`): the model folder and the data files.
+"""The files that other hosts fetch from the home host (`policy.distribute`): the model folder and the data files.
 
 Both ends work on the resolved topology as plain data, because the files do not exist yet on the host that fetches them.
 """
@@ -31,7 +31,7 @@ class DistributedFile(msgspec.Struct, frozen=True):
 
 
 def files(data: Mapping[str, Any]) -> list[tuple[DistributedFile, FilePath]]:
-    """Return every distributed file of the topology `data`, with its path at home."""
+    """Return every distributed file of the topology `data`, with its path on the home host."""
     found = []
     for path, place in _places(data).items():
         root = FilePath(path)
@@ -63,7 +63,8 @@ def inside(folder: FilePath, file: DistributedFile) -> FilePath:
 
 
 def _places(data: Mapping[str, Any]) -> dict[str, str]:
-    """Return a map from each path at home to its place under a host's folder; the place ends with the same name."""
+    """Return a map from each path on the home host to its place in a host's folder; the place ends with the same
+    name."""
     paths = dict.fromkeys(path for _, path in _keys(data))
     return {path: f"{number}/{FilePath(path).name}" for number, path in enumerate(paths)}
 

@@ -181,7 +181,7 @@ def read(path: str | os.PathLike[str]) -> Document:
 
 
 def plain(text: str) -> Any:
-    """Return the data of a resolved topology, such as `dump` writes. Raises a one-line ValueError.
+    """Return the data of a resolved topology, as written by `dump`. Raises a one-line ValueError.
 
     Every reader uses this function instead of PyYAML, which reads YAML 1.1, where the key `off` is false.
     """

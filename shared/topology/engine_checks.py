@@ -17,7 +17,7 @@ from shared.topology.schema import Topology
 from shared.topology.services import Rollout, WeightsRoute
 
 PLANNED_BYTES_PER_S: Mapping[str, float] = MappingProxyType({"gloo": 0.25e9, "nccl": 2e9, "ipc": 5e9})
-"""Rates used to plan transfers: slow values for each route. None was measured on a GPU."""
+"""Rates used to plan transfers: conservative values for each route, none of which was measured on a GPU."""
 SERVED_TEMPERATURE = 2.0
 """Maximum temperature that vLLM and servers with the OpenAI interface accept."""
 _SERVER_ARGUMENTS = ("base_url", "model", "api_key_env", "weights_directory")

@@ -103,7 +103,7 @@ def _described(message: str, path: Path) -> str:
 
 @cache
 def _schema() -> Mapping[str, Any]:
-    # The JSON schema is pydantic's own description of the models by alias. It is made only when there is an error.
+    # The JSON schema is pydantic's own description of the models by alias. It is built only when there is an error.
     schema: Mapping[str, Any] = Topology.model_json_schema(by_alias=True)
     return schema
 

@@ -77,6 +77,6 @@ LocalPath = Annotated[str, Field(min_length=1), _in_folder(paths.absolute)]
 ModelFolder = Annotated[str, Field(min_length=1), _in_folder(paths.model_folder)]
 DataSource = Annotated[str, _in_folder(paths.source)]
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-# YAML has only lists. Tuples keep a frozen section frozen, and their items stay strict.
+# YAML has only lists. Tuples keep a frozen section frozen, and their items are still validated strictly.
 Strings = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_listed)]
 Pair = Annotated[tuple[float, float], Field(strict=False)]

@@ -2,7 +2,7 @@
 
 It knows the layout of the cache, `<kind>s--<owner>--<name>/snapshots/<commit>/`, and does not use the network.
 `launch.hub` fetches missing files. A resolved topology names the folder of a commit, so every later start uses that
-commit. A host with a different cache looks up the same commit there.
+commit. A host with a different cache looks up the same commit in its own cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OTHER_FILES = ("*/*", "consolidated*")
 
 @dataclass(frozen=True)
 class HubName:
-    """A model, or files from a data set: those at `path`, which omits the suffix and the shard numbers."""
+    """A model, or the files of a data set at `path`. The path omits the suffix and the shard numbers."""
 
     kind: Literal["model", "dataset"]
     name: str
@@ -97,8 +97,8 @@ def model_name(value: str) -> HubName | None:
 
 
 def source_name(value: str) -> HubName | None:
-    """Return the hub data set that a source `hub:...` names or to which files in a snapshot belong, or None for any
-    other source."""
+    """Return the hub data set that a source names, either as `hub:...` or by files in a snapshot, or None for any other
+    source."""
     if found := SOURCE.fullmatch(value):
         return HubName("dataset", found["name"], found["revision"] or "main", found["path"])
     return _snapshot_name(split_parameters(value.partition(":")[2])[0], "dataset")

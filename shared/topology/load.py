@@ -36,9 +36,9 @@ def load(
 ) -> Topology:
     """Load the topology in the YAML file `path` with the overrides `a.b=value` applied in order.
 
-    Relative paths, including those in overrides, start at the file's folder. `check_supported=False` accepts options on
-    which this build does not act; `check_files=False` accepts a model and data that are not on this host (yet). Raises
-    TopologyError with every problem found.
+    Relative paths, including those in overrides, are resolved against the file's folder. `check_supported=False`
+    accepts options that this build does not act on; `check_files=False` accepts a model and data that are not on this
+    host (yet). Raises TopologyError with every problem found.
     """
     document = _document(path, overrides)
     folder = os.path.dirname(os.path.abspath(document.file))

@@ -1,4 +1,4 @@
-"""Reads the configuration, weight shapes and tokenizer facts from a model folder.
+"""Reads the configuration, the shapes of the weights, and facts about the tokenizer from a model folder.
 
 It does not import a model library or read weights.
 """

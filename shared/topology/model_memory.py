@@ -1,7 +1,7 @@
 """Computes the memory that a topology's model needs on each host and GPU: parameters, gradients and optimizer state.
 
 Everything else (activations, an engine's cache, the libraries) needs additional memory, so a run that this arithmetic
-refuses cannot fit. It is pure. `elements` is the number of parameters (`model_files.parameter_count`).
+refuses cannot fit. The module is pure. `elements` is the number of parameters (`model_files.parameter_count`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.topology.services import DEVICE_SERVICE
 Key = tuple[str, int]
 """Service and instance."""
 _FLOAT, _MOMENTS = 4, 8
-"""Bytes per parameter of a float32, and of the two moments of AdamW."""
+"""Bytes per parameter of a float32 copy, and of the two moments of AdamW."""
 
 
 class Part(StrEnum):
@@ -34,7 +34,7 @@ class Part(StrEnum):
 _LAST_A_STEP: Mapping[str, frozenset[Part]] = MappingProxyType(
     {"torch": frozenset({Part.GRADIENTS}), "megatron": frozenset()}
 )
-"""The parts that each backend allocates in a step and frees at its end."""
+"""The parts that each backend allocates in a step and frees at the end of the step."""
 
 
 class Place(NamedTuple):
@@ -49,8 +49,8 @@ def training_parts(topology: Topology) -> dict[Part, float]:
 
     With backend torch, a single rank holds everything, with float32 masters beside 16-bit weights. Several ranks hold
     equal pieces in float32 (FSDP2). With megatron, ranks hold the weights and float32 gradients of their tensor- and
-    pipeline-parallel piece, and split masters and optimizer further. An evaluation has no optimizer state and, with
-    backend torch, no gradients.
+    pipeline-parallel piece, and split the masters and the optimizer state further. An evaluation has no optimizer state
+    and, with backend torch, no gradients.
     """
     parts = _parts(topology)
     if topology.run.evaluate:
@@ -98,10 +98,10 @@ def per_process(topology: Topology, elements: int) -> dict[Key, int]:
 
 
 def per_place(topology: Topology, elements: int, gpus: Mapping[Key, str]) -> dict[Place, int]:
-    """Return the number of bytes that the model takes up on every host and GPU. `gpus` is CUDA_VISIBLE_DEVICES by
-    process.
+    """Return the number of bytes that the model takes up on every host and GPU. `gpus` holds the CUDA_VISIBLE_DEVICES
+    of each process.
 
-    Colocated services take turns, so the largest of them counts. On GPUs, the trainer's parts wait in host memory
+    Colocated services take turns, so only the largest of them counts. On GPUs, the trainer's parts wait in host memory
     during the other services' turns, except for the gradients of backend torch, which exist only during a step.
     """
     gone = _LAST_A_STEP[topology.services.policy_trainer.backend]

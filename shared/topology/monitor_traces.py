@@ -47,7 +47,7 @@ class Traces(Section):
         "first",
     )
     share: float = Field(
-        default=0.05, ge=0, le=1, description="share of the tasks that are traced, 0 to 1; steps always are"
+        default=0.05, ge=0, le=1, description="fraction of the tasks to trace, 0 to 1; every step is traced"
     )
 
 

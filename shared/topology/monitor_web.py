@@ -17,7 +17,7 @@ from shared.topology.fields import LocalPath, Section
 from shared.topology.problem import Found
 
 MIN_TOKEN = 16
-"""Minimum number of characters of a token."""
+"""Minimum number of characters in a token."""
 _MAKE = "openssl rand -hex 24 > FILE; chmod 600 FILE"
 _SECTION = ("services", "monitor", "web")
 
@@ -32,7 +32,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`. Names other than localhost count as reachable by others."""
+    """Return whether only this machine can reach `host`. Host names other than localhost are considered reachable by
+    others."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

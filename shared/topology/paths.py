@@ -1,7 +1,7 @@
 """Turns the paths that a topology names into absolute paths. It does not download anything and accepts missing files.
 
-Relative paths start at the folder of the topology file, so that a topology means the same in every working directory.
-Whether the resulting paths exist is tested in `checks`, whose findings are reported with file and line.
+Relative paths are resolved against the folder of the topology file, so a topology has the same meaning in every working
+directory. `checks` tests whether the resulting paths exist, and its findings are reported with file and line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ SOURCE = re.compile(r"builtin:[A-Za-z_]\w*(\?\S+)?|(?P<file>jsonl|parquet|datase
 
 
 def absolute(value: str, folder: str) -> str:
-    """Return `value` as an absolute, normalised path. `~` is the home folder; relative paths start at `folder`."""
+    """Return `value` as an absolute, normalised path. `~` is the home folder; relative paths are resolved against
+    `folder`."""
     return os.path.normpath(os.path.join(folder, os.path.expanduser(value)))
 
 

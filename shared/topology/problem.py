@@ -1,4 +1,4 @@
-"""Represents the problems of a topology, one line each. The checks decide what is a problem."""
+"""Represents the problems of a topology, one line each. The checks decide what counts as a problem."""
 
 from __future__ import annotations
 

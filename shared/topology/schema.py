@@ -42,7 +42,7 @@ class Run(Section):
     steps: Count = Field(description="training steps, 1 or more")
     evaluate: bool = Field(
         default=False,
-        description="do not train, but score the model on the evaluation sets and end (the launcher's --evaluate)",
+        description="only score the model on the evaluation sets, without training (the launcher's --evaluate)",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed for data order and sampling, from 0 to 2^63 - 1")
     deterministic: bool = Field(
@@ -121,7 +121,7 @@ class RewardRetry(Section):
         default=600.0,
         ge=0,
         description="seconds that a judge (a server that a reward function asks) may be unavailable before the run "
-        "ends; 0: do not wait, so that its samples are lost at once",
+        "ends; 0: do not wait; the samples are lost at once",
     )
     backoff_s: Seconds = Field(default=1.0, description="seconds before the first retry of a judge; must be above 0")
     max_backoff_s: Seconds = Field(
@@ -221,7 +221,7 @@ class Topology(Section):
     data: Data = Field(description="training and evaluation sets")
     reward: Reward = Field(description="how samples are scored")
     workflow: Workflow | None = Field(
-        default=None, description="how a sample is made; default: one answer to the prompt"
+        default=None, description="how a sample is produced; default: one answer to the prompt"
     )
     sampling: Sampling = Field(description="how training samples are drawn")
     staleness: int = Field(
@@ -241,12 +241,12 @@ class Topology(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss or the reward has a KL term, without which no reference is started."""
+        """Whether the loss or the reward has a KL term. If neither has one, no reference is started."""
         return self.algorithm.kl is not None and self.algorithm.kl.coef > 0
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the trainer puts log-probs that it computes in a separate pass.
+        """Whether the trainer computes log-probs in a separate pass and puts them into the store.
 
         A step with a single update gets them from its only pass.
         """

@@ -267,7 +267,9 @@ class Transport(Section):
     monitor_port: Annotated[int, Field(ge=1, le=65535)] = Field(
         default=7749, description="TCP port (1 to 65535) of the monitor, for launch.monitor --access"
     )
-    encrypt_bulk: bool = Field(default=True, description="encrypt shards between hosts; control messages always are")
+    encrypt_bulk: bool = Field(
+        default=True, description="encrypt shards between hosts; control messages are always encrypted"
+    )
 
 
 class LeaseSettings(Section):

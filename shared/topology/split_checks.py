@@ -1,5 +1,5 @@
-"""Checks that the trainer's and the reference's models can be split as the topology says. It compares the degrees with
-the backend and with the numbers in the model's config.json, and the ranks with the hosts.
+"""Checks that the trainer's and the reference's models can be split as the topology says. It checks the degrees against
+the backend and against the numbers in the model's config.json, and the ranks against the hosts.
 
 The module does not import a model library.
 """
@@ -15,7 +15,8 @@ MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def check(topology: Topology) -> Found:
-    """Yield degrees that the backend does not support, that do not divide the size they split, or that cross hosts."""
+    """Yield a problem for each degree that the backend does not support, that does not divide the size it splits, or
+    that crosses hosts."""
     trainer, reference = topology.services.policy_trainer, topology.services.reference
     yield from _hosts("policy-trainer", trainer, trainer.world_size, len(trainer.host or ()))
     if reference is not None:

@@ -29,7 +29,7 @@ UNSUPPORTED = (
 
 
 def unsupported(topology: Topology) -> Found:
-    """Yield the path and the message of every option in `topology` on which this build would not act."""
+    """Yield the path and the message of every option in `topology` that this build would not act on."""
     document = topology.document()
     for option in UNSUPPORTED:
         for path, value in _values(document, tuple(option.path.split("."))):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 MAX_POINTS = 4096
-"""Maximum number of points of one curve. Above it, every second point of the older half is removed."""
+"""Maximum number of points of one curve. If a curve has more, every second point of its older half is removed."""
 MAX_CURVES = 512
-"""Maximum number of curves. Further names are not kept, because rewards and workflows may name any number of
-metrics."""
+"""Maximum number of curves. Metrics beyond this number are not kept, because rewards and workflows may define any
+number of metrics."""
 RECENT_STEPS = 20
 """Number of steps from which the pace of the run is computed."""
 STEP = "step"
@@ -23,7 +23,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that are shown in one picture."""
+    """Curves that are shown in one chart."""
 
     title: str
     names: tuple[str, ...]
@@ -50,11 +50,11 @@ PANELS = (
     Panel("seconds per step", ("time/step", "time/wait_batch", "time/forward_backward", "time/publish")),
     Panel("loss", ("loss/policy",)),
 )
-"""The pictures that show whether a run learns and what limits it, most important first."""
+"""The charts that show whether a run is learning and what limits it, most important first."""
 
 
 class _Curve:
-    """Steps and values of one metric, steps ascending."""
+    """Steps and values of one metric, in ascending order of step."""
 
     __slots__ = ("steps", "values")
 

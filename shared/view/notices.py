@@ -1,4 +1,4 @@
-"""The log lines of a run, and the events that its user should know about: troubles and returns to an earlier step."""
+"""The log lines of a run, and the events that its user should know about: problems and rewinds to an earlier step."""
 
 from __future__ import annotations
 

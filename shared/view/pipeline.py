@@ -35,7 +35,7 @@ class StoreView:
     shards: float
     spilled_bytes: float
     busy: float
-    """Number of times that a producer had to wait for room, in this life of the store."""
+    """Number of times that a producer has had to wait for room since this store started."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Pipeline:
     """Number of live leases."""
     leases_by_stage: Mapping[str, int]
     waiting: int
-    """Number of workers that wait for a lease."""
+    """Number of workers that are waiting for a lease."""
     staleness: Mapping[int, int] = field(default_factory=dict)
     """Number of samples of the newest batch by the staleness of their oldest token, in versions."""
     staleness_step: int | None = None

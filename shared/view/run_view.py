@@ -42,7 +42,7 @@ class RunView:
         self._rewinds: deque[Rewind] = deque(maxlen=MAX_REWINDS)
         self._log = LogTail()
         self.history_is_old = False
-        """Whether the stream showed that the curves lack rows, or have rows of steps that the run has taken back."""
+        """Whether the stream showed that the curves lack rows, or have rows of steps that were rolled back."""
 
     # ---- in
 
@@ -94,10 +94,10 @@ class RunView:
         self._curves = curves
 
     def load_history(self, history: History) -> None:
-        """Load the monitor's answer to `GetHistory`. If the stream continues the curves, those of the answer replace
+        """Load the monitor's answer to `GetHistory`. If the stream extends the curves, the curves in the answer replace
         all of them.
 
-        A row that arrived while the answer was on its way is then missing, which the next row reveals.
+        A row that arrived while the answer was on its way is then missing. The next row reveals the gap.
         """
         for row in history.spans:
             self.apply(row)
@@ -179,7 +179,7 @@ class RunView:
         return sorted(self._warnings.values(), key=lambda each: each.at)
 
     def troubles(self) -> list[TroubleView]:
-        """Return the current troubles of processes."""
+        """Return the current problems of processes."""
         found = []
         for key, value in self._losses.items():
             service, _, kind = key.rpartition("/")

@@ -9,10 +9,11 @@ from enum import StrEnum
 Values = Mapping[str, float | str]
 UNKNOWN = "?"
 SILENT_S = 5.0
-"""Seconds without a report after which a process that should run counts as silent. Processes report every second."""
+"""Seconds without a report after which a process that should be running counts as silent. Processes report every
+second."""
 RESTARTED_S = 3.0
-"""Seconds for which a restarted process counts as changing: it may be READY before the end of its previous life is
-reported."""
+"""Seconds during which a restarted process counts as changing, because it may be READY before the end of its previous
+life is reported."""
 
 
 class Health(StrEnum):
@@ -20,9 +21,9 @@ class Health(StrEnum):
 
     WELL = "well"
     CHANGING = "changing"
-    """The process starts, drains, waits for its turn to start, or was restarted just now."""
+    """The process is starting, is draining, is waiting for its turn to start, or was restarted just now."""
     WRONG = "wrong"
-    """The process failed, waits for its restart, or runs but has fallen silent."""
+    """The process has failed, is waiting to be restarted, or is running but has fallen silent."""
     ENDED = "ended"
 
 

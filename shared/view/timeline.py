@@ -20,7 +20,7 @@ class Span:
     begin: float
     end: float
     of: str = ""
-    """The process or service that it waited for. It is empty for work."""
+    """The process or service that was waited for. Empty if the span is work."""
 
     @property
     def waits(self) -> bool:

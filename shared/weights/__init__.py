@@ -1,1 +1,1 @@
-"""Transfers weights to engines by collectives, and proves that they arrived by means of the drill and of digests."""
+"""Transfers weights to engines by collectives, and uses the drill and digests to prove that they arrived."""

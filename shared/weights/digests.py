@@ -7,8 +7,8 @@ A tensor is a matrix [rows, columns] (`matrix_shape`). With b_rj as the signed v
     sum over r, j of u_r * g_j * b_rj  modulo 2^64,    g_j = sum over k < 8 of w_k * v_jk.
 
 u_r and w_0 are odd, the other w_k even and all v_jk odd, so every u_r * g_j is odd: a change within one byte always
-changes the digest. Other changes go unnoticed with a probability of about 2^-48. The digest is not cryptographic. The
-inner sum is an int8 matrix product, which GPUs and CPUs compute as fast as they read memory. |v_jk| <= 63 keeps
+changes the digest. Any other change goes unnoticed with a probability of about 2^-48. The digest is not cryptographic.
+The inner sum is an int8 matrix product, which GPUs and CPUs compute as fast as they read memory. |v_jk| <= 63 keeps
 oneDNN's 16-bit intermediate sums (AVX2, AVX-512 without VNNI) from saturating, so the digest is exact everywhere.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _FORMS = 8  # columns of v, the minimum of CUDA's int8 product
-_INNER = 65536  # bytes of a row per product: 65536 * 128 * 63 fits an int32
+_INNER = 65536  # bytes of a row per product: 65536 * 128 * 63 fits in an int32
 _MIN_ROWS = 17  # minimum of CUDA's int8 product, whose rows must also be aligned and a multiple of _ALIGNMENT bytes
 _ALIGNMENT = 16
 _MASK = (1 << 64) - 1

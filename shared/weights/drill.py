@@ -19,7 +19,8 @@ RELATIVE_SCALE = 0.05
 ZERO_SCALE = 0.01
 CANARY_TOKENS = 32
 LONG_CANARY_TOKENS = 64
-"""Number of canary tokens for 16-bit weights. Their differences are judged by a quantile, which needs enough tokens."""
+"""Number of canary tokens for 16-bit weights. Their differences are judged by a quantile, so there must be enough
+tokens."""
 SHORT_CANARY_TOKENS = 8
 SHORT_CANARY_BYTES = 256 << 20
 """Size of float32 weights, in bytes, from which `SHORT_CANARY_TOKENS` tokens are used. From this size on, reading the
@@ -37,7 +38,7 @@ def _noise(seed: int) -> Array:
 
 
 def perturb(name: str, values: Array, seed: int, factor: float = 1.0) -> Array:
-    """Return a new array of the same shape and dtype: the values of parameter `name` in the drill.
+    """Return a new array of the same shape and dtype: the values that parameter `name` has in the drill.
 
     The noise added to `values` is `noise_scale` times `factor` times standard normals. The sums are computed in float32
     and cast back. Integers, such as a counter among the buffers, are not changed.
@@ -52,7 +53,7 @@ def perturb(name: str, values: Array, seed: int, factor: float = 1.0) -> Array:
 def noise_scale(values: Array) -> float:
     """Return the standard deviation of the drill's noise on `values`: 0.05 * mean|values|.
 
-    It is 0.01 if all values are zero, so that a freshly initialised bias changes, too.
+    It is 0.01 if all values are zero, so that a freshly initialised bias also changes.
     """
     mean = float(np.abs(values.reshape(-1).astype(np.float32)).mean(dtype=np.float64))
     return RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE

@@ -46,8 +46,8 @@ class GlooGroup:
             ) from None
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Copy rank 0's values into the `tensors` of all ranks. They must be contiguous, in host memory, and equal in
-        number, shape and dtype on all ranks. The deadline applies to all tensors together.
+        """Copy rank 0's values into the `tensors` of all ranks. They must be contiguous, in host memory, with the same
+        number, shapes and dtypes on all ranks. The deadline applies to all tensors together.
 
         Raises TransferLost, after which the group is unusable.
         """

@@ -42,7 +42,8 @@ def pack_into(memory: Tensor, tensors: Iterable[Tensor]) -> int:
 
 
 def exported(memory: Tensor) -> DeviceMemory:
-    """Return the message with which another process opens `memory`, uint8 [n] on a GPU. It can be opened once."""
+    """Return the message that another process needs to open `memory`, uint8 [n] on a GPU. The memory can be opened
+    once."""
     from torch.multiprocessing import reductions
 
     untyped: Any = reductions
@@ -84,8 +85,8 @@ def opening(memory: DeviceMemory) -> tuple[Any, ...]:
 
 
 def withdraw(memory: DeviceMemory) -> None:
-    """Stop waiting for the reader of `memory`. The reader is gone, or has not opened the memory and must no longer open
-    it.
+    """Stop waiting for the reader of `memory`. The reader either is gone or has not opened the memory; it must not open
+    the memory after this call.
 
     `give_back` then frees the memory. A reader that closes it later does no harm, because memory is kept only while its
     count is above 0.

@@ -33,18 +33,18 @@ SWEPT: dict[str, dict[str, list[Any]]] = {
     "ray": {"threads": [1, 2]},
     "transfer-queue": {"threads": [1, 8], "io_threads": [1, 8], "units": [2, 4], "blocks": [False, True]},
 }
-"""The peers' settings, which `peers/data_peers.py` describes."""
+"""The peers' settings to try. `peers/data_peers.py` describes them."""
 
 
 def peer_rounds(system: str, settings: Mapping[str, Any], rounds: int) -> Rows:
-    """Return how long a newly started peer takes in its own environment, in seconds. Raises BenchError."""
+    """Return how long, in seconds, a newly started peer takes in its own environment. Raises BenchError."""
     command = [str(PYTHON), str(SCRIPT), system, "--rounds", str(rounds), "--settings", json.dumps(settings)]
     found: Rows = last_line(command, system, LIMIT_S)["rounds"]
     return found
 
 
 def our_rounds(rounds: int) -> Rows:
-    """Return how long a newly started store takes for the same work, in seconds."""
+    """Return how long, in seconds, a newly started store takes for the same work."""
 
     async def run() -> Rows:
         tasks, keys = regular(1)

@@ -3,12 +3,12 @@ settings that are the same on both sides and those that differ.
 
 TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
 alternates between generation and training. If it generates at most the samples of one step at a time, it is on policy,
-and our row at staleness 0 is the like-for-like comparison. If it generates those of two steps, it is one update stale
-in every second step. Our runs at staleness 1 are compared with the fastest of all settings, and those at staleness 0
-with the fastest one that is on policy.
+and our row at staleness 0 is the like-for-like comparison. If it generates the samples of two steps at a time, every
+second step uses samples that are one update stale. Our runs at staleness 1 are compared with the fastest of all
+settings, and those at staleness 0 with the fastest one that is on policy.
 
 "others'" is the CPU time that neither this program nor the run used (steal included), in cores over the whole run.
-If it is much above zero, other programs distort the figures, most of all TRL's, because its threads busy-wait.
+If it is much above zero, other programs distort the figures, most of all TRL's, whose threads busy-wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FINALISTS, FINAL_TURNS = 3, 2
 """The sweep measures every setting once, and then the FINALISTS fastest settings for each staleness FINAL_TURNS more
 times."""
 KEEP_LENGTHS = 1e-7
-"""A learning rate so low that the lengths of a random model's answers stay the same."""
+"""A learning rate so low that the lengths of a random model's answers do not change."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def measure_trl(work: Work, model: Path, settings: Settings, limit_s: float) -> 
 
 def grid(work: Work, cores: int) -> Iterator[Settings]:
     """Yield every combination that TRL accepts: threads in powers of two up to the number of cores; a step's samples in
-    one, two or four micro-batches; and samples generated for half a step, one step or two steps at once."""
+    one, two or four micro-batches; and the samples of half a step, one step or two steps generated at once."""
     threads = [1 << power for power in range(cores.bit_length()) if 1 << power < cores] + [cores]
     micro_batches = [work.samples // parts for parts in (1, 2, 4)]
     for count, micro_batch, generated in product(threads, micro_batches, (0.5, 1, 2)):

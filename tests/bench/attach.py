@@ -1,9 +1,8 @@
 """Measures how long `python -m launch.monitor` takes to show a whole run: `python -m tests.bench.attach [--turns 5]`.
 
 Each turn starts the command in an 80x24 pseudo-terminal and waits until processes, tasks and curves are on the screen.
-The CPU time of the process is shown as well, because it depends less on what else the machine is doing. The time that
-begins with the connection to the monitor is also measured without imports, in a process that has already performed
-them.
+The CPU time of the process is printed as well, because it depends less on what else the machine is doing. The time from
+the connection to the monitor is also measured on its own, in a process that has already imported everything.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@ separate placement.
 
     python -m tests.bench.bench_colocate [--turns 3]
 
-The same run alternates between the two placements on a model of about 63 million parameters: separate (every service
+The same run is repeated with each placement in turn on a model of about 63 million parameters: separate (every service
 keeps everything) and colocated (policy, reference and engine take turns). Memory is the proportional set size
 (`/proc/<pid>/smaps_rollup`), which counts a shared page once, summed over all processes of the run about ten times per
-second; shared memory that no process has mapped is not counted. On a CPU the devices' memory is the host's, so this
-figure takes the place of a GPU's memory. Libraries dominate a small process: a separate run of the quickstart's 0.8M
-model measures them, and the ratio above that baseline compares the memory of the models alone.
+second; shared memory that no process has mapped is not counted. On a CPU, the device memory is the host's memory, so
+this figure stands in for the memory of a GPU. In a small process, libraries take up most of the memory. A separate run
+of the quickstart's 0.8M model measures them, and the ratio of the memory above that baseline compares the models alone.
 
-All runs sample with the same versions and seeds; their losses are compared and must be equal.
+All runs sample with the same versions and seeds, so their losses must be equal; this is checked.
 """
 
 from __future__ import annotations

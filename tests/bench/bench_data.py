@@ -12,9 +12,9 @@ state machine alone. A measurement and its limit take turns, and swap their orde
 
 put         Time from the call to the last receipt. Two blocks are in progress on two threads ("dataplane"); a third
             ("dataplane-helper") takes half of every block of 8 MiB or more. Every byte is also hashed. Its limits write
-            the same blocks to new files on the same mount without hashing: one thread with a write call per tensor, and
-            two threads with a writev of up to 1024 tensors.
-first put   The put into a store that has just been started, where all pages are new. It is measured on several
+            the same blocks to new files on the same mount without hashing: one thread that calls write once per tensor,
+            and two threads with a writev of up to 1024 tensors.
+first put   The first put into a store that has just been started, whose pages are all new. It is measured on several
             stores, with one put each.
 later puts  The store lends the pages of collected files, as in every step of a run but the first; the limits write new
             files each time.
@@ -25,13 +25,13 @@ get + read  The first fetch of new files, which verifies every checksum, and the
             pages.
 TCP get     Time until every array is received and checked, against a plain `recv` of as many bytes from one connection
             into memory that had been touched before (a ring of at most 512 MB, because with a hot buffer of one chunk
-            the cost of memory would not be measured). Neither side reads the data again. The limit's sender sends one
-            hot block repeatedly.
+            the cost of memory would not be measured). Neither side reads the data again. For the limit, the sender
+            sends one hot block repeatedly.
 peers       Each runs with newly started processes and alternates with a fresh store of ours, with the settings that a
             recorded sweep found fastest (`peers/data_sweep.json`); `peers/data_peers.py` describes what they do.
 
-The memory is touched once beforehand, because the first use of a virtual machine's pages costs its host 1 to 2 s per
-GiB.
+The memory is touched once beforehand, because the first use of its pages costs the host of a virtual machine 1 to 2 s
+per GiB.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ TASKS = 100_000
 
 
 def touch_memory(nbytes: int) -> None:
-    """Make the virtual machine's host back `nbytes` of memory unless it already does so."""
+    """Make the host of the virtual machine back `nbytes` of its memory unless it already does so."""
     with mmap.mmap(-1, min(nbytes, psutil.virtual_memory().available * 3 // 4)) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         np.frombuffer(memory, np.uint8)[::4096] = 1
@@ -114,7 +114,8 @@ def blocks_of(tasks: list[TaskShards]) -> Iterator[list[memoryview]]:
 
 
 def write_alone(tasks: list[TaskShards], folder: Path) -> float:
-    """Return how long one thread takes, in seconds, to write the blocks to new files, one write call per tensor."""
+    """Return how long, in seconds, one thread takes to write the blocks to new files, with one write call per
+    tensor."""
 
     def write(path: Path, block: list[memoryview]) -> None:
         with path.open("wb", buffering=0) as file:
@@ -127,7 +128,7 @@ def write_alone(tasks: list[TaskShards], folder: Path) -> float:
 
 
 def write_in_two(tasks: list[TaskShards], folder: Path) -> float:
-    """Return how long two threads take, in seconds, to write the blocks into new files, by writev of MAX_PIECES
+    """Return how long, in seconds, two threads take to write the blocks to new files, with one writev per MAX_PIECES
     tensors.
     """
     blocks = [(folder / f"limit-{number}", block) for number, block in enumerate(blocks_of(tasks))]
@@ -150,7 +151,7 @@ def remove_limits(folder: Path) -> None:
 
 
 def mmap_read(tasks: list[TaskShards], folder: Path) -> tuple[float, float]:
-    """Return how long it takes, in seconds, to map the written files and read the same slices, and to read them again
+    """Return how long, in seconds, it takes to map the written files and read the same slices, and to read them again
     once mapped.
     """
     slices: list[Array] = []
@@ -174,7 +175,7 @@ def mmap_read(tasks: list[TaskShards], folder: Path) -> tuple[float, float]:
 
 
 async def time_puts(peer: Peer, tasks: list[TaskShards], folder: Path, turn: int) -> dict[str, float]:
-    """Return how long our puts and their limits take, in seconds, measured in the order of `turn`."""
+    """Return how long, in seconds, our puts and their limits take, measured in the order of `turn`."""
     row: dict[str, float] = {}
     for side in order(("alone", "in_two", "put"), turn):
         if side == "put":
@@ -188,7 +189,8 @@ async def time_puts(peer: Peer, tasks: list[TaskShards], folder: Path, turn: int
 
 
 async def time_gets(peer: Peer, work: Work, folder: Path, turn: int) -> dict[str, float]:
-    """Return how long our gets of the same tasks and their limits take, in seconds, measured in the order of `turn`."""
+    """Return how long, in seconds, our gets of the same tasks and their limits take, measured in the order of
+    `turn`."""
     tasks, _ = work
     row: dict[str, float] = {}
     write_in_two(tasks, folder)
@@ -203,7 +205,7 @@ async def time_gets(peer: Peer, work: Work, folder: Path, turn: int) -> dict[str
 
 
 async def same_host(folder: Path, work: Work, firsts: int, rounds: int) -> tuple[Rows, Rows]:
-    """Return how long our store and the limits take, in seconds, for the first put into each of `firsts` stores and for
+    """Return how long, in seconds, our store and the limits take for the first put into each of `firsts` stores and for
     `rounds` later rounds of put and get in the last store.
     """
     tasks, keys = work
@@ -235,7 +237,7 @@ while True:
 
 
 def raw_tcp(port: int, ring: memoryview) -> float:
-    """Return how long it takes, in seconds, to receive all bytes from the sender into `ring`."""
+    """Return how long, in seconds, it takes to receive all bytes from the sender into `ring`."""
     with socket.create_connection(("127.0.0.1", port)) as line:
         began = time.perf_counter()
         at = 0
@@ -245,10 +247,10 @@ def raw_tcp(port: int, ring: memoryview) -> float:
 
 
 async def across_hosts(folder: Path, work: Work, rounds: int) -> list[dict[str, float]]:
-    """Return how long an unencrypted and an encrypted stream take, in seconds, each alternating with raw loopback TCP.
+    """Return how long, in seconds, an unencrypted and an encrypted stream take, each alternating with raw loopback TCP.
 
-    The stores run one after the other: with the received data, two would take three times the work's memory.
-    `clear_beside` is the time of the unencrypted stream at the raw speed measured beside the encrypted one.
+    The stores run one after the other, because two stores and the received data would need three times the memory of
+    the work. `clear_beside` is the time of the unencrypted stream at the raw speed measured beside the encrypted one.
     """
     tasks, _ = work
     rows: Rows = [{} for _ in range(rounds)]
@@ -268,7 +270,7 @@ async def across_hosts(folder: Path, work: Work, rounds: int) -> list[dict[str, 
 
 
 async def one_way(folder: Path, work: Work, mode: str, port: int, rows: Rows) -> None:
-    """Add to each of `rows` how long the stream in `mode` and raw TCP from the sender at `port` take, in seconds."""
+    """Add to each of `rows` how long, in seconds, the stream in `mode` and raw TCP from the sender at `port` take."""
     tasks, keys = work
     nbytes = nbytes_of(tasks)
     run = make_run(folder, memory=2 * nbytes)

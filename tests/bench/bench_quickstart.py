@@ -7,8 +7,8 @@ to the quickstart are its staleness, its number of steps, and the omission of it
 
 Both sides train the quickstart's model on the same rows with 512 samples per step. The cluster also saves its
 checkpoints; TRL does not. If samples in a group share a prefix, the cluster computes it only once
-(`shared.model.tree`); TRL pads every sample. The ratios therefore hold only for such work: short answers that are
-similar within a group. `against_trl` describes how the sides are measured.
+(`shared.model.tree`); TRL pads every sample. The ratios therefore hold only for work of this kind: short answers that
+are similar within a group. `against_trl` describes how both sides are measured.
 """
 
 from __future__ import annotations

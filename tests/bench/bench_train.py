@@ -7,7 +7,7 @@ nothing.
 Rows: forward + backward tokens/s of the torch backend and of TRL's trainer on the same samples with lengths spread 1:8
 (in separate processes, per CPU second of one thread, alternating); the trainer's matrix products, and oneDNN alone on
 the same shapes; dividing 10,000 samples among 8 ranks; the driver's share of a step's CPU time beside 8 real workers;
-peak memory with the output layer computed in chunks compared with computing it as a whole, at a vocabulary of 150,000
+peak memory with the output layer computed in chunks compared with computing it as a whole, with a vocabulary of 150,000
 (both are this project's code: the baseline computes all logits at once, as most trainers do); with CUDA, the model
 FLOPs utilisation of forward + backward, in both conventions (`model_flops`).
 """

@@ -1,4 +1,4 @@
-"""Measures the size of the browser page, the time to its first chart, and its cost while nothing happens.
+"""Measures the size of the browser page, the time to its first chart, and what it costs while nothing happens.
 
 `python -m tests.bench.bench_web` asserts that the page transfers at most 2 MB and takes at most 1 s over loopback while
 the run is idle. It needs chromium.

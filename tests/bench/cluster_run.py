@@ -57,7 +57,7 @@ class Cores:
 
 @contextlib.contextmanager
 def measured_cores() -> Iterator[Cores]:
-    """Measure the block; `own` includes only children that this process has waited for within the block."""
+    """Measure the block. `own` includes only children that this process has waited for within the block."""
     cores = Cores()
     begun_s, busy_s, own_s = time.monotonic(), _busy_s(), _own_s()
     yield cores
@@ -78,7 +78,7 @@ def _own_s() -> float:
 
 @contextlib.contextmanager
 def running(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a child; afterwards terminate it, and kill its group if it does not end."""
+    """Run a child. Afterwards, terminate it, and kill its process group if it does not exit."""
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

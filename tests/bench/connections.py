@@ -62,7 +62,7 @@ STORE = ("batch-store", 0)
 
 
 class Crowd:
-    """Clients of one scheduler, each with a connection of its own."""
+    """Clients of one scheduler, each with its own connection."""
 
     def __init__(self, run: RunDir, process: psutil.Process, count: int) -> None:
         self.process = process

@@ -64,7 +64,7 @@ class CpuTimes:
         return found
 
     def used(self) -> dict[str, float]:
-        """Return the CPU seconds of each process by name. Raises BenchError if a process ended in the meantime."""
+        """Return the CPU seconds of each process by name. Raises BenchError if a process exited in the meantime."""
         early, late = (self._taken.get(step, {}) for step in self._steps)
         ended = sorted(self.names[pid] for pid in early.keys() - late.keys())
         if not late or ended:
@@ -120,7 +120,7 @@ def measure(steps: int, warm_up: int, limit_s: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Share of each process in the CPU time of the quickstart.")
+    parser = argparse.ArgumentParser(description="Each process's share of the quickstart's CPU time.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-up", type=int, default=10, help="number of initial steps to leave out")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs")

@@ -4,8 +4,9 @@ Also measures, in the driver's process, the CPU seconds that it takes to verify 
 difference between the first read of a batch and the second one, which skips the verification. Every rank reads only its
 own part.
 
-The workers are real processes (backend torch, dp 8) on the quickstart's model. With only 0.8M parameters a token is
-very cheap; a model that needs eight ranks lowers the share. The batch is put before the measurement starts.
+The workers are real processes (backend torch, dp 8) on the quickstart's model. With only 0.8M parameters, a token is
+very cheap; with a model that needs eight ranks, the driver's share is lower. The batch is put before the measurement
+starts.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def cpu_s(group: WorkerGroup) -> float:
 
 
 async def measure(run: RunDir, group: WorkerGroup) -> dict[str, float]:
-    """Return the CPU seconds of the driver's calls and of the workers over STEPS steps. One step precedes these and is
-    not measured.
+    """Return the CPU seconds of the driver's calls and of the workers over STEPS steps. One unmeasured step precedes
+    these.
     """
     async with bench_of(run) as bench:
         workers = await driver_of(bench, Layout(RANKS), 5)

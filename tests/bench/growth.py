@@ -4,9 +4,9 @@ in the run.
     python -m tests.bench.growth [--steps 300] [--from 100] [--turns 1]
 
 The quickstart runs without its evaluations, and each process is sampled several times a second. Each figure is the
-median over WINDOW steps: the steps after `--from`, or the last steps of the run. WINDOW is the whole interval between
-checkpoints, over which a store's contents rise and fall. Resident memory (RSS) includes shared memory that a process
-has mapped and touched.
+median over WINDOW steps: the steps after `--from`, or the last steps of the run. WINDOW is the interval between
+checkpoints, during which a store fills up and is emptied again. Resident memory (RSS) includes shared memory that a
+process has mapped and touched.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Watch:
         self.looks: list[tuple[int, dict[int, int]]] = []
 
     def look(self, launcher: int, arrivals: list[Arrival]) -> None:
-        """Record the memory of all processes now, after as many steps as `arrivals` contains."""
+        """Record the current memory of all processes, after as many steps as `arrivals` contains."""
         found: dict[int, int] = {}
         try:
             processes = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]

@@ -60,7 +60,7 @@ class Run:
 
 
 def measure(model: Path, folder: Path, settings: list[str], limit_s: float) -> Run:
-    """Run to the end. Exits with the run's output if it fails."""
+    """Run to the end. If the run fails, exit with its output."""
     begun = time.time()
     given = [*SETTINGS, f"policy.model={model}", *settings]
     with cluster(QUICKSTART, folder, *given, limit_s=limit_s) as run, watching(run) as memory:
@@ -74,8 +74,8 @@ def measure(model: Path, folder: Path, settings: list[str], limit_s: float) -> R
 
 
 def show(name: str, run: Run) -> None:
-    """Print the run's times and, for its start, its steps and its end, the peak memory of all processes and of the four
-    services that used the most memory at the peak."""
+    """Print the run's times and, separately for its start, its steps and its end, the peak memory of all processes and
+    of the four services that used the most memory at the peak."""
     seconds = ", ".join(f"{row['time/step']:.0f}" for row in run.rows)
     start, end = run.stepped - run.begun, run.ended - run.trained
     print(f"\n{name}: first step after {start:.0f} s, steps {seconds} s, end {end:.0f} s")

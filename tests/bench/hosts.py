@@ -1,7 +1,7 @@
 """Measures the overhead of Ray in a run with another host, and how soon the work of a lost host is leased again:
 `python -m tests.bench.hosts`.
 
-All nodes are on this machine. The start and the steps of the quickstart are measured with its rollout on another host.
+All nodes are on this machine. The start and the steps of the quickstart are timed with its rollout on another host.
 Runs alternate between placement by Ray on a running cluster and placement by an agent that is started as soon
 as the run exists.
 Then a node is killed in each of several longer runs. The program prints one JSON object for each run and each loss, and
@@ -40,7 +40,7 @@ from tests.integration.tiny.harness import ROOT, ctl, environment, wait_for
 
 STEPS = 25
 WARM_STEPS = 5
-"""Number of steps before the first step whose time counts."""
+"""Number of steps before the first step that is measured."""
 LIMIT_S = 240.0
 ROLLOUT_ON_B = ("services.rollout.host=b", "transport.listen=127.0.0.1")
 TWO_HOSTS = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={host: [b, c], instances: 2}")
@@ -103,7 +103,7 @@ def _agent(path: Path, launcher: subprocess.Popen[str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Loss:
-    """Seconds from the killing of a node until Ray noticed the loss, and from then until the node's work was leased
+    """Seconds from the kill of a node until Ray noticed the loss, and from then until the node's work was leased
     elsewhere."""
 
     noticed_s: float

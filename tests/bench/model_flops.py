@@ -3,7 +3,7 @@ rate of a device. It does not measure anything.
 
 MFU, model FLOPs utilisation, is the number of operations that a model needs, divided by the number that the device
 could have performed in the same time (PaLM, Chowdhery et al. 2022, appendix B): the model needs 6 per token and matrix
-weight, and 12 per layer, head dimension and pair of positions. Recomputation does not count. Two conventions are in use
+weight, and 12 per layer, head dimension and pair of positions. Recomputation is not counted. Two conventions are in use
 for causal attention: counting all pairs of positions (PaLM, and most published figures), or only those that the mask
 leaves in, which are about half of them.
 """
@@ -25,7 +25,7 @@ def training_flops(
     """Return the number of operations in a forward and backward pass over sequences of `lengths` tokens, with all
     logits.
 
-    `attention` says which pairs of positions count.
+    `attention` says which pairs of positions are counted.
     """
     matrices = sum(each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear))
     width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)

@@ -1,7 +1,7 @@
 """Measures the monitor under load: `python -m tests.bench.monitor [--minutes 10] [--rate 10000] [--subscribers 50]`.
 
 The first part measures how many metrics per second the monitor accepts and how much CPU time a metric costs it, with no
-subscriber and with many, one of which is stopped. The second part sends `rate` metrics per second for `minutes` and
+subscribers and with many, one of which is stopped. The second part sends `rate` metrics per second for `minutes` and
 prints how the monitor's memory changes. A metric is one value.
 """
 
@@ -48,12 +48,12 @@ def emit(played: PlayedRun, number: int) -> None:
 
 
 def subscribe(endpoint: str, count: int, pipe: Connection) -> None:
-    """Receive with `count` subscribers until told to stop. Then report how many updates were received and lost."""
+    """Receive with `count` subscribers until told to stop, and then report how many updates were received and lost."""
     context = zmq.Context()
     sockets = []
     for _ in range(count):
         socket = context.socket(zmq.SUB)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")  # a loss shows only as a gap in the whole sequence
+        socket.setsockopt(zmq.SUBSCRIBE, b"")  # a loss is visible only as a gap in the whole sequence
         socket.connect(endpoint)
         sockets.append(socket)
     poller = zmq.Poller()

@@ -4,7 +4,7 @@ machine.
     python -m tests.bench.plot_staleness [--steps 120] [--turns 3]
 
 The quickstart runs without its reference (one process samples, one trains), alternating between the bounds; every run
-gives one curve. Time starts at the first step's row, so that imports do not count. A point is the mean of ten steps.
+gives one curve. Time starts at the first step's row, so that imports are excluded. A point is the mean of ten steps.
 """
 
 from __future__ import annotations

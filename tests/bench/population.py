@@ -72,13 +72,13 @@ STEP_TASKS = 2048
 task."""
 LEASE_S = 120.0
 WORK_S = (20.0, 60.0)
-"""Range of the seconds that a lease takes."""
+"""Range of the time, in seconds, that a lease takes."""
 LINE_S = 0.002
 STORE_S = 0.01
 JOIN_S = 20.0
 """Seconds over which the processes of a run register at its start."""
 START_S = 20.0
-"""Seconds from the order to run a process until it registers."""
+"""Seconds from the order to run a process until the process registers."""
 WAIT_S = 30.0
 STATUS_S = 1.0
 REPORT_S = 1.0
@@ -125,7 +125,7 @@ class Host:
 
 @dataclass(eq=False)
 class Process:
-    """One life of a simulated store or rollout."""
+    """One incarnation of a simulated store or rollout."""
 
     key: Key
     incarnation: int
@@ -444,7 +444,7 @@ class Population:
                 self.ask(gone)
 
     def lose(self, share: float) -> list[Host]:
-        """Kill a share of the hosts at this moment. All of these losses are noticed together, `NOTICED_S` later."""
+        """Kill a fraction of the hosts at this moment. All of these losses are noticed together, `NOTICED_S` later."""
         lost = self._chance.sample(self.hosts, max(int(len(self.hosts) * share), 1))
         for host in lost:
             host.alive = False

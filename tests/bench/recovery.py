@@ -42,8 +42,8 @@ SERVICES = (
     "policy-trainer-worker",
 )
 CALM_STEPS = 5
-"""Number of steps between the moment at which everything is READY and a kill. The kill occurs at a random moment of the
-following step.
+"""Number of steps between the moment at which every service is READY and the kill. The kill occurs at a random moment
+of the following step.
 """
 STEP_S = 1.0
 """Length of the range from which that moment is drawn, about one step."""

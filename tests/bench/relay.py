@@ -1,7 +1,7 @@
 """Measures how long a new version of the weights takes to reach every host: `python -m tests.bench.relay [--hosts 5]`.
 
 The hosts are network namespaces behind a switch, with links of RATE MB/s in each direction. The stores and the
-scheduler are the real services. The program prints how many seconds it takes until one host has the version and, as a
+scheduler are the real services. The program prints how many seconds pass until one host has the version and, as a
 multiple of that time, how long it takes until all hosts have it: by the relay's chain, by a binary tree, and with the
 trainer's store as the only source. All hosts begin to fetch at the same time.
 """
@@ -33,7 +33,7 @@ SHAPES = {
 
 
 async def seconds(folder: Path, shape: str, hosts: int, nbytes: int, rate: int, rounds: int) -> list[float]:
-    """Return, for each round, how long it takes until all of `hosts` hosts have the version, in seconds."""
+    """Return, for each round, how many seconds it takes until all of `hosts` hosts have the version."""
     weights = weights_of(nbytes)
     found: list[float] = []
     with (

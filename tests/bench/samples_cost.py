@@ -3,8 +3,8 @@
     python -m tests.bench.samples_cost [--steps 60] [--warm-up 10] [--turns 3] [--set monitor.samples.per_step=64]...
 
 A figure is the user and system time of a process between two metrics rows, per step. "more with samples" is the CPU
-time of all processes with samples divided by that without them, minus 1. The recorder's own share is exact. The cost of
-samples in the other processes is below the noise of a busy machine, so compare it over several turns. The monitor's
+time of all processes with samples divided by that without them, minus 1. The recorder's own share is exact. What
+samples cost in the other processes is less than the noise of a busy machine, so compare several turns. The monitor's
 share is the cost of telemetry.
 """
 

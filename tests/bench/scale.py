@@ -41,7 +41,7 @@ def measure(hosts: int, seconds: float) -> Iterator[dict[str, Any]]:
         began = time.thread_time()
         topology = make_topology(Path(folder), hosts)
         load_s = time.thread_time() - began
-    gc.disable()  # a collection would traverse the population, too
+    gc.disable()  # a garbage collection would traverse the population, too
     population = Population(topology, hosts)
     run, book = population.machine.run, population.book
     population.run_until(WARM_S)

@@ -1,8 +1,8 @@
 """Loads a scheduler with many live tasks and times it, alone (`measure_state`) and over its socket (`measure_socket`).
 
 A task has two stages (rollout, reference), a group of 8 and three scalars per sample. The load plays the part of all
-other services with the least work that the protocol allows, so that the scheduler alone is timed. Over the socket, the
-process is killed and restarted when all tasks are ready; the time until it answers is that of its replay.
+other services and does the least work that the protocol allows, so that the scheduler alone is timed. Over the socket,
+the process is killed and restarted when all tasks are ready; the time until it answers is how long its replay takes.
 `python -m tests.bench.scheduler_load [TASKS]...` prints both as tables.
 """
 
@@ -72,7 +72,7 @@ IN_FLIGHT = 64
 CALL_S = 60.0
 SETTLE_S = 0.5
 SETTLE_ROUNDS = 24
-"""Number of rounds without a decrease after which memory counts as settled."""
+"""Number of rounds without a decrease after which memory is considered settled."""
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 STAGES = ("rollout", "reference")
 SCALARS = {"reward": np.float32, "length": np.int32, "version_min": np.int32}
@@ -267,7 +267,7 @@ services: {{batch-store: {{memory: 4TiB}}, rollout: {{block_tasks: {block}}}}}
 
 
 def make_run(folder: Path, tasks: int) -> RunDir:
-    """Make a run whose admission allows `tasks` tasks to be live at once."""
+    """Create a run whose admission allows `tasks` tasks to be live at once."""
     from safetensors.numpy import save_file
 
     model = folder / "model"
@@ -463,7 +463,7 @@ def table(rows: list[Figures]) -> str:
 
 
 def in_own_process(what: str, tasks: int) -> Figures:
-    """Run a measurement in its own process, because reusing memory that an earlier measurement freed would hide
+    """Run a measurement in its own process, because memory that is reused from an earlier measurement would hide
     growth."""
     command = [sys.executable, "-m", "tests.bench.scheduler_load", f"--{what}", str(tasks)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ, timeout=1800)

@@ -70,10 +70,11 @@ def versions(device: str) -> Measured:
 
 
 def attention(device: str) -> Measured:
-    """Time attention and its gradient for new shapes, which ragged batches have in almost every micro-batch.
+    """Time attention and its gradient for new shapes, because with ragged batches almost every micro-batch has a new
+    shape.
 
-    Covers causal chains and masked trees, with shared and with repeated keys, with cuDNN's kernel preferred and
-    switched off, and packed chains on a GPU. Returns the median time of the first and of the second call with each
+    Covers causal chains and masked trees, with shared and with repeated keys, with cuDNN's kernel preferred and with it
+    switched off, and, on a GPU, packed chains. Returns the median time of the first and of the second call with each
     shape, in ms, the peak bytes, and the slowest kernel.
     """
     on_gpu = device.startswith("cuda")
@@ -175,9 +176,9 @@ def locked_memory(device: str) -> Measured:
     from shared.colocation.locked import LockedMemory
 
     on_gpu = device.startswith("cuda")
-    # Sizes just above powers of two, which torch's own page-locked memory doubles.
+    # Sizes just above powers of two, for which torch's own page-locked memory takes up almost twice as much.
     sizes = [(size << 20) + 4096 for size in ((513, 257, 1025, 129) if on_gpu else (33, 17))]
-    torch.zeros(1, device=device)  # The memory of the device's context does not count.
+    torch.zeros(1, device=device)  # The memory of the device's context is not counted.
     before = psutil.Process().memory_info().rss
     memory = LockedMemory(sizes, lock=on_gpu)
     there = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
@@ -263,7 +264,7 @@ def step_and_publish(device: str) -> Measured:
     """Update a random Qwen2 of 1.5B parameters in bfloat16 (a tiny one on a CPU) and copy its weights for a store.
 
     `gap_ms` is the longest time for which the worker's event loop would not have answered, and `waits` is the number of
-    places where a gradient made the host wait for the device.
+    places where computing a gradient made the host wait for the device.
     """
     from services.policy_trainer.worker.backend_torch import TorchBackend
 
@@ -311,7 +312,7 @@ def _updates(device: str, dtype: str, *, backend: Any, large: bool) -> Measured:
 
 @contextlib.contextmanager
 def _counted_waits(device: str) -> Iterator[list[Any]]:
-    """Collect the places where the host waits for the device. A CPU has none."""
+    """Collect the places where the host waits for the device. On a CPU, there are none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if device.startswith("cuda"):

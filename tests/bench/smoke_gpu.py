@@ -1,8 +1,8 @@
 """Runs each part that needs a GPU once, in a separate process: `make smoke-gpu`. With `--device cpu`, only the parts
 that also work without a GPU are run.
 
-Prints one JSON line for each check as it ends: its name, `ok` (null if it was skipped, with the reason), `seconds`, and
-what it measured. All checks together take ten minutes at most. The exit status is 1 if a check failed.
+Prints one JSON line for each check as it completes: its name, `ok` (null if it was skipped, with the reason),
+`seconds`, and what it measured. All checks together take at most ten minutes. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ LIMITS_S = {
 """The checks in order, each with its limit in seconds. They are functions of `smoke_checks`."""
 WITHOUT_GPU = ("versions", "attention", "locked_memory", "step_and_publish", "utilisation")
 LEFT_OUT = 77
-"""Exit status of a check that needs something that this machine lacks. Its last line of output says what."""
+"""Exit status of a check that needs something that this machine lacks. The last line of its output says what is
+missing."""
 
 
 def run(name: str, device: str, limit_s: float) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
     python -m tests.bench.start [--turns 3]
 
-A start ends with the row of the first training step. CPU time and memory are those of all processes of the run at that
-moment. Memory is the proportional set size, which counts a page only once even if several processes share it.
+A start is complete when the row of the first training step is written. CPU time and memory are those of all processes
+of the run at that moment. Memory is the proportional set size, which counts a page only once even if several processes
+share it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Start:
 
 
 def measure(setting: str, limit_s: float) -> Start:
-    """Start the quickstart with `setting` and end it after its first step. Raises BenchError."""
+    """Start the quickstart with `setting` and stop it after its first step. Raises BenchError."""
     start = Start()
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         run_cluster(

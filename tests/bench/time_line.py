@@ -2,8 +2,8 @@
 
     python -m tests.bench.time_line [--run DIR] [--seconds 6] [--svg docs/time_line.svg]
 
-Attaches to a live run, watches it for `--seconds` and prints the rows as text, with the busy time of each, and how much
-of the reference's work overlapped generation or training. It asserts nothing and changes nothing.
+Attaches to a live run, watches it for `--seconds` and prints the rows as text, with the busy time of each row, and
+reports how much of the reference's work overlapped generation or training. It asserts nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def spans_of(row: TopicRow) -> Iterable[Span]:
 
 
 async def watch(run: RunDir, seconds: float) -> list[Span]:
-    """Return the spans that end within `seconds` from now or before the run ends."""
+    """Return the spans that end in the next `seconds` seconds, or until the run ends if that is sooner."""
     until = time.time() + seconds
     found: list[Span] = []
 
@@ -76,7 +76,7 @@ def merged(spans: Iterable[Span]) -> list[Interval]:
 
 
 def common_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """Return for how long the two sets of intervals overlap, in seconds."""
+    """Return how long, in seconds, the two sets of intervals overlap."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
 
 

@@ -123,12 +123,13 @@ def small_or_qwen3(on_gpu: bool) -> Any:
 
 
 def utilisation(device: str) -> dict[str, Any]:
-    """Return operations per second of forward and backward in bfloat16, and MFU where the device's peak is known.
+    """Return operations per second of forward and backward in bfloat16, and the MFU if the peak rate of the device is
+    known.
 
     Both are means over the rounds, whose individual values are also returned, for each way of counting attention
-    (`model_flops`). Every round has new lengths, like every step of a run, so a library that prepares for each shape
-    does so in every round. On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to 4,096 tokens;
-    on a CPU, a small trial model is used.
+    (`model_flops`). Every round has new lengths, like every step of a run, so a library that has to prepare for each
+    new shape does so in every round. On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to
+    4,096 tokens; on a CPU, a small trial model is used.
     """
     from transformers import AutoModelForCausalLM
 
@@ -163,7 +164,7 @@ def plain_tokens_per_s(device: str, rounds: Sequence[Sequence[int]]) -> float:
 
     The model is the same as in `utilisation`. A micro-batch has at most `PLAIN_MICRO_BATCH` tokens, including padding;
     the float32 logits of that many tokens need 2.5 GB with the vocabulary of Qwen3. The loss is the mean log-prob of
-    all next tokens, whose gradient costs as much as a policy gradient.
+    all next tokens, and its gradient costs as much as a policy gradient.
     """
     from transformers import AutoModelForCausalLM
 
@@ -189,8 +190,8 @@ def plain_tokens_per_s(device: str, rounds: Sequence[Sequence[int]]) -> float:
 
 
 def round_s(backend: TorchBackend, lengths: np.ndarray, vocabulary: int, device: str, *, keep: bool = False) -> float:
-    """Return how long one forward and backward pass over random sequences of `lengths` takes, in seconds. With `keep`,
-    the gradient remains for an update.
+    """Return how long, in seconds, one forward and backward pass over random sequences of `lengths` takes. With `keep`,
+    the gradient is kept for an update.
     """
     ids = np.random.default_rng(int(lengths.sum())).integers(0, vocabulary, int(lengths.sum())).astype(np.int32)
     mask = np.ones(len(ids), np.uint8)

@@ -43,7 +43,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratios(mine: Iterable[float], theirs: Iterable[float]) -> Spread:
-    """Return `mine` divided by `theirs` for each turn. Raises ValueError if their numbers of turns differ."""
+    """Return `mine` divided by `theirs` for each turn. Raises ValueError if they differ in their number of turns."""
     return spread(one / other for one, other in zip(mine, theirs, strict=True))
 
 
@@ -54,7 +54,7 @@ def order(sides: Iterable[T], turn: int) -> list[T]:
 
 
 def by_turns(sides: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
-    """Call every side once in each turn; return the results of each side, turn by turn."""
+    """Call every side once in each turn. Return the results of each side, turn by turn."""
     results: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in order(sides, turn):

@@ -94,7 +94,7 @@ class Trainer:
 
     @torch.no_grad()
     def change(self) -> None:
-        """Make a new version with one step of a random walk. In bfloat16, most weights stay the same."""
+        """Create a new version by taking one step of a random walk. In bfloat16, most weights stay the same."""
         for value in self.backend.weights().values():
             value.add_(float(self._signs.choice([-1e-4, 1e-4])))
 
@@ -168,7 +168,7 @@ async def _sync(trainer: Trainer, sync: WeightsSync, peer: Peer, step: int) -> O
     verify_s = (await sync.prove()).verify_s
     ended = time.perf_counter()
     del weights
-    if step:  # The scheduler does the same with a version that can no longer be named.
+    if step:  # The scheduler does the same with a version that leases can no longer refer to.
         await peer.store.call(Clear(tasks=[PutTask(f"weights/0/{step - 1}", 1)]), Ack, deadline_s=60)
     parts = (canary_s, put_s, mapped - published, placed - mapped, verify_s, ended - placed - verify_s)
     return One(parts, ended - began)

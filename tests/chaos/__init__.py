@@ -1,1 +1,2 @@
-"""Disturbs real runs and checks that no acknowledged data is lost. `make chaos MINUTES=10` does so for ten minutes."""
+"""Disturbs real runs and checks that no acknowledged data is lost. `make chaos MINUTES=10` does this for ten
+minutes."""

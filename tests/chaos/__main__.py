@@ -1,9 +1,9 @@
 """Disturbs deterministic runs for a given number of minutes, and compares each with an undisturbed run: `make chaos
 MINUTES=10`.
 
-Prints every disturbance and, at the end, kills and recovery times per service, parity and violations. `--seed` repeats
-the draws of an earlier invocation. The exit status is 1 if a promise was broken. Needs root to mount file systems of
-limited size.
+Prints every disturbance and, at the end, the kills and recovery times of each service, parity and violations. `--seed`
+repeats the draws of an earlier invocation. The exit status is 1 if a promise was broken. Needs root to mount file
+systems of limited size.
 """
 
 from __future__ import annotations

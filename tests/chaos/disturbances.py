@@ -1,7 +1,7 @@
 """Disturbances of a run: kills, stops, full disks and memory, clock jumps, damage.
 
-Each function returns a description of what it did. If a disturbance lasts, a later call (`Round.later`) ends it. A
-disturbance after which a run may end by design says so (`Round.may_end`), and the run is then resumed.
+Each function returns a description of what it did. If a disturbance lasts, a later call (`Round.later`) ends it. If a
+run may end by design after a disturbance, the disturbance says so (`Round.may_end`), and the run is then resumed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SERVICES = {
     "reference": "services.reference",
 }
 LIGHT = ("scheduler", "batch-store", "policy-trainer", "monitor", "recorder")
-"""Services that are back within seconds, because they do not import torch."""
+"""Services that restart within seconds, because they do not import torch."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Round:
     ending: bool = False
     """Whether the run is about to end, so that no other disturbance follows."""
     before_resume: Callable[[], Callable[[], None] | None] = lambda: None
-    """Function that is called when every process has ended. It may return a function that undoes its damage, in case
+    """Function that is called after every process has exited. It may return a function that undoes its damage, in case
     the next launch refuses to start because of it."""
     rewound: bool = False
     damaged: bool = False
@@ -114,7 +114,7 @@ def _kill(each: Round, names: Sequence[str], gap_s: float = 0.0) -> str:
 
 
 def stop_and_go_on(each: Round) -> str:
-    """Stop a process for less time than it is allowed to be silent."""
+    """Suspend a process for less time than it is allowed to be silent."""
     name, seconds = each.chance.choice(tuple(SERVICES)), each.chance.uniform(0.5, 6)
     pid = each.pid(name)
     if pid is None:
@@ -154,7 +154,7 @@ def _fill(each: Round, junk: Path, seconds: float) -> str:
 
 
 def few_descriptors(each: Round) -> str:
-    """Leave a store without a free descriptor. Other services need not survive this, because libzmq ends them."""
+    """Leave a store without a free descriptor. Other services need not survive this, because libzmq aborts them."""
     pid, seconds = each.pid("batch-store"), each.chance.uniform(0.5, 3)
     if pid is None:
         return "batch-store is away"
@@ -222,7 +222,7 @@ def damage_the_newest_checkpoint(each: Round) -> str:
 
 def delete_the_checkpoints(each: Round) -> str:
     """Delete the checkpoint folder, and kill the worker that would restore a checkpoint. The initial model is used
-    instead. The last checkpoint is kept, because its bits are compared."""
+    instead. The checkpoint of the last step is never deleted, because its bits are compared."""
     if max(checkpoint_steps(each.run.run.checkpoints), default=0) >= each.steps:
         return "none, because the last one has been saved"
     shutil.rmtree(each.run.run.checkpoints, ignore_errors=True)
@@ -266,7 +266,7 @@ def cut_the_journal(each: Round) -> str:
 
 
 def flip_the_journal(each: Round) -> str:
-    """Flip a bit of the journal at rest.
+    """Flip a bit of the journal while no process is using it.
 
     The next launch reports the damage, unless the bit was not part of any data.
     """

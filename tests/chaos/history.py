@@ -1,4 +1,4 @@
-"""Checks the records that the processes of one launch made (`hook/chaos_history.py`) against the promises."""
+"""Checks the records that the processes of one launch wrote (`hook/chaos_history.py`) against the promises."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def read(folder: Path) -> list[Record]:
 def violations(records: list[Record], *, resampled: bool = False, damaged: bool = False) -> list[str]:
     """Return one line for each contradiction between the records and the promises.
 
-    `resampled` means that the run went back to an earlier step or lost a lease of a later stage, so accepted tasks were
-    sampled again. `damaged` means that the test destroyed shards, so shards may be missing.
+    `resampled` means that the run went back to an earlier step or lost a lease of a later stage, so that accepted tasks
+    were sampled again. `damaged` means that the test destroyed shards, so shards may be missing.
     """
     found = list(_reads_after_collection(records))
     if not damaged:
@@ -75,8 +75,8 @@ def _lost_puts(records: list[Record]) -> Iterator[str]:
         if record["kind"] != "refused" or record["code"] != "missing":
             continue
         for task_id, fence in _tasks(record):
-            # Shards of a later stage may not have been put yet: the promise covers only those that have been. Without
-            # keys, a read is for all shards of the task.
+            # Shards of a later stage may not have been put yet: the promise covers only shards that have been put. A
+            # read without keys is for all shards of the task.
             puts = acknowledged[task_id, fence]
             put_at = max((puts.get(key, math.inf) for key in record["keys"] or puts), default=math.inf)
             cleared = any(each == task_id and last >= fence and at < record["at"] for each, last, at in clears)
@@ -108,4 +108,4 @@ def journal_violations(journal: Path, rows: list[Record], records: list[Record],
     if written != list(range(steps + 1)):
         found.append(f"metrics.jsonl has the rows {written}")
     lost = {record["step"] for record in records if record["kind"] == "commit"} - set(written)
-    return found + [f"step {step}: its commit was acknowledged, and it has no row" for step in sorted(lost)]
+    return found + [f"step {step}: its commit was acknowledged, but it has no row" for step in sorted(lost)]

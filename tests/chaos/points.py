@@ -25,10 +25,10 @@ class Point:
     nth: int = 1
     signal: int = signal.SIGKILL
     match: str = ""
-    """Part of the name of an argument's type, for functions that handle messages of many types."""
+    """Part of the type name of an argument, for functions that handle messages of many types."""
     mark: str = ""
     """File that is created when the signal is sent, so that the signal is sent only once. If the path is empty, the
-    signal is sent to every life of the process.
+    signal is sent to every incarnation of the process.
     """
 
     @classmethod

@@ -28,13 +28,13 @@ from tests.integration.whole_cluster import Cluster, cluster
 
 STEPS = 12
 LIMIT_S = 420.0
-"""Maximum seconds for a disturbed run to finish on a busy machine."""
+"""Maximum seconds that a disturbed run may take to finish on a busy machine."""
 RESUMES = 4
 """Maximum number of times that a run is resumed. The last launch is not disturbed."""
 DISTURBED_S = 75.0
-"""Number of seconds for which a round disturbs its run. Afterwards the run must finish undisturbed."""
+"""Seconds for which a round disturbs its run. Afterwards the run must finish undisturbed."""
 ENDS_S = 120.0
-"""Maximum seconds for the services of a killed launcher to end. They may have to save a checkpoint first."""
+"""Maximum seconds for the services of a killed launcher to exit. They may have to save a checkpoint first."""
 PATIENCE_S = 15.0
 """Maximum seconds to wait for a commit between two disturbances."""
 DISK_BYTES = 512 << 20
@@ -175,7 +175,8 @@ def disturbed(
                 result.violations += differences
                 result.parity = not differences
         elif status is not None and not (flipped and DAMAGED_JOURNAL in run.output()):
-            # The pages of a flipped bit may first be read by a later launch, after which the file cannot be restored.
+            # The page with the flipped bit may not be read until a later launch, after which the file cannot be
+            # restored.
             result.violations.append(f"exit status {status}: {run.output()}")
         if result.violations and path.exists():
             shutil.copytree(path, folder / "run", symlinks=True)  # The run is copied because the mount is removed.
@@ -192,9 +193,9 @@ def _disturb(
     result: Result,
     say: Callable[[str], None],
 ) -> list[float]:
-    """Disturb the run until `calm_at`, and wait until its launcher has ended or the limit has expired.
+    """Disturb the run until `calm_at`, and wait until its launcher has exited or the limit has expired.
 
-    The next disturbance is one of those that have been used least often relative to their weight, so every kind is
+    The next disturbance is one of those that have been used least often relative to their weights, so every kind is
     drawn before any is repeated. Returns the monotonic times of the commits.
     """
     run, chance = each.run, each.chance
@@ -206,7 +207,7 @@ def _disturb(
         each.end_due(now)
         step = int(run.rows()[-1]["step"]) if run.rows() else 0
         if step != last:
-            commits += [now] if step > last else []  # If the step is lower, the run has gone back.
+            commits += [now] if step > last else []  # If the step is lower, the run was rewound.
             last = step
             next_at = min(next_at, now + chance.uniform(*pause_s))
         if next_at <= now < calm_at and not each.ending and (run.path / "run.json").exists():

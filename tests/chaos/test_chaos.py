@@ -1,4 +1,4 @@
-"""Tests a short disturbed run, and the checks, which must detect histories that break a promise."""
+"""Tests a short disturbed run, and tests that the checks detect histories that break a promise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_short_disturbed_run_keeps_the_promises(tmp_path: Path) -> None:
     """The run suffers kills at named points and at random, stops, clock jumps, full memory, and a store without
     descriptors.
 
-    Only services that are back within seconds are killed. CHAOS_SEED sets the seed of the draw.
+    Only services that restart within seconds are killed. CHAOS_SEED sets the seed of the draw.
     """
     try:
         with rounds.mounted(tmp_path / "try", 1 << 20):
@@ -95,7 +95,7 @@ def test_steps_that_train_a_task_twice_or_lose_a_commit_are_found(tmp_path: Path
     told: list[Record] = [{"kind": "commit", "step": 3}]
     assert history.journal_violations(tmp_path / "journal", written, told, 2) == [
         "b: in 2 steps",
-        "step 3: its commit was acknowledged, and it has no row",
+        "step 3: its commit was acknowledged, but it has no row",
     ]
 
 

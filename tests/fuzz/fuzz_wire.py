@@ -19,14 +19,14 @@ with atheris.instrument_imports(include=["proto", "shared.dataplane"]):
     from proto.limits import Limits
     from tests.fuzz import stream_inputs
 
-# numpy and msgspec are not instrumented; the target sees their work only through the branches of proto.
+# numpy and msgspec are not instrumented; what they do is visible only through the branches of proto.
 LIMITS = Limits(body_bytes=1 << 16, frames=32, frame_bytes=1 << 12, total_bytes=1 << 16, tensor_bytes=1 << 14)
 RAW, SEALED, FILE, SEALED_FILE, BULK, SEALED_BULK, ARRIVAL = range(7)
 _LENGTH = struct.Struct("<H")
 
 
 def pack(kind: int, frames: list[bytes]) -> bytes:
-    """Return an input: the byte that selects the target, then each frame after its length."""
+    """Return an input: the byte that selects the target, then each frame preceded by its length."""
     return bytes([kind]) + b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
 
 
@@ -41,8 +41,8 @@ def unpack(data: bytes) -> list[bytes]:
 
 
 def sealed(frames: list[bytes]) -> list[bytes]:
-    """Return the frames under an envelope that describes them, so that the layers behind the envelope's checksum are
-    reached."""
+    """Return the frames under an envelope that describes them, so that the layers behind the checksum of the envelope
+    are reached."""
     if len(frames) < 2 or len(frames[0]) < 4:
         return frames
     kind, has_table = _LENGTH.unpack_from(frames[0])[0], bool(frames[0][2] & 1) and len(frames) > 2

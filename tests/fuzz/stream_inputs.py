@@ -1,4 +1,4 @@
-"""Checks files, messages and streams of fuzzed bytes, as hostile stores and readers might send them over bulk
+"""Checks files, messages and streams made of fuzzed bytes, such as hostile stores and readers might send over bulk
 connections.
 
 Each function raises WireError or returns a consistent result; anything else is a defect.
@@ -27,7 +27,7 @@ REGIONS = Regions()
 
 
 def sealed_file(data: bytes) -> bytes:
-    """Return the file with its checksums and size corrected, so that the checks after them are reached."""
+    """Return the file with its checksums and size corrected, so that the later checks are reached."""
     if len(data) < blockfile.HEADER_BYTES:
         return data
     made = bytearray(data)
@@ -77,7 +77,7 @@ def sealed_bulk(data: bytes) -> bytes:
 
 
 def receive(data: bytes) -> None:
-    """Check a stream: the store's announcement, the lengths of the first ranges, then the bytes.
+    """Check a stream: the store's announcement, the lengths of the first ranges, and then the bytes.
 
     Bits of the first byte select whether the head has a valid checksum (1), the file has valid checksums (2), both
     tasks are covered (8), and two keys were requested (16).
@@ -114,7 +114,7 @@ def receive(data: bytes) -> None:
 
 
 def whole_file(tasks: int = 1) -> tuple[bytes, int]:
-    """Return a block file of the first of `TASKS` with its data, and the offset of the data."""
+    """Return a block file that holds the first `tasks` of `TASKS`, and the offset of its data."""
     shards = {"a": as_wire(np.arange(3.0)), "b": as_wire(np.zeros(0, np.int8))}
     layout = blockfile.BlockLayout([(task.task_id, task.fence, shards) for task in TASKS[:tasks]])
     head = layout.head([xxhash.xxh3_64_intdigest(array.tobytes()) for array in layout.arrays])
@@ -134,7 +134,7 @@ def arrival_seed(flags: int, tasks: int) -> bytes:
 
 
 def bulk_seed() -> bytes:
-    """Return the messages of an unencrypted line: hello, a requested range, its bytes, and the end of the stream."""
+    """Return the messages on an unencrypted line: hello, a requested range, its bytes, and the end of the stream."""
     messages = [
         bulk.pack_head(bulk.Head(bulk.Kind.HELLO)) + bytes(range(16)),
         bulk.pack_head(bulk.Head(bulk.Kind.READ, 3, 5, 7)),

@@ -1,4 +1,5 @@
-"""For every type of message, the objects decoded from a body take up at most a small multiple of the body's length."""
+"""Tests that, for every type of message, the objects decoded from a body take up at most a small multiple of the body's
+length."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def with_field(kind: type[msgspec.Struct], name: str, value: Any) -> Any:
 
 
 def heavy(hint: Any) -> Iterator[Any]:
-    """Yield values of this type, each with one container of many elements."""
+    """Yield values of this type, each with one container that holds many elements."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is list:
         yield [least(inside[0])] * ELEMENTS

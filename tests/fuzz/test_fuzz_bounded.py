@@ -1,4 +1,5 @@
-"""The coverage-guided target finds nothing within a bounded time, and fails if an input reaches a defect."""
+"""Tests that the coverage-guided target finds nothing within a bounded time, and that it fails if an input reaches a
+defect."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def fuzz(folder: Path, *program: str, seconds: int) -> subprocess.CompletedProce
     trigger = next(each for each in seeds.iterdir() if BUSY in (data := each.read_bytes()) and data[0] == SEALED)
     (seeds / "trigger").write_bytes(trigger.read_bytes().replace(BUSY, LAZY))
     options = [f"-max_total_time={seconds}", "-rss_limit_mb=1024", "-max_len=8192", f"-artifact_prefix={folder}/"]
-    # The command runs through a shell: libFuzzer measures its peak memory, and a direct child inherits this process's
-    # peak.
+    # The command runs through a shell, because libFuzzer measures its own peak memory, and a direct child would inherit
+    # the peak of this process.
     return subprocess.run(
         ["/bin/sh", "-c", '"$@"; exit $?', "sh", sys.executable, *program, *options, str(seeds)],
         cwd=ROOT, capture_output=True, text=True, timeout=seconds + 60,

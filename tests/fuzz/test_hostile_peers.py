@@ -1,4 +1,4 @@
-"""Peers that hold a key attack a mailbox over tcp. The mailbox survives, keeps answering other peers, and its memory
+"""Peers that hold a key attack a mailbox over tcp. The mailbox survives and keeps answering other peers, and its memory
 usage stays small."""
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def test_a_peer_that_keeps_sending_garbage_is_no_longer_read_but_others_are(serv
         counts = server.counts()
         assert counts["malformed"] <= STRIKES * (counts["quarantines"] + 1)
         assert counts["quarantines"] >= 1
-        # Valid requests of this peer are not read either, until the quarantine ends.
+        # Valid requests from this peer are not read either until the quarantine ends.
         peer.send_multipart(request(1))
         assert not peer.poll(300)
 
@@ -215,7 +215,7 @@ def test_peers_that_connect_and_stay_silent_do_not_delay_others(server: Server) 
         for half in silent[:100]:
             half.sendall(b"\xff\0\0\0\0\0\0\0\0\x7f\3\1CURVE")  # This ZMTP greeting never ends.
         server.answers()
-        # The time limit for the handshake ends these connections.
+        # The time limit for handshakes closes these connections.
         for each in silent:
             each.settimeout(30)
             while each.recv(4096):
@@ -247,7 +247,7 @@ async def take_snapshots(endpoint: str, role: Role, number: int) -> None:
 
 
 def settled(server: Server, least: int) -> int:
-    """Wait until more than `least` answers are lost and their number no longer grows. Return the number."""
+    """Wait until more than `least` answers are lost and the number no longer grows. Return that number."""
     lost: list[int] = []
 
     def still() -> bool:
@@ -260,7 +260,7 @@ def settled(server: Server, least: int) -> int:
 
 @pytest.mark.parametrize("role", [Role.OBSERVER, Role.SERVICE])
 def test_large_unread_answers_are_bounded_in_bytes_and_others_get_their_answers(server: Server, role: Role) -> None:
-    """Of 1,500 answers of 200 kB each to one peer, a bounded number of bytes is kept; the rest is lost."""
+    """Of 1,500 answers to one peer, 200 kB each, only a bounded number of bytes is kept. The other answers are lost."""
     bound = (GUEST_BYTES if role is Role.OBSERVER else SERVICE_BYTES) + CACHED_REPLY_BYTES
     with asking_in_thread(server.tcp) as ask:
         asyncio.run(take_snapshots(server.tcp, Role.SERVICE, 64))
@@ -292,14 +292,14 @@ def test_connections_of_one_observer_share_a_limit_of_unread_bytes_and_others_ge
         asyncio.run(take_snapshots(server.tcp, Role.OPERATOR, 8))
         asyncio.run(take_snapshots(server.tcp.replace("tcp://", "tcp://127.0.0.2:0;"), Role.OBSERVER, 8))
         assert server.counts()["lost_replies"] == lost
-    # Closed connections no longer count.
+    # Closed connections are no longer counted.
     until(lambda: asyncio.run(take_snapshots(server.tcp, Role.OBSERVER, 8)) is None)
 
 
 @pytest.mark.parametrize("role", [Role.OBSERVER, Role.SERVICE])
 def test_a_body_is_not_decoded_if_its_sender_may_not_send_it_or_no_handler_takes_it(server: Server, role: Role) -> None:
-    """The message holds 8 MiB of empty lists, which would be half a gigabyte of objects. An observer may not send it,
-    and the mailbox has no handler for it."""
+    """The message holds 8 MiB of empty lists. Decoded, they would be half a gigabyte of objects. An observer may not
+    send it, and the mailbox has no handler for it."""
     head = b"\x82\xa5files\x90\xa6places"
     lists = (8 << 20) - len(head) - 5
     body = head + b"\xdd" + lists.to_bytes(4, "big") + b"\x90" * lists
@@ -328,18 +328,18 @@ def test_large_invalid_messages_in_a_row_do_not_accumulate(server: Server) -> No
         assert server.rss_bytes() - before < 3 * GROWTH_BYTES
 
 
-def test_a_message_without_end_loses_its_connection_before_it_fills_the_memory(server: Server) -> None:
+def test_an_endless_message_loses_its_connection_before_it_fills_the_memory(server: Server) -> None:
     piece = os.urandom(1 << 20)
     before, most = server.rss_bytes(), server.most_rss_bytes()
     with raw_dealer(server.tcp, Role.OBSERVER) as peer:
-        peer.send_multipart([piece] * 1024, copy=False)  # libzmq sends nothing before it has the last frame.
+        peer.send_multipart([piece] * 1024, copy=False)  # libzmq sends nothing until it has the last frame.
         until(lambda: server.counts()["ended_connections"] >= 1)
         server.answers()
     assert server.most_rss_bytes() - most < 3 * GROWTH_BYTES
     until(lambda: server.rss_bytes() - before < GROWTH_BYTES)
 
 
-def test_connections_over_the_limit_are_closed_at_once_and_the_others_stay(server: Server) -> None:
+def test_connections_over_the_limit_are_closed_at_once_and_the_others_stay_open(server: Server) -> None:
     with asking_in_thread(server.tcp) as ask, ExitStack() as stack:
         ask()
         for _ in range(MOST_CONNECTIONS + 50):
@@ -349,8 +349,8 @@ def test_connections_over_the_limit_are_closed_at_once_and_the_others_stay(serve
 
 
 def test_a_service_with_few_descriptors_accepts_new_peers_however_many_strangers_connect(tmp_path: Path) -> None:
-    """libzmq aborts a process that has no descriptor left when a peer connects over ipc. Here strangers without a key
-    try to use up the descriptors.
+    """libzmq aborts a process that has no descriptor left when a peer connects over ipc. In this test, strangers
+    without a key try to use up the descriptors.
     """
     raise_descriptor_limit()
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
@@ -385,8 +385,8 @@ def test_a_service_with_few_descriptors_accepts_new_peers_however_many_strangers
 
 def test_a_connection_that_cannot_be_watched_for_lack_of_descriptors_is_closed_and_counted(server: Server) -> None:
     process = psutil.Process(server.process.pid)
-    # While more than its two listening sockets have an address, the server is still closing connections, which frees
-    # descriptors.
+    # While any sockets other than its two listening sockets have an address, the server is still closing connections,
+    # which frees descriptors.
     until(lambda: sum(bool(each.laddr) for each in process.net_connections("all")) == 2)
     open_ones = {int(name) for name in os.listdir(f"/proc/{server.process.pid}/fd")}
     free = next(number for number in range(len(open_ones) + 1) if number not in open_ones)

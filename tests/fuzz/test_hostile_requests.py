@@ -1,5 +1,5 @@
 """A peer that holds the service key sends well-formed requests with hostile values to live services. Each request is
-answered, or refused with a reason; no service dies, shows a defect or grows."""
+answered, or refused with a reason. No service dies, shows a defect or grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks a whole run: peers misbehave in several ways at the mailbox of every process. No process dies, each
+"""Attacks a whole run: peers misbehave in several ways at the mailbox of every process. No process dies, each process
 counts the offences and ignores repeat offenders, and training continues."""
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ PROCESSES = (
     "policy-trainer-worker/1", "supervisor",
 )  # fmt: skip
 ORDERS = (FinishRun, StopRun, RestartService, DrainService, ScaleService, KillInstance, GetWorkerState)
-"""Requests that the attack leaves out, because any peer with a service's key may send them and they would end processes
-or replace a driver."""
+"""Requests that the attack leaves out, because any peer with a service's key may send them, and they would stop
+processes or replace a driver."""
 SILENT = 40
 LIFE = 4711
 ANSWER_S = 30.0
@@ -155,7 +155,7 @@ def send_garbage_until_unheard(context: zmq.Context[zmq.Socket[bytes]], endpoint
 
 
 def send_what_is_too_large(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-    """Check that one frame over the limit ends the connection, and that many smaller ones are not kept."""
+    """Check that one frame over the limit ends the connection, and that many smaller frames are not kept."""
     with dealer(context, endpoint, SNDHWM=2) as peer:
         peer.send_multipart([header(Ping.TYPE, b""), bytes(CONTROL.total_bytes + 1)])
     with dealer(context, endpoint) as peer:
@@ -197,7 +197,7 @@ async def send_hostile_values(clients: dict[str, Client], requests: int) -> list
     async def one(name: str, kind: type[Message]) -> None:
         body = attacker.body(kind)
         if isinstance(body, Meet) and body.rank in (0, 1):
-            return  # With a service's key, the peer counts as a restarted rank, for which the group is formed again.
+            return  # A peer with a service's key counts as a restarted rank, so the group would be formed again.
         defect = await sent(body, clients[name], outcomes, deadline_s=2.0)
         if defect:
             defects.add(f"{name}: {defect}")

@@ -1,6 +1,7 @@
-"""Damaged files, bulk messages and streams raise WireError or yield consistent values, and take up little memory.
+"""Tests that damaged files, bulk messages and streams raise WireError or yield consistent values, and take up little
+memory.
 
-The checksums of damaged data are made valid again, because otherwise only checksums would be tested.
+The checksums of damaged data are made valid again, because otherwise only the checksums would be tested.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KEYS = 16
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Flip bits, replace numbers, remove or insert bytes."""
+    """Flip bits, replace numbers, or remove or insert bytes."""
     made = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(made))

@@ -1,4 +1,4 @@
-"""Damaged messages raise WireError or decode to a valid message, and take up little memory."""
+"""Tests that damaged messages raise WireError or decode to a valid message, and take up little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the API for users' code, from the docstrings: `python -m tests.golden.api_reference`."""
+"""Writes docs/api.md, the API reference for users, from the docstrings: `python -m tests.golden.api_reference`."""
 
 from __future__ import annotations
 

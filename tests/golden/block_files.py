@@ -18,7 +18,7 @@ Tasks = list[tuple[str, int, dict[str, Array]]]
 
 @dataclass(frozen=True)
 class BlockFile:
-    """The tasks of a file as (task id, fence, shards by key)."""
+    """The tasks in a file, each as (task id, fence, shards by key)."""
 
     name: str
     purpose: str
@@ -46,7 +46,7 @@ def _samples(lengths: list[int], first: int) -> dict[str, Array]:
 
 
 def block_files() -> list[BlockFile]:
-    """Return all files, in the order of the index."""
+    """Return all golden block files, in the order of the index."""
     longer = _samples([3, 0, 2], first=10)
     return [
         BlockFile(

@@ -104,7 +104,7 @@ ROUTES = {
     "Telemetry": ("every service", "monitor (mailbox, one way)"),
     "Update": ("monitor", "subscribers (PUB, one way)"),
 }
-"""Senders and receivers by request or one-way message. Replies travel in the opposite direction."""
+"""The sender and the receiver of each request or one-way message. Replies travel in the opposite direction."""
 
 MODULES = {
     common: "Every process",
@@ -120,7 +120,7 @@ MODULES = {
     transfer: "Weights over collectives",
     telemetry: "Status and telemetry",
 }
-"""Titles by module of proto/messages, in the order of the catalogue."""
+"""The title for each module of proto/messages, in the order of the catalogue."""
 
 SHARED = {
     "service": "name of a service, such as `batch-store`",
@@ -136,7 +136,7 @@ SHARED = {
     "step": "number of the training step",
     "seconds": "duration of the call on the worker",
 }
-"""Meanings by field, for classes that do not state them."""
+"""The meaning of each field, for classes that do not state it."""
 
 VALUES = {
     tasks.Outcome: "Values of `TaskResult.outcome`",

@@ -1,6 +1,7 @@
 """Writes services/exporter/names.json from docs/metrics.md and docs/telemetry.md: `python -m tests.golden.metric_help`.
 
-The file gives Prometheus the meanings and units that the documents state, even if the documents are not installed.
+Through this file, Prometheus gets the meanings and units that the documents state, even if the documents are not
+installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A client on another host, written from proto/SPEC.md alone, which streams a shard. It uses the client in stranger.py.
+"""A client on another host, written from proto/SPEC.md alone, that streams a shard. It uses the client in stranger.py.
 
     python tests/golden/stranger_streams.py ACCESS_FILE TASK FENCE KEY FILE.npy
 
@@ -53,7 +53,7 @@ def bulk_line(endpoint):
 
 
 def stream(store, task, fence, key):
-    """Open a line and a stream, then read one range after the other (section 11)."""
+    """Open a line and a stream, then read one range after another (section 11)."""
     opened = store.ask(78, 77)
     name, secret = bytes.fromhex(opened["line_id"]), bytes.fromhex(opened["secret"])
     (line, ranges) = bulk_line(opened["endpoint"])

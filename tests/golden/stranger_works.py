@@ -1,9 +1,9 @@
-"""A rollout service, written from proto/SPEC.md alone, which does the work of one task. It uses the client in
+"""A rollout service, written from proto/SPEC.md alone, that does the work of one task. It uses the client in
 stranger.py.
 
     python tests/golden/stranger_works.py RUN_DIR OUT.json
 
-The program writes the id and fence of the task into OUT.json. Numbers in comments are sections of SPEC.md.
+The program writes the id and the fence of the task to OUT.json. Numbers in comments are sections of SPEC.md.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Checks the documents: links lead to existing targets, commands exist, and the README is short."""
+"""Checks the documents: links have existing targets, commands exist, and the README is short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "proto" 
 README_WORDS = 1200
 PRODUCT = ("services", "shared")
 PATHS = "scheduler|weights|cluster|monitor"
-"""Alternatives for the first part of topics that consist of several parts."""
+"""Possible first parts of a topic that consists of several parts."""
 
 
 def name(path: Path) -> str:

@@ -24,7 +24,7 @@ KEYS = {re.sub(r"\[\]", "", each) for each in re.findall(r"^\| `([^`]+)`", topol
 FREE = ("params", "engine_args")
 """Last parts of the keys whose value is a mapping with arbitrary keys."""
 SECTIONS = {key.partition(".")[0] for key in KEYS}
-# Words of this form that are not topology keys, such as file names.
+# Words that look like topology keys but are not, such as file names.
 OTHER = re.compile(r"\.(py|md|yaml|jsonl|sqlite|json|log|txt|html|gz|csv|svg|h|c)$|^(run\.name|data\.copies)$")
 
 

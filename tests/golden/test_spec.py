@@ -61,7 +61,7 @@ NUMBERS = {
     "troubles in a heartbeat": str(plausible.MOST_TROUBLES),
     "requests in progress in a mailbox": str(mailbox.MAX_RUNNING),
     "`retry_after_s` of a mailbox with too many requests in progress": seconds(mailbox.BUSY_S),
-    "bytes without one whole message": size(connections.UNSEEN_BYTES),
+    "bytes received without one whole message": size(connections.UNSEEN_BYTES),
     "strikes that lead to quarantine": str(offenders.STRIKES),
     "time within which strikes count": seconds(offenders.WINDOW_S),
     "duration of a quarantine": seconds(offenders.QUARANTINE_S),
@@ -79,14 +79,14 @@ NUMBERS = {
     "time for a line to be connected": seconds(stream_server.UNCLAIMED_S),
     "streams of a store": str(stream_server.MAX_STREAMS),
     "tasks of a stream": str(store_server.MAX_STREAM_TASKS),
-    "missing shards that are looked for": str(excerpt.MAX_NAMED),
+    "missing shards that a store looks for": str(excerpt.MAX_NAMED),
     "time without requests or sends after which a stream ends": seconds(stream_server.STREAM_IDLE_S),
     "requests for one stream after mismatches": str(stream.CORRUPT_TRIES),
     "connections of a store": str(stream_places.MOST),
     "time for a HELLO": seconds(stream_places.PROVE_S),
     "time without requests or reads after which a connection ends": seconds(stream_places.IDLE_S),
-    "bytes of a connection that wait to be sent": size(stream_server.READER_BYTES),
-    "ranges of a connection that wait to be sent": str(stream_server.READER_RANGES),
+    "bytes waiting to be sent on a connection": size(stream_server.READER_BYTES),
+    "ranges waiting to be sent on a connection": str(stream_server.READER_RANGES),
 }
 """Expected table of section 13."""
 

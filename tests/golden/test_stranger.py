@@ -39,7 +39,8 @@ LINES = 100
 
 
 def stranger(program: str, *arguments: str) -> None:
-    """Run a program from this folder in a different working directory and without this process's environment (-I)."""
+    """Run a program from this folder in a different working directory, isolated from this process's Python environment
+    (-I)."""
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv = {[program, *arguments]!r}; "
         f"runpy.run_path({str(FOLDER / program)!r}, run_name='__main__')"
@@ -52,10 +53,10 @@ def stranger(program: str, *arguments: str) -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Shards, by key, that passed between a stranger's rollout, our reference and a stranger's readers."""
+    """Shards that passed between a stranger's rollout, our reference and a stranger's readers."""
 
     put_by_stranger: dict[str, Array]
-    """Shards that our reference read, from the task that the stranger completed."""
+    """Shards, by key, that our reference read from the task that the stranger completed."""
     put_by_ours: Array
     """Log-probs that the reference put."""
     mapped: Array
@@ -69,7 +70,8 @@ class Exchange:
 def exchange(tmp_path_factory: pytest.TempPathFactory) -> Exchange:
     folder = tmp_path_factory.mktemp("stranger")
     run = make_run(folder, store="memory: 64MiB")
-    # The strangers are new processes, which a busy machine may start slowly, and nothing renews the leases meanwhile.
+    # The strangers are new processes, which may start slowly on a busy machine, and nothing renews the leases in the
+    # meantime.
     run.topology.write_text(run.topology.read_text().replace("lease_s: 2}", "lease_s: 60}"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         scheduler = f"tcp://127.0.0.1:{free.getsockname()[1]}"

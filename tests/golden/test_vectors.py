@@ -1,4 +1,4 @@
-"""The stored vectors and this implementation agree byte for byte in both directions."""
+"""Tests that the stored vectors and this implementation agree byte for byte in both directions."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def values_of(hint: Any) -> list[str]:
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return the default of a field, written as in a topology. The string is empty if there is no default or the
-    description states it."""
+    """Return the default of a field, written as in a topology. The string is empty if there is no default, or if the
+    description states the default."""
     if field.is_required():
         return "*required*"
     if "default" in (field.description or ""):

@@ -1,9 +1,9 @@
-"""Makes the golden byte vectors in proto/golden/: `python -m tests.golden.vectors`.
+"""Writes the golden byte vectors in proto/golden/: `python -m tests.golden.vectors`.
 
 Vectors change only together with the version of the protocol, so do not run this to hide a change to the wire format.
 Each vector is a file with the frames of one message, one after the other, and an entry in index.json with the sizes of
-the frames and all values in plain JSON, so that another implementation can check itself without this code. Block files
-have their values in files.json; refused.json has messages that a mailbox refuses.
+the frames and all values in plain JSON, so that another implementation can check itself without this code. files.json
+holds the values of the block files, and refused.json holds messages that a mailbox refuses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flips bits of shards at rest, in a store's files. Asserts nothing."""
+"""Flips bits of stored shards, in a store's files. Asserts nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that passes a relayed version on with one wrong bit: `python -m tests.integration.damaging_store --run D`."""
+"""A store that relays a version with one wrong bit: `python -m tests.integration.damaging_store --run D`."""
 
 from __future__ import annotations
 

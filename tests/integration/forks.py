@@ -1,4 +1,4 @@
-"""Starts services that need torch as forks of one spare process for each test session, because imports take seconds."""
+"""Starts services that need torch as forks of one spare process per test session, because imports take seconds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Fork:
 
 
 def forked(module: str, *arguments: str, output: IO[bytes] | None = None) -> Fork:
-    """Return a fork that runs `python -m module arguments` in the repository. Without `output`, its output is lost."""
+    """Return a fork that runs `python -m module arguments` in the repository. Without `output`, its output is
+    discarded."""
     ours, theirs = socket.socketpair()
     sink = output.fileno() if output is not None else os.open(os.devnull, os.O_WRONLY)
     # This process is a subreaper only during the fork. Otherwise every orphan of the tests would become its child.
@@ -81,7 +82,7 @@ def forked(module: str, *arguments: str, output: IO[bytes] | None = None) -> For
 
 @functools.cache
 def _spare() -> socket.socket:
-    """Start this process's spare. Return the socket through which it takes orders."""
+    """Start this process's spare. Return the socket through which it receives orders."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(

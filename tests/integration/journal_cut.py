@@ -1,4 +1,5 @@
-"""Simulates a power cut: the log of a journal ends anywhere after the part that SQLite has synced. Asserts nothing."""
+"""Simulates a power cut by truncating the log of a journal anywhere after the part that SQLite has synced. Asserts
+nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ it copies, so a power cut does not lose any of these frames."""
 
 def cut(journal: Path, chance: random.Random, least: float = 0.0, most: float = 1.0) -> bool:
     """Cut the log of a journal that no process has open. Of the frames that have not yet been copied into the database,
-    a share between `least` and `most` is removed.
+    a fraction between `least` and `most` is removed.
 
     If all frames have been copied, change nothing and return False.
     """
@@ -44,7 +45,7 @@ def can_be_cut(journal: Path) -> bool:
 
 def reaches_its_mark(journal: Path) -> bool:
     """Return whether the journal still holds the commit that its mark names. A kill can hit between a commit and its
-    mark. The loss of such a commit cannot be noticed, because nobody was told of it."""
+    mark. Nobody notices the loss of such a commit, because nobody was told of it."""
     with tempfile.TemporaryDirectory() as folder:
         for file in journal.parent.glob(f"{journal.name}*"):
             shutil.copy(file, folder)

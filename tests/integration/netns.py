@@ -89,7 +89,7 @@ def _tun(name: str) -> int:
 
 @contextmanager
 def two_hosts(delay_s: float = 0.0) -> Iterator[Sequence[Host]]:
-    """Create two hosts for one test. With `delay_s`, every packet between them arrives that much later."""
+    """Create two hosts for one test. Every packet between them arrives `delay_s` seconds late."""
     _check()
     number = os.getpid() % 65536
     network = f"10.{200 + number // 16384}.{number // 64 % 256}"

@@ -31,7 +31,7 @@ SMALL = (
 )
 """Settings with four blocks and two updates per step, and all kinds of shards."""
 _LIVE = ("time/", "throughput/", "store/", "gc/", "sync/sent")
-"""Metrics that depend on time, the machine and the route of the weights; all others depend only on the training."""
+"""Metrics that depend on the time, the machine or the route of the weights; all others depend only on the training."""
 LIMIT_S = 400.0
 
 
@@ -88,7 +88,7 @@ def unread(run: Cluster) -> Callable[[str], bool]:
     """Return a predicate that is true for tasks that have been scored but are not yet in any step.
 
     A worker that is stopped in the meantime has not read the shards of such a task, and the reference has finished with
-    them. No process is therefore between verifying and using a shard, where a flipped bit would not be detected.
+    them. So no process can be between verifying such a shard and using it, when a flipped bit would go undetected.
     """
     journaled = {task_id for _, names in run.journaled_steps().values() for task_id in names}
     fences: dict[str, dict[str, int]] = {"token_ids": {}, "ref_logprobs": {}}
@@ -105,7 +105,7 @@ def losses(run: Cluster) -> int:
 
 
 def forks(run: Cluster) -> Counter[str]:
-    """Return, for each service, the number of its processes that were forks of a spare."""
+    """Return, for each service, the number of its processes that were forked from a spare."""
     log = [json.loads(line) for line in run.run.log_file("supervisor", 0).read_text().splitlines()]
     return Counter(line["name"].partition("/")[0] for line in log if line["event"] == "spare forked")
 

@@ -1,5 +1,6 @@
-"""A run whose stores relay weights: a scheduler and the trainer's store at home, and one store on each of the other
-hosts."""
+"""A run whose stores relay weights: the scheduler and the trainer's store on the home host, and one store on each other
+host.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ class RelayRun:
             yield peer.store
 
     async def held(self, host: int, version: PutTask = VERSION) -> Held:
-        """Make a host fetch a version, and return at once how much of it the host already has."""
+        """Make a host's store fetch a version, and return at once how much of it that store already has."""
         async with self.client(host) as client:
             return await client.call(Hold(task=version, origin=STORE), Held, deadline_s=WITHIN_S)
 
@@ -134,7 +135,7 @@ class RelayRun:
 def relay_run(
     folder: Path, hosts: Sequence[Host], *, memory: int = 256 << 20, scheduler: Sequence[str] = ("services.scheduler",)
 ) -> Iterator[RelayRun]:
-    """Start the scheduler and the store at home, which is the first host. The test starts the other stores.
+    """Start the scheduler and the store on the home host, the first one. The test starts the other stores.
 
     `scheduler` is the scheduler's module, followed by its arguments.
     """

@@ -17,7 +17,7 @@ QUEUE_S = 0.02
 
 
 class Unavailable(Exception):
-    """This machine cannot make network namespaces."""
+    """This machine cannot create network namespaces."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def limit(namespace: str, link: str, bytes_per_s: int) -> None:
 def star(count: int, bytes_per_s: int) -> Iterator[Sequence[Host]]:
     """Create `count` hosts, each with a link of `bytes_per_s` in each direction. Raises Unavailable.
 
-    The end of host i's link in the host's namespace is named `star0`.
+    In each host's namespace, the end of its link is named `star0`.
     """
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:

@@ -42,7 +42,9 @@ def ending(process: S) -> Iterator[S]:
 def make_run(
     folder: Path, *, memory: int, shm_root: Path = Path("/dev/shm"), spill: Path | None = None, spill_limit: int = 0
 ) -> RunDir:
-    """Make a run directory with a minimal topology whose store holds `memory` bytes and spills `spill_limit` more."""
+    """Make a run directory with a minimal topology whose store holds `memory` bytes and can spill `spill_limit`
+    more.
+    """
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))

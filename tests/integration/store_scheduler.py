@@ -1,4 +1,6 @@
-"""A real store and a real scheduler with workers and a driver that put real shards, without a model or torch."""
+"""A real store and a real scheduler with workers and a driver that put real shards into the store, without a model or
+torch.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ class Process:
 
 
 def ask_again(error: RpcError) -> None:
-    """Return if a long poll found nothing, so that the caller repeats it; raise any other refusal."""
+    """Return normally if a long poll found nothing, so that the caller repeats it; raise any other refusal."""
     if error.code not in (ErrorCode.NOT_READY, ErrorCode.DEADLINE):
         raise error
 
@@ -203,7 +205,7 @@ class Actor:
         return grant
 
     async def make(self, grant: LeaseGrant) -> list[TaskResult]:
-        """Put the stage's shards for every task of the grant, and return the results of the tasks."""
+        """Put the stage's shards for every task of the grant into the store, and return the results of the tasks."""
         if grant.stage == "rollout":
             made = [rollout_shards(task) for task in grant.batch.tasks]
         else:
@@ -287,7 +289,7 @@ class DriverActor(Actor):
         await self.ask(PublishWeights(driver=self.life, ref=ref), Ack)
 
     async def train(self, step: int) -> StepBatch:
-        """Read the whole batch, put proximal log-probs, commit the step and publish a version."""
+        """Read the whole batch, put proximal log-probs into the store, commit the step and publish a version."""
         batch: StepBatch = await self.ask(NextBatch(driver=self.life, step=step), StepBatch)
         found = await self.data.fetch(batch.batch, ["token_ids", "ref_logprobs"], deadline_s=PUT_S)
         # The step is replayed, as if a driver (incarnation 0) had died after its forward pass.
@@ -298,7 +300,9 @@ class DriverActor(Actor):
         return batch
 
     async def put_prox(self, batch: StepBatch, tokens: Sequence[int], life: int) -> None:
-        """Put the shards that the trainer's forward pass produces in a step driven by incarnation `life`."""
+        """Put into the store the shards that the trainer's forward pass produces in a step driven by incarnation
+        `life`.
+        """
         key = f"prox_logprobs:{life:x}-{batch.step}"
         shards = [
             TaskShards(task.task_id, task.fence, {key: np.full(size, life % 1000, np.float32)})

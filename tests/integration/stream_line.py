@@ -1,4 +1,4 @@
-"""Network links between a reader and a store. They are slow, they break, or they change data. All sockets are real."""
+"""Network links between a reader and a store. These links are slow, break, or change data. All sockets are real."""
 
 from __future__ import annotations
 
@@ -176,7 +176,9 @@ class Meddler:
                 line.shutdown(socket.SHUT_RDWR)
 
     def _up(self, front: socket.socket, back: socket.socket) -> None:
-        """Pass on the reader's messages. Its hello is followed by a tag if the link is encrypted, else by a message."""
+        """Pass on the reader's messages. The reader's hello is followed by a tag if the link is encrypted, else by a
+        message.
+        """
         began = b""
         hello_bytes = bulk.HEAD_BYTES + bulk.LINE_ID_BYTES
         while data := front.recv(1 << 16):

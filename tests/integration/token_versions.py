@@ -1,4 +1,4 @@
-"""Reads token versions from a run's shards before the run ends, because the store ends with the run. Asserts
+"""Reads token versions from a run's shards before the run ends, because the store stops when the run ends. Asserts
 nothing."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TokenVersions:
         self.of: dict[tuple[str, int], list[Array]] = {}
 
     def read_to_the_end(self, steps: int) -> None:
-        """Read until the run has written its last row, then wait for its successful end."""
+        """Read until the run has written its last row, then wait for it to end successfully."""
 
         def ended() -> bool:
             if len(self._run.rows()) >= steps or self._run.process.poll() is not None:

@@ -44,7 +44,8 @@ class Hosts:
     def queue_in_the_switch(self, bytes_per_s: int, queue_bytes: int) -> None:
         """Shape the link towards the reader; packets that find the queue full are lost.
 
-        A queue on the store's host would make senders wait without loss, so the first stream would keep the link.
+        A queue on the store's host would make senders wait without loss, so the first stream would keep the link to
+        itself.
         """
         shape = f"root tbf rate {8 * bytes_per_s} burst 64kb limit {queue_bytes}"
         command(*inside(self.switch), "tc", "qdisc", "add", "dev", "rlb3", *shape.split())

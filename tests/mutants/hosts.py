@@ -20,7 +20,7 @@ HOSTS = [
         "tests/unit/launch/test_supervisor_server.py::test_supervisor_confirms_the_death_of_only_its_own_processes",
     ),
     Mutation(
-        "a process whose end was not observed never counts as ended",
+        "a process whose exit was not observed never counts as having exited",
         SCHEDULER,
         "return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S",
         "return known is None or known.incarnation != incarnation",
@@ -34,7 +34,7 @@ HOSTS = [
         f"{STORES}::test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_are_sampled_again",
     ),
     Mutation(
-        "the trainer puts into the store of the first host by name",
+        "the trainer puts data into the store of the first host by name",
         "shared/topology/schema.py",
         "return [self.home, *sorted({*named, *self.placement.hosts} - {self.home})]",
         'return sorted({self.home, *named, *self.placement.hosts}, key=lambda host: host or "")',
@@ -55,7 +55,7 @@ HOSTS = [
         f"{STORES}::test_a_store_that_returns_after_its_host_was_lost_is_not_registered_again",
     ),
     Mutation(
-        "the processes of a lost host stay there",
+        "the processes of a lost host are not moved to another host",
         BOOK,
         """        effects.append(Told(f"host {name} is lost: {cause}"))
         self._place_homeless(effects)""",
@@ -147,7 +147,7 @@ HOSTS = [
         "services/scheduler/stores.py",
         "for each in run.registry.on_host(host) if each[0] == STORE)",
         "for each in run.registry.on_host(host) if False)",
-        f"{STORES}::test_log_probs_from_ranks_on_two_hosts_count_in_the_stores_of_both",
+        f"{STORES}::test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both",
     ),
     Mutation(
         "ranks alternate between hosts",
@@ -155,7 +155,7 @@ HOSTS = [
         "blocks = [copy * spread + rank * spread // ranks for",
         "blocks = [copy * spread + rank % spread for",
         "tests/unit/shared/topology/test_topology.py::"
-        "test_copies_alternate_between_hosts_and_ranks_of_one_copy_are_divided_in_blocks",
+        "test_copies_alternate_between_hosts_and_ranks_of_one_copy_are_divided_into_blocks",
     ),
     Mutation(
         "tensor-parallel ranks are on two hosts",

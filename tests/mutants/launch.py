@@ -20,7 +20,7 @@ LAUNCHER = [
         f"{SWEEP}::test_sweep_removes_only_runs_that_no_process_holds",
     ),
     Mutation(
-        "folders are not locked while they are made",
+        "folders are not locked while they are created",
         RUN_DIR,
         "    fcntl.flock(descriptor, fcntl.LOCK_SH)\n    return descriptor",
         "    return descriptor",
@@ -34,7 +34,7 @@ LAUNCHER = [
         f"{INTERRUPTED}::test_nohup_keeps_a_run_alive_when_its_terminal_closes",
     ),
     Mutation(
-        "signals have their default action after the loop",
+        "signals revert to their default action after the loop",
         INTERRUPTS,
         "signal.signal(number, signal.SIG_IGN)",
         "signal.signal(number, signal.SIG_DFL)",

@@ -10,11 +10,11 @@ DRAWN = "tests/unit/launch/terminal/test_drawing.py"
 
 OBSERVING = [
     Mutation(
-        "curves keep the steps that were taken back",
+        "curves keep the steps that were rolled back",
         CURVES,
         "                curve.cut(step)\n",
         "                curve.cut(math.inf)\n",
-        f"{VIEW}::test_curves_replace_the_points_that_the_run_takes_back",
+        f"{VIEW}::test_curves_replace_the_points_that_the_run_rolls_back",
     ),
     Mutation(
         "a silent process is shown as healthy",
@@ -28,7 +28,7 @@ OBSERVING = [
         "launch/terminal/panes.py",
         "key=lambda each: not each.waits):",
         "key=lambda each: each.waits):",
-        f"{DRAWN}::test_the_lane_of_a_process_draws_work_on_top_of_waits",
+        f"{DRAWN}::test_the_lane_of_a_process_shows_work_on_top_of_waits",
     ),
     Mutation(
         "escape codes in a sample reach the terminal",

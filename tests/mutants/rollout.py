@@ -28,7 +28,7 @@ ROLLOUT = [
         f"{WEIGHTS}::test_an_update_that_never_reaches_one_parameter_fails_the_drill",
     ),
     Mutation(
-        "a version counts as held before its canary matched",
+        "a version counts as held before its canary has matched",
         SYNC,
         "        error = await self._prove(ref.canary, self._tolerance",
         "        self.holds = Version(ref.lineage, ref.step)\n"

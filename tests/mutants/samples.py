@@ -21,25 +21,25 @@ SAMPLES = [
         f"{DUE}::test_a_filtered_task_is_cleared_only_after_the_recorder_has_taken_it",
     ),
     Mutation(
-        "the scheduler waits for a recorder that is away",
+        "the scheduler waits for a recorder that is absent",
         STATE,
         "if silent or self._now - self._held_since[key] > HOLD_S]",
         "if False]",
         f"{DUE}::test_the_scheduler_does_not_wait_for_a_recorder_that_is_away",
     ),
     Mutation(
-        "tasks that wait for the recorder take up the room of others",
+        "tasks that wait for the recorder take up the space of others",
         COLLECTION,
         "excess = run.records.held_bytes - room if run.plan.task_bytes else 0",
         "excess = 0",
         f"{DUE}::test_the_oldest_tasks_are_released_when_they_take_up_room_that_others_need",
     ),
     Mutation(
-        "due samples of steps that were taken back are recorded",
+        "due samples of steps that were rolled back are recorded",
         COLLECTION,
         "for task_id, due in records.due.items() if due.step > step]",
         "for task_id, due in records.due.items() if False]",
-        f"{DUE}::test_samples_of_steps_taken_back_are_not_due_and_the_recorder_is_told_once_to_discard_them",
+        f"{DUE}::test_samples_of_rolled_back_steps_are_not_due_and_the_recorder_is_told_once_to_discard_them",
     ),
     Mutation(
         "a task is written twice",
@@ -53,7 +53,7 @@ SAMPLES = [
         FILES,
         " or self._lineage(path) > lineage:",
         ":",
-        f"{WRITTEN}::test_samples_of_steps_taken_back_are_moved_away_and_those_of_repeated_steps_stay",
+        f"{WRITTEN}::test_samples_of_rolled_back_steps_are_moved_away_and_those_of_repeated_steps_are_kept",
     ),
     Mutation(
         "the text of a sample has no size limit",

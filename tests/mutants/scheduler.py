@@ -33,7 +33,7 @@ SCHEDULER = [
         f"{LEASES}::test_a_result_counts_only_under_the_lease_that_holds_its_task",
     ),
     Mutation(
-        "a completion is accepted from another life of its holder",
+        "a completion is accepted from another life of the lease holder",
         COMPLETING,
         "if lease is not None and lease.incarnation != request.incarnation:",
         "if False:",
@@ -68,7 +68,7 @@ SCHEDULER = [
         f"{LEASES}::test_a_repeated_result_is_a_no_op_and_a_different_result_is_a_conflict",
     ),
     Mutation(
-        "a group of one survivor is trained on",
+        "a group with only one survivor is trained on",
         COMPLETING,
         "result.samples < min(2, run.plan.group_size)",
         "result.samples < 1",
@@ -128,7 +128,7 @@ SCHEDULER = [
         "services/scheduler/versions.py",
         "            and version not in named\n",
         "",
-        f"{COLLECTED}::test_a_version_is_collected_when_no_lease_and_no_evaluation_names_it",
+        f"{COLLECTED}::test_a_version_is_collected_when_no_lease_and_no_evaluation_refers_to_it",
     ),
     Mutation(
         "a block spans two steps",
@@ -187,14 +187,14 @@ SCHEDULER = [
         f"{STORES}::test_a_clear_is_sent_to_the_stores_that_hold_the_task_and_waits_only_for_them",
     ),
     Mutation(
-        "room in one store is counted for another",
+        "free space in one store is counted for another",
         "services/scheduler/stores.py",
         "free = min(",
         "free = max(",
         f"{STORES}::test_a_task_is_admitted_only_if_every_store_could_hold_it",
     ),
     Mutation(
-        "a change of the state is not journaled",
+        "a change to the state is not journaled",
         "services/scheduler/state.py",
         "self._answer(asked, self._durable(request) or Ack())",
         "self._answer(asked, self.run.apply(request) or Ack())",
@@ -340,7 +340,7 @@ SCHEDULER = [
         f"{DAMAGE}::test_a_kill_between_commit_and_mark_loses_nothing",
     ),
     Mutation(
-        "tasks admitted after the loss of the journal's end get fences that stores may know",
+        "tasks admitted after the loss of the journal's end get fences that stores may already know",
         "services/scheduler/tasks.py",
         "fence = max(fence, self.least_fence)",
         "fence = max(fence, 1)",
@@ -365,6 +365,6 @@ SCHEDULER = [
         "services/scheduler/store_loss.py",
         "step = min(max(run.checkpoint_step, 0), event.agreed)",
         "step = max(run.checkpoint_step, 0)",
-        f"{LOST_END}::test_steps_whose_rows_are_from_another_history_are_also_taken_back",
+        f"{LOST_END}::test_steps_whose_rows_are_from_another_history_are_also_rolled_back",
     ),
 ]

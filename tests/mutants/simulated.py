@@ -15,14 +15,14 @@ WORKER = "services/policy_trainer/worker"
 
 _ALSO = frozenset(
     {
-        "a completion is accepted from another life of its holder",
+        "a completion is accepted from another life of the lease holder",
         "a retried lease request is given a second lease",
         "admission goes one step further than staleness allows",
         "a task may be sampled with a version that is one step too old",
         "a step that is requested again gets different tasks",
         "tasks are collected before the oldest kept checkpoint covers them",
         "reconciliation clears leased or accepted shards",
-        "a change of the state is not journaled",
+        "a change to the state is not journaled",
         "a reply is sent before its decision is in the journal",
         "a retry of an answered request is executed again",
         "a retry of a request in progress is executed concurrently",

@@ -167,7 +167,7 @@ STORE = [
         f"{WIRE}::test_sealed_messages_open_in_order_and_never_share_a_nonce",
     ),
     Mutation(
-        "both directions of a connection share their keys",
+        "both directions of a connection use the same keys",
         "shared/dataplane/bulk_seal.py",
         'b"rlbus bulk " + direction',
         'b"rlbus bulk "',

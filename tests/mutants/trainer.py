@@ -15,14 +15,14 @@ GRADIENTS = "tests/parity/test_gradients_torch.py"
 
 TRAINER = [
     Mutation(
-        "token_mean divides by the longest sample instead of all tokens",
+        "token_mean divides by the length of the longest sample instead of the number of tokens",
         "services/policy_trainer/token_weights.py",
         "filled / max(counts.sum(), 1.0)",
         "filled / max(counts.max(), 1.0)",
         f"{NUMBERS}::test_token_weights_follow_the_table",
     ),
     Mutation(
-        "each rank divides by its own tokens",
+        "each rank divides by its own number of tokens",
         "shared/batch.py",
         "return [self.take(sorted(indices)) for indices in chunks]",
         "return [each.with_scalars({name: values * (count if name == 'weights' else 1) "
@@ -114,14 +114,14 @@ TRAINER = [
         f"{GRADIENTS}::test_gradients_are_the_same_at_every_micro_batch_size",
     ),
     Mutation(
-        "an update is made from a gradient that is not finite",
+        "an update uses a gradient that is not finite",
         f"{WORKER}/backend_torch.py",
         "if not math.isfinite(grad_norm):",
         "if False:",
         f"{STATE}::test_a_non_finite_gradient_changes_neither_weights_nor_optimizer_state",
     ),
     Mutation(
-        "the gradient of an update is left for the next",
+        "the gradient of one update is carried over into the next",
         f"{WORKER}/backend_torch.py",
         "        self._trained.write_back()\n        self.drop_gradients()\n",
         "        self._trained.write_back()\n",
@@ -139,7 +139,7 @@ TRAINER = [
         "services/policy_trainer/batch_checks.py",
         "wrong = ~np.isfinite(values)",
         "wrong = np.isinf(values)",
-        f"{NUMBERS}::test_a_non_finite_number_is_refused_and_its_task_named",
+        f"{NUMBERS}::test_a_non_finite_number_is_refused_and_its_task_is_named",
     ),
     Mutation(
         "an update runs while parts of its state are on the host",
@@ -153,14 +153,14 @@ TRAINER = [
         "shared/model/attention.py",
         "slots, nodes = np.unique(batch.scatter, return_index=True)",
         "slots, nodes = np.sort(batch.scatter), np.argsort(batch.scatter, kind='stable')",
-        f"{KERNELS}::test_packed_chains_are_described_to_the_kernel_as_the_padded_ones",
+        f"{KERNELS}::test_packed_chains_described_to_the_kernel_give_the_results_of_padded_ones",
     ),
     Mutation(
         "a sliding window is one token too long in packed chains",
         "shared/model/attention.py",
         "-1 if window is None else window - 1",
         "-1 if window is None else window",
-        f"{KERNELS}::test_packed_chains_are_described_to_the_kernel_as_the_padded_ones",
+        f"{KERNELS}::test_packed_chains_described_to_the_kernel_give_the_results_of_padded_ones",
     ),
     Mutation(
         "oneDNN keeps a kernel for every number of rows",
@@ -254,11 +254,11 @@ TRAINER = [
         f"{SNAPSHOTS}::test_the_snapshot_that_was_loaded_is_not_overwritten",
     ),
     Mutation(
-        "a snapshot of a step that was taken back is loaded",
+        "a snapshot of a step that was rolled back is loaded",
         "services/policy_trainer/resume.py",
         "each.lineage == info.lineage and each.step",
         "each.step",
-        f"{STATE}::test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_taken_back",
+        f"{STATE}::test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_rolled_back",
     ),
     Mutation(
         "a snapshot of a step that was never committed is loaded",

@@ -69,7 +69,7 @@ VIEWS = [
         f"{FAMILIES}::test_hostile_names_become_label_values_and_their_number_is_limited",
     ),
     Mutation(
-        "spans for a collector that is away are lost at once",
+        "spans for a collector that is unavailable are lost at once",
         "services/exporter/otlp.py",
         "self._queue.extendleft(reversed(batch))",
         "self.dropped += len(batch)",

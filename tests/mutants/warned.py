@@ -1,4 +1,4 @@
-"""Lists defects in the monitor's warnings: repetition, omission, rows that were taken back."""
+"""Lists defects in the monitor's warnings: repetition, omission, rows that were rolled back."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ WARNED = [
         f"{TOLD}::test_a_value_that_fluctuates_around_its_bound_is_reported_once",
     ),
     Mutation(
-        "rows that were taken back are noticed only by the size of the file",
+        "rolled-back rows are noticed only by the size of the file",
         "shared/followed_file.py",
         "restarted = self._was_cut(descriptor) and self._restart()",
         "restarted = os.fstat(descriptor).st_size < self._position and self._restart()",
         "tests/unit/shared/test_metrics_follower.py"
-        "::test_rows_that_the_scheduler_takes_back_are_noticed_even_if_the_file_has_grown_since",
+        "::test_rows_that_the_scheduler_rolls_back_are_noticed_even_if_the_file_has_grown_since",
     ),
     Mutation(
         "a reward that does not rise is never reported as flat",

@@ -1,4 +1,4 @@
-"""Lists defects in the page for browsers: access to it, and rows that are taken back."""
+"""Lists defects in the page for browsers: access to it, and rows that are rolled back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEB = [
         f"{GUARDED}::test_data_needs_the_token_if_one_is_set",
     ),
     Mutation(
-        "rows that were replaced by as many others stay in the curves",
+        "rows that were replaced by the same number of others remain in the curves",
         "shared/followed_file.py",
         "return os.pread(descriptor, len(self._newest), self._position - len(self._newest)) != self._newest",
         "return False",

@@ -31,7 +31,7 @@ PPO = LossSpec(
 GSPO = LossSpec(
     name="gspo", clip_low=0.05, clip_high=0.05, anchor="rollout", temperature=1.0, kl_estimator="k2", kl_coef=0.05
 )
-# The selection of tokens depends on whole sequences, of which each rank of a context group holds a part.
+# The selection of tokens depends on whole sequences, and each rank of a context group holds only a part of each.
 MASKED = LossSpec(
     name="cispo",
     clip_low=0.3,
@@ -62,8 +62,9 @@ SAPO = LossSpec(
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer batch. `flat` is the batch as workers join it; `owner` [S] assigns a rank (modulo dp) to each
-    sequence."""
+    """One optimizer batch. `flat` is the batch as workers concatenate it; `owner` [S] assigns a rank (modulo dp) to
+    each sequence.
+    """
 
     name: str
     spec: LossSpec

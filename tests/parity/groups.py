@@ -1,7 +1,7 @@
 """Runs one function on every rank of a real process group, with one process per rank.
 
 A function is named `module:function`, takes (place, folder) and writes its results to `<folder>/rank-<r>/...`. Ranks
-are forked from a server that has imported torch, transformers and megatron-core, which saves seven seconds per rank.
+are forked from a server that has imported torch, transformers and megatron-core. This saves seven seconds per rank.
 """
 
 from __future__ import annotations

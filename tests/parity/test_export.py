@@ -1,4 +1,4 @@
-"""The exports of every backend and layout are loaded and scored by transformers."""
+"""Tests that transformers can load and score the exports of every backend and layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.parity.test_megatron_gradients import TRAINING, back
 pytestmark = pytest.mark.timeout(300)
 
 LIMITS = {"float32": 1e-5, "bfloat16": 0.1}
-"""Maximum difference of a log-prob. Weights are compared bit for bit, so this limit applies only to the two forward
+"""Maximum difference in a log-prob. Weights are compared bit for bit, so this limit applies only to the two forward
 passes."""
 LAYOUTS = {
     "torch": {"1": Layout(1), "2 workers": Layout(2), "cp2": Layout(2, cp=2), "4 workers, cp2": Layout(4, cp=2)},

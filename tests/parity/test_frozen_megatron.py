@@ -1,5 +1,6 @@
-"""A reference whose model is split across ranks returns the same log-probs as a torch model on one rank, before and
-after the reference loads different weights."""
+"""Tests that a reference whose model is split across ranks returns the same log-probs as a torch model on one rank,
+before and after the reference loads different weights.
+"""
 
 from __future__ import annotations
 

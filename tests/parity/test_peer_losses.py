@@ -1,7 +1,7 @@
 """Compares advantages, losses, KL and their gradients with the values that TRL and verl computed for the same batch
 (vectors/*.npz).
 
-See README.md for how the vectors were made and where conventions differ.
+See README.md for how the vectors were recorded and where conventions differ.
 """
 
 from __future__ import annotations
@@ -178,8 +178,9 @@ def test_sequence_masks_keep_the_same_sequences(level: str) -> None:
 
 
 def test_sequence_mask_matches_trl_when_its_weight_is_applied() -> None:
-    """TRL multiplies by the sequence's ratio where we keep the token's ratio. The quotient of the two ratios is the
-    whole difference."""
+    """TRL multiplies by the sequence's ratio where we keep the token's ratio. The quotient of the two ratios accounts
+    for the whole difference.
+    """
     trl = load("trl")
     mask = trl["input/mask"].astype(bool)
     sequence_ratio = np.broadcast_to(trl["is_ratio/sequence_mask"], mask.shape)[mask]

@@ -1,5 +1,6 @@
-"""Scaling the loss by 1/N equals scaling its gradient by 1/N afterwards, and no intermediate value overflows. This
-holds for both backends, in float32 and in bfloat16 with float32 masters, on one rank and on two."""
+"""Tests that scaling the loss by 1/N equals scaling its gradient by 1/N afterwards and that no intermediate value
+overflows. This holds for both backends, in float32 and in bfloat16 with float32 masters, on one rank and on two.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ pytestmark = pytest.mark.timeout(300)
 
 FAMILY = "qwen3-tied"
 LIMITS = {"float32": 2e-6, "bfloat16": 2**-6}
-"""Maximum difference as a share of the largest gradient. bfloat16 keeps 8 bits, and each layer of the backward pass
+"""Maximum difference as a fraction of the largest gradient. bfloat16 keeps 8 bits, and each layer of the backward pass
 rounds."""
 SURE = {"float32": 1.0, "bfloat16": 0.4}
-"""Minimum share of weights whose gradient exceeds that difference, so that its sign is certain. In float32, all weights
-do."""
+"""Minimum fraction of weights whose gradient exceeds that difference, so that its sign is certain. In float32, all
+weights do.
+"""
 LARGE = 1e4
 TRAINING = {"clip_norm": 0.05, "lr": 1e-3}
 MAX_TOKENS = 60
@@ -62,7 +64,8 @@ def gradients(backend: TorchBackend | MegatronBackend, factor: float) -> dict[st
 
 def everything(backend: TorchBackend | MegatronBackend) -> dict[str, torch.Tensor]:
     """Compute the gradients of the loss with W = 1/N, of its sum over tokens (W = 1), and of 10^4 times the loss; then
-    make an update with the first and with the last gradient."""
+    make one update with the first gradient and one with the last.
+    """
     _, count = case()
     out: dict[str, torch.Tensor] = {}
     for name, factor in (("loss", 1.0), ("sum", float(count)), ("large", LARGE)):

@@ -24,7 +24,7 @@ from tests.unit.tiny_models import make_model
 
 LAYOUT = Layout(4)
 ROOM = 0.6
-"""Maximum growth of a rank's peak memory while it loads, as a share of the whole model in float32. The rank's pieces
+"""Maximum growth of a rank's peak memory while it loads, as a fraction of the whole model in float32. The rank's pieces
 take 0.25, and one tensor of the model 0.12."""
 
 
@@ -58,7 +58,7 @@ def load_and_keep(place: Place, folder: Path) -> None:
     save_file(backend.weights(), out / "again.safetensors")
 
 
-def test_ranks_other_than_0_hold_pieces_only_and_all_weights_arrive(tmp_path: Path) -> None:
+def test_ranks_other_than_0_hold_only_pieces_and_all_weights_arrive(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 8192}
     make_model("qwen3", dtype=torch.bfloat16, tie_word_embeddings=True, **sizes).save_pretrained(tmp_path / "model")
     make_model("qwen3", dtype=torch.bfloat16, tie_word_embeddings=True).save_pretrained(tmp_path / "small")

@@ -27,7 +27,7 @@ def batch_ids(run: RunState, step: int) -> list[str]:
 
 
 def taken_back_ids(run: RunState) -> list[str]:
-    """Return the tasks of steps that were taken back, which are admitted before all others."""
+    """Return the tasks of steps that were rolled back, which are admitted before all others."""
     return list(run.reopened)
 
 

@@ -1,6 +1,6 @@
 """Lets colocated processes request devices, work, die and hang at any moment.
 
-No forbidden combination of parts is ever on the devices, and every process finishes its work.
+Checks that no forbidden combination of parts is ever on the devices and that every process finishes its work.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class World:
         self.lives = 1
         self.killed = 0
         self.told: list[tuple[str, Parts]] = []
-        """Changes of the ledger, each as the holder and the parts that it has from then on."""
+        """Changes to the ledger, each given as the holder and the parts that it holds from then on."""
         self.fair = False
-        """Whether every process that does not hang makes progress, so that only hanging processes may be killed."""
+        """Whether every process that does not hang makes progress. If so, only hanging processes may be killed."""
         holders = [(service, i) for service, count in services.items() for i in range(count)]
         self.limits = dict.fromkeys(holders, LIMIT_S)
         self.turns = DeviceTurns(self.limits)

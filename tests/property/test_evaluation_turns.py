@@ -1,5 +1,6 @@
-"""Evaluations and training share the engines. For any number of evaluations and any speed of the trainer, generation
-for training continues, every evaluation ends, and engines seldom switch between versions."""
+"""Evaluations and training share the engines. Checks that for any number of evaluations and any speed of the trainer,
+generation for training continues, every evaluation completes, and engines seldom switch between versions.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +171,7 @@ def test_evaluation_and_training_wait_for_at_most_one_step_of_leases_and_old_wei
     assert snapshot.dump(copy) == snapshot.dump(run.state)
 
 
-def test_an_engine_samples_with_the_evaluated_version_as_long_as_the_step_allows_it() -> None:
+def test_an_engine_samples_with_the_evaluated_version_as_long_as_the_step_allows() -> None:
     """Version 1 is published when the first step is trained. Version 1 is not needed until version 0 is too old for a
     step."""
     run = Run(engines=1, staleness=1, rows=300, every=1000, seed=0, lazy=1.0)
@@ -195,7 +196,7 @@ def test_the_number_of_waiting_evaluations_is_bounded_even_if_every_version_is_e
         leased = run.trained_in_a_row
         run.go()
         assert len(before) < 2 or run.trained_in_a_row <= leased
-        assert len(run.measured()) <= 2 + run.bench.plan.staleness  # Existing samples are trained first.
+        assert len(run.measured()) <= 2 + run.bench.plan.staleness  # Existing samples are trained on first.
     assert run.state.committed_step > 5
 
 

@@ -147,7 +147,7 @@ class Run:
         first = self.admission(ids[0]) // BLOCK * BLOCK
         if grant.stage == ROLLOUT.name:
             everything = [make_task_id("train", *self.order.at(each)) for each in range(first, first + BLOCK)]
-            # A row that cannot be sampled is known only after its first lease.
+            # Only the first lease of a row shows that the row cannot be sampled.
             assert ids in (everything, self.task_ids(first, first + BLOCK))
             assert grant.weights is not None
             assert grant.weights.step == grant.min_step == max(0, first // TASKS - self.plan.staleness)
@@ -205,7 +205,7 @@ class Run:
             )
         )
         refused = {each.task_id for each in reply.refused}
-        for each in results:  # Accepted shards must have been above the tombstones.
+        for each in results:  # The fences of accepted shards must have been above the tombstones.
             if each.task_id not in refused and each.outcome == Outcome.DONE and not keep:
                 assert each.fence > self.tombstones.get(each.task_id, 0)
 

@@ -1,4 +1,4 @@
-"""Hosts join, are lost and return in any order: no process runs twice, and no GPU is assigned twice."""
+"""Tests that hosts can join, be lost and return in any order: no process runs twice, and no GPU is assigned twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promises about a task hold for any order of leases, losses, results, commits and acknowledgements."""
+"""Tests that the promises about a task hold for any order of leases, losses, results, commits and acknowledgements."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Model:
         self.rows: list[tuple[int, int]] = []
         """Step of each row in the journal, and the number of the commit that wrote the row."""
         self.makings = 0
-        """Number of commits so far. The row of a step names the commit that made the row."""
+        """Number of commits so far. The row of a step names the commit that wrote it."""
         self.sampled: dict[str, int] = {}
         self.saved: list[int] = []
         """Steps with checkpoints that the trainer can load."""
@@ -159,9 +159,10 @@ class Model:
         )
 
     def publish(self, step: int, *, spare: int = 0) -> None:
-        """Publish a version. `spare` is the number of versions of the former lineage for which `weight_versions` keeps
-        room."""
-        written = 1  # The shards are put before the version is published.
+        """Publish a version. `spare` is the number of versions of the former lineage for which `weight_versions` leaves
+        room.
+        """
+        written = 1  # The shards are put into the store before the version is published.
         assert len(self.machine.run.versions) + written <= live_versions(self.plan.staleness) + spare
         ref = WeightsRef(
             lineage=self.lineage,
@@ -252,7 +253,7 @@ class Model:
     def away_is_gone(self) -> None:
         """Lose the other host, permanently or until `away_joins`.
 
-        No task waits for that host afterwards, and no waiting task has data only there.
+        No task waits for that host afterwards, and no waiting task has data only on it.
         """
         self.now += GONE_S + 1
         self.take(self.machine.handle(Tick(), self.now))

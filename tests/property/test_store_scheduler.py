@@ -2,10 +2,10 @@
 state is compared with a plain model.
 
 Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages, which can be
-delivered late, twice or not at all. Either side can be killed, even in the middle of a put: the scheduler returns from
+delivered late, twice or not at all. Either side can be killed, even in the middle of a put: the scheduler recovers from
 its journal, or from a snapshot and the rest of the journal; the store from its files (sealed, granted, being retired,
 kept for their pages) and tombstones. Files may be damaged. A producer can be killed between its grant and its seal.
-Everything can be killed at once, together with the stores' memory: the run then continues from its newest checkpoint.
+Everything can be killed at once, together with the stores' memory; the run then continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Both(RuleBasedStateMachine):
         self.cleared: set[tuple[str, int]] = set()
         self.checkpoints: list[int] = []
         self.damaged = False
-        """Whether the store has just lost shards, so that the scheduler may find missing shards."""
+        """Whether the store has just lost shards. If so, the scheduler may find that shards are missing."""
         self.store = StoreState(STORE, LIMIT, self.life, SPILL)
         self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=1)
         self.take(self.machine.begin(CONFIG, 0.0))
@@ -226,7 +226,7 @@ class Both(RuleBasedStateMachine):
         """Begin the put if it has not begun, and seal it. Return the code of the refusal, or an empty string."""
         put_id = self.open_put(tasks, key) or self.new_put(tasks, key)
         code = self.finish(put_id)
-        self.writing.pop(put_id, None)  # Without room, the put ends at its deadline.
+        self.writing.pop(put_id, None)  # If there is no room, the put fails at its deadline.
         return code
 
     def open_put(self, tasks: list[tuple[str, int]], key: str) -> str | None:
@@ -385,7 +385,7 @@ class Both(RuleBasedStateMachine):
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         code = self.put(tasks, key) if outcome == Outcome.DONE else ""
         if code == ErrorCode.BUSY and grant.stage != "rollout":
-            self.deliver_all()  # Only clears and unmapped files make room, never live tasks.
+            self.deliver_all()  # Room is made only by clears and unmapped files, never by live tasks.
             code = self.put(tasks, key)
             assert code != ErrorCode.BUSY
         if code:
@@ -416,7 +416,7 @@ class Both(RuleBasedStateMachine):
         self.forget_gone()
 
     def forget_gone(self) -> None:
-        """Forget tasks that no longer count: lost attempts, drops and collected tasks."""
+        """Forget tasks that no longer count: lost attempts, dropped tasks and collected tasks."""
         for task_id, (fence, _) in list(self.accepted.items()):
             task = view.find(self.machine.run, task_id)
             if task is None or task.fence != fence or task.clears or task.lost:
@@ -456,8 +456,8 @@ class Both(RuleBasedStateMachine):
         self.forget_gone()
 
     def forward(self, tasks: list[tuple[str, int]]) -> None:
-        """Put the trainer's own log-probs. These puts never wait for room that cannot become free, however often they
-        are repeated.
+        """Put the trainer's own log-probs into the store. These puts never wait for room that cannot be freed, however
+        often they are repeated.
         """
         self.life += 1
         key = f"prox:{self.life}"
@@ -545,7 +545,9 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def seal_a_put(self, data: st.DataObject) -> None:
-        """Seal a put whose lease is alive or lost, or whose grant was lost with an earlier life of the store."""
+        """Seal a put. Its lease may be alive or lost, and its grant may have been lost with an earlier life of the
+        store.
+        """
         put_id = data.draw(st.sampled_from(sorted(self.writing)))
         tasks = set(self.writing[put_id].tasks)
         code = self.finish(put_id)
@@ -571,7 +573,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def a_producer_is_killed(self, data: st.DataObject) -> None:
-        """Kill a producer. Its put is never sealed, and its room returns when its grant is overdue."""
+        """Kill a producer. Its put is never sealed, and the space granted to it is freed once the grant is overdue."""
         del self.writing[data.draw(st.sampled_from(sorted(self.writing)))]
 
     @rule(at_once=st.booleans())

@@ -1,5 +1,6 @@
-"""Lets engines request transfers, die, hang and return, in any order. Communicators are never shared, repaired or
-leaked, and the failure of one engine never affects another."""
+"""Lets engines request transfers, die, hang and return, in any order. Checks that communicators are never shared,
+repaired or leaked and that the failure of one engine never affects another.
+"""
 
 from __future__ import annotations
 

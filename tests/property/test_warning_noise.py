@@ -1,4 +1,4 @@
-"""Noise around a level never causes a warning about a change, whatever the noise's scale, sign and order."""
+"""Tests that noise around a level never causes a warning about a change, whatever the noise's scale, sign and order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ LEVELS = {
     "reward/length_correlation": 0.9,
 }
 QUIET = {"reward-flat"}
-"""Warnings that may appear: a reward that does not change for 100 steps is flat, and this kind reports it."""
+"""Warnings that may appear. A reward that does not change for 100 steps is flat, and a warning of this kind reports
+it.
+"""
 SERIES = st.lists(st.floats(-1.0, 1.0), min_size=120, max_size=120)
 
 

@@ -1,5 +1,6 @@
 """Runs GRPO in one process and one file. The cluster's curve and speed are compared with those of this run. This module
-must never import the product's trainer, rollout or losses: only an independent implementation reveals their mistakes.
+must never import the product's trainer, rollout or losses: only an independent implementation can reveal their
+mistakes.
 
     python -m tests.reference.plain_grpo --steps 200 --threads 1
 

@@ -26,7 +26,7 @@ THREAD_S = 0.001
 
 
 class Killed(BaseException):
-    """Exception that unwinds the code of a process that was killed while the code ran."""
+    """Exception that unwinds the code of a process that was killed while the code was running."""
 
 
 class Stuck(Exception):
@@ -63,7 +63,7 @@ class Node:
     def kill(self) -> None:
         """End the process at once.
 
-        Its coroutines are closed, just as a dead process loses its frames, and send nothing.
+        Its coroutines are closed, just as a dead process loses its frames, and they send nothing.
         """
         if not self.alive:
             return
@@ -110,7 +110,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._time = START_S
         self._rng = rng
         self._numbers = itertools.count()
-        """Numbers that order timers for the same time."""
+        """Numbers that order timers that are due at the same time."""
         self._free_at: weakref.WeakKeyDictionary[Executor, float] = weakref.WeakKeyDictionary()
         self.before_waiting: list[Callable[[], object]] = []
         """Functions that are each called once, as soon as no callback is ready."""

@@ -1,4 +1,4 @@
-"""A network between nodes that loses, repeats, delays, reorders and cuts off messages, in place of libzmq's sockets.
+"""A network between nodes that loses, duplicates, delays, reorders and cuts off messages, in place of libzmq's sockets.
 
 `SimContext` replaces a `zmq.Context`. Its sockets have their own pump (`shared.rpc.transport.SelfPumped`). `Mailbox`
 and `Client` run unchanged above them, with encoding, deadlines, retries and answers that are computed only once.
@@ -74,7 +74,7 @@ class Network:
         """Context that belongs to no process, so that a message arrives even if its sender has died or is stopped."""
 
     def carry(self, source: SimSocket, target: SimSocket, frames: list[bytes], header: bytes) -> None:
-        """Send a message. Whether and when it arrives is drawn now."""
+        """Send a message. Whether and when it arrives is drawn at random now."""
         self.sent += 1
         name = source.node.name
         if (name in self.ghosts or name in self.last_words) and kind_of(header) == (Complete.TYPE, False):

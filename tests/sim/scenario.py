@@ -32,7 +32,7 @@ class Size:
     by_completion: bool = False
     evaluates: bool = False
     trains: bool = True
-    """Whether the run has steps. Otherwise it only evaluates."""
+    """Whether the run trains. Otherwise it only evaluates."""
     colocated: bool = False
     """Whether trainer, reference and engine take turns on the same devices."""
 
@@ -181,7 +181,7 @@ class Scenario:
     size: Size
     faults: tuple[Fault, ...]
     drains: bool = True
-    """Whether the world continues after the last step until every process has ended."""
+    """Whether the world continues after the last step until every process has exited."""
 
     def smaller(self) -> Iterator[Scenario]:
         """Yield copies of this scenario with one part removed: first faults, then services, then steps."""

@@ -79,7 +79,7 @@ class World:
         """Living process of each service."""
         self.violation = ""
         self.complete = False
-        """Whether the driver has ended because nothing was left to do."""
+        """Whether the driver has exited because nothing was left to do."""
         self.history: list[str] = []
         self._tracing = tracing
         self._digest = xxhash.xxh3_64()
@@ -210,7 +210,7 @@ class World:
         self.loop.call_later(0.001, self._supervisor.exited, key, node, status, context=self._supervisor_node.context)
 
     def supervised(self, event: Event) -> None:
-        """End the world with the driver if the scenario does not continue."""
+        """End the world when the driver has completed the run, unless the scenario continues."""
         if isinstance(event, Exited) and event.key[0] == DRIVER and event.status == 0 and event.run_complete:
             self.complete = True
             if not self.scenario.drains:

@@ -33,7 +33,7 @@ FORBIDDEN_MODULES = frozenset(
         "dill",
         "jsonpickle",
         "joblib",
-        "multiprocessing",  # Its queues, pipes and pools pickle.
+        "multiprocessing",  # Its queues, pipes and pools use pickle.
     }
 )
 # Functions are listed by the full names that the imports of a file give them.
@@ -58,7 +58,7 @@ FORBIDDEN_FUNCTIONS = frozenset(
         "pandas.read_pickle",
     }
 )
-# These methods pickle, whatever object they belong to (a socket, a process group).
+# These methods use pickle, whatever object they belong to (a socket, a process group).
 FORBIDDEN_NAMES = frozenset(
     {
         "recv_pyobj",

@@ -19,7 +19,7 @@ from tests.unit.scheduler.bench import Bench, plan
 
 
 def everything() -> set[str]:
-    """Return every name. Each is taken from the code that produces it, except the names about stores, which the
+    """Return every name. The names are taken from the code that produces them, except those about stores, which the
     scheduler's service adds."""
     extra = (KL_SCALAR, REFERENCE_SCALAR, "reward/part/form", "workflow/turns")
     batch = step_batch([1, 0, 0, 1])

@@ -1,4 +1,4 @@
-"""The list of mutations matches the code. `make mutants` runs them, which takes minutes."""
+"""The list of mutations matches the code. `make mutants` runs the mutations, which takes minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a machine cannot run are skipped with the reason, and fail in CI."""
+"""If a machine cannot run a test, the test is skipped with the reason, but it fails in CI."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character and no special additions. Unknown characters become <unk>."""
+    """Return a tokenizer that has one token per character and adds no special tokens. Unknown characters become
+    <unk>."""
     vocab = {token: number for number, token in enumerate([PAD, BOS, EOS, UNK, *CHARACTERS])}
     if len(vocab) > VOCAB_SIZE:
         raise ValueError(f"{len(vocab)} tokens do not fit into the vocabulary of {VOCAB_SIZE}; drop characters")
@@ -137,7 +138,7 @@ def name_portable_tokenizer_class(config: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the quickstart's model and measures it.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for model and tokenizer")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model and the tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--accuracy", type=float, default=0.4, help="accuracy at which the warm start stops")
     args = parser.parse_args()

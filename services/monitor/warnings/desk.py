@@ -1,4 +1,4 @@
-"""A run's warnings in the monitor process: reads rows, receives telemetry, and stores and returns the warnings.
+"""Handles a run's warnings in the monitor process: reads rows, receives telemetry, and stores and returns the warnings.
 
 A failure in this module must not end the monitor, because a service that fails too often ends its run. The failure is
 therefore logged with its traceback, and the monitor issues no more warnings until it restarts.

@@ -20,7 +20,7 @@ class Sighting:
     remedy: str
     """The advice, with the topology key to change, in one line."""
     about: str = ""
-    """The service or the evaluation set that the sighting is about, empty if it is about the whole run."""
+    """The service or the evaluation set that the sighting is about, or an empty string if it is about the whole run."""
 
 
 class Episodes:

@@ -1,4 +1,4 @@
-"""Facts about a run that detectors know before the run starts."""
+"""Collects the facts about a run that detectors know before the run starts."""
 
 from __future__ import annotations
 

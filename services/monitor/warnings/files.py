@@ -1,4 +1,4 @@
-"""The warnings file of a run."""
+"""Appends to the warnings file of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 class WarningFile:
-    """`warnings.jsonl`, open for appending. Each line is one write, so a killed process leaves only whole lines."""
+    """`warnings.jsonl`, open for appending. Each line is appended in a single write, so a killed process leaves only
+    whole lines."""
 
     def __init__(self, path: Path) -> None:
         """Open the file and remove an incomplete last line, which a full disk can cause. Raises OSError."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 FIRST = 10
-"""Number of first values of a metric that are kept as its initial level."""
+"""Number of values, starting with the first, that are kept as a metric's initial level."""
 LAST = 64
 """Number of latest values of a metric that are kept."""
 EVALUATIONS = 64
@@ -102,7 +102,8 @@ def median(values: Iterable[float]) -> float:
 
 
 def noise(values: list[float]) -> float:
-    """Return a robust standard deviation of a series around its trend, from the differences between neighbours.
+    """Return a robust standard deviation of a series around its trend, computed from the differences between
+    neighbours.
 
     The difference between two independent values has twice the variance of either.
     """

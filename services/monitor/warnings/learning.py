@@ -17,15 +17,16 @@ from services.monitor.warnings.history import FIRST, RowHistory, SetResult, erro
 Held = Collection[str]
 
 RECENT = 10
-"""Number of latest rows whose median is the present level of a metric, so that no single step decides."""
+"""The present level of a metric is the median of this many latest rows, so that no single step is decisive."""
 FEW = 5
 """Like `RECENT`, for failures that destroy a policy within a few steps."""
 
 ZERO_VARIANCE = 0.75, 0.6
-"""Share of groups with equal rewards. At 0.75, a step learns from only a quarter of its samples, and its gradient noise
-has doubled. Healthy runs are below 0.5. DAPO (arXiv 2503.14476, section 3.2) filters such groups for this reason."""
+"""Fraction of groups with equal rewards. At 0.75, a step learns from only a quarter of its samples, and its gradient
+noise has doubled. Healthy runs are below 0.5. DAPO (arXiv 2503.14476, section 3.2) filters such groups for this
+reason."""
 SOLVED_RISE = 0.5
-"""Rise of the mean reward, in standard deviations, at which equal rewards mean that tasks have become too easy."""
+"""If the mean reward has risen by this many standard deviations, equal rewards mean that tasks have become too easy."""
 
 FLAT_ROWS, FLAT_ROWS_UNEXPLAINED = 30, 100
 """Number of rows after which a reward that has not risen counts as flat, with a known cause and without one."""
@@ -44,11 +45,12 @@ a mean of 0.6, the first bound is a fall to 0.36."""
 FALL_ERRORS = 4.0
 
 ENTROPY_LEFT = 0.1, 0.2
-"""Share of the initial entropy that is left. A healthy run that solves its tasks keeps 0.3 over 200 steps."""
+"""Fraction of the initial entropy that is left. A healthy run that solves its tasks keeps 0.3 over 200 steps."""
 ENTROPY_DROP, ENTROPY_DROP_ROWS = 0.25, 20
-"""Share of the entropy that is left after 20 steps, in a collapse that has just begun; healthy runs keep 0.8."""
+"""Fraction of the entropy that is left after 20 steps, in a collapse that has just begun; healthy runs keep 0.8."""
 LOW_ENTROPY = 0.02
-"""Initial entropy, in nats, below which a policy is deterministic from the start, so that nothing can collapse."""
+"""A policy whose initial entropy, in nats, is below this is deterministic from the start, so there is nothing that can
+collapse."""
 
 KL_LEVEL = 2.0, 1.0
 """Mean KL per token to the reference, in nats. It begins at 0. Healthy runs stay below 0.7, large ones below 0.1."""
@@ -57,15 +59,16 @@ KL_JUMP, KL_JUMP_FLOOR, KL_BEFORE = 10.0, 0.3, 20
 
 MISMATCH_LEVEL = 0.1, 0.05
 """Mean |log-prob of the trainer - log-prob of the engine| in nats, over tokens of the trained version. Engines with
-bfloat16 weights show 0.01 to 0.02 (slime, verl), float32 engines 1e-6. Importance weights are off by 10 % at 0.1."""
+bfloat16 weights show 0.01 to 0.02 (slime, verl), float32 engines 1e-6. At 0.1, importance weights are off by 10 %."""
 MISMATCH_RISE, MISMATCH_FLOOR = 2.5, 0.02
 """Ratio of the mismatch to its first values, and the minimum mismatch at which this ratio counts. Collapses follow a
 rise from 0.01 to 0.04 within about ten steps (arXiv 2510.26788, reports on slime and open-instruct)."""
 
 TRUNCATED = 0.3, 0.2
-"""Share of samples cut at the length limit."""
+"""Fraction of samples cut at the length limit."""
 TRUNCATED_RISE, TRUNCATED_TIMES = 0.15, 3.0
-"""In most cases, a share that has tripled and is at least 0.15 keeps rising, even if it is still below `TRUNCATED`."""
+"""In most cases, a fraction that has tripled and is at least 0.15 keeps rising, even if it is still below
+`TRUNCATED`."""
 
 LENGTH_ROWS = 40
 LENGTH_GROWTH = 1.5, 1.25
@@ -75,7 +78,8 @@ LENGTH_REWARDED = 0.5
 answers are checked, longer answers are more often wrong."""
 
 GRADIENT_TIMES = 10.0, 5.0
-"""Ratio of the gradient norm to its first level at which the gradient has exploded. Healthy runs stay below 4."""
+"""If the ratio of the gradient norm to its initial level is at least this, the gradient has exploded. Healthy runs stay
+below 4."""
 GRADIENT_OVER_CLIP = 5.0
 SKIPPED_UPDATES = 1.0
 

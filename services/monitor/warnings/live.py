@@ -1,4 +1,5 @@
-"""The telemetry of a run as detectors see it: bounded windows of a few topics, and the memory trend of each service."""
+"""Keeps the telemetry of a run as detectors see it: bounded windows of a few topics, and the memory trend of each
+service."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ MAX_SERVICES = 1000
 FAILURE_CHARS = 200
 
 SETTLE_S = 300.0
-"""Seconds after the start of a process for which its memory grows in any case, because caches and pools fill and
+"""For this many seconds after a process has started, its memory grows in any case, because caches and pools fill up and
 kernels are compiled."""
 POINT_S = 60.0
 """Seconds that one point of a trend covers. The point is the median of its samples."""
 POINTS = 60
-"""Number of latest points that are kept: one hour."""
+"""Number of latest points that are kept; they cover one hour."""
 POINTS_NEEDED = 15
 STEADY = 0.9
-"""Share of pairs of points between which the memory must have grown."""
+"""Fraction of the pairs of points between which the memory must have grown."""
 SATURATING = 0.5
-"""If the slope of the later half is below this share of the earlier half's slope, a cache is filling up."""
+"""If the slope of the second half is less than this fraction of the first half's slope, a cache is filling up."""
 MAX_BYTES = 1 << 60
 """Process memory at or above which a sample is ignored as implausible."""
 GROWN_BYTES = 64 << 20
@@ -130,7 +131,7 @@ class Live:
         """Time of the newest telemetry, in seconds since 1970."""
         self.step = 0
         self.wait_share: float | None = None
-        """Share of the latest steps' time that the trainer spent waiting, None before there are enough steps."""
+        """Fraction of the latest steps' time that the trainer spent waiting, or None before there are enough steps."""
         self.remaining_s: float | None = None
         """Seconds until the last step at the present pace, if known."""
         self.available_bytes: float | None = None

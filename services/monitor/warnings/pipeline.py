@@ -1,4 +1,4 @@
-"""Detects work that waits, from the rows of metrics.jsonl (`staleness`, `trainer_starved`) and from telemetry.
+"""Detects work that is held up, from the rows of metrics.jsonl (`staleness`, `trainer_starved`) and from telemetry.
 
 Bounds are pairs `(begins, ends)`, as in `learning`.
 """
@@ -20,33 +20,35 @@ ROWS = 20
 STARTING_ROWS = 2
 """Number of first rows that are not counted, because they include the waits at the start of the run."""
 WAITING = 0.8, 0.65
-"""Share of the steps' time that the trainer spends waiting for a batch. Where rollouts share the processors with the
-trainer, healthy runs wait up to 0.72 of the time."""
+"""Fraction of the steps' time that the trainer spends waiting for a batch. Where rollouts share the processors with the
+trainer, it is up to 0.72 in healthy runs."""
 
 DROPPED_STALE = 0.2, 0.1
-"""Share of the checked tasks that were dropped because of their age (`consume: completion`), which wastes their
-samples."""
+"""Fraction of the checked tasks that were dropped because of their age (`consume: completion`). Their samples are
+wasted."""
 LAG = 0.3, 0.2
 """Mean |log-prob of the trainer - log-prob of the engine| in nats over tokens of earlier versions. Healthy runs show
 0.02 to 0.07. An importance weight of exp(0.3) is beyond a clip range of 0.2."""
 LAG_CLIPPED = 0.2, 0.15
-"""Share of tokens that a token-level clip range of 0.2 clips; in healthy runs, 0.01 to 0.05."""
+"""Fraction of tokens that are clipped by a token-level clip range of 0.2; in healthy runs, it is 0.01 to 0.05."""
 EFFECTIVE = 0.5, 0.6
-"""Effective sample size of the importance weights, as a share of the tokens. At 0.5, half of the samples are lost."""
+"""Effective sample size of the importance weights, divided by the number of tokens. At 0.5, half of the samples are
+lost."""
 AT_BOUND = 0.9
-"""If at least this share of recent steps contain a token of the maximum staleness, samples count as always that old."""
+"""If at least this fraction of recent steps contain a token of the maximum staleness, samples count as always that
+old."""
 
 IDLE = 0.8, 0.7
-"""Share of the time during which rollouts sample nothing, while the trainer does not wait for them."""
+"""Fraction of the time during which rollouts sample nothing and the trainer is not waiting for them."""
 TRAINER_BUSY = 0.1
-"""Share of its time that the trainer spends waiting, below which the trainer limits the pace."""
+"""If the trainer spends at most this fraction of its time waiting, it is the trainer that limits the pace."""
 BLOCKS, BLOCKS_S = 10, 60.0
-"""Minimum number of blocks, and the seconds they must span."""
+"""Minimum number of blocks, and the time, in seconds, that they must span."""
 
 FULL = 0.9, 0.8
-"""Share of a store's limit that is in use. At 0.8, the scheduler orders early checkpoints, which free room."""
+"""Fraction of a store's limit that is in use. At 0.8, the scheduler orders early checkpoints, which free room."""
 SPILLED = 0.25, 0.1
-"""Share of a store's data that is on disk."""
+"""Fraction of a store's data that is on disk."""
 REFUSED_PUTS = 5.0, 1.0
 """Number of puts refused for lack of room over the latest reports. Admission reserves room, so healthy runs have
 none."""
@@ -54,17 +56,17 @@ FULL_REPORTS = 15
 """Number of reports (one a second) whose median is compared with the bounds."""
 
 SLOW_SHARE = 0.5, 0.4
-"""Reward time as a share of the sum of sampling time and reward time. The two overlap, so above 0.5, the rewards limit
-the pace."""
+"""Reward time as a fraction of the sum of sampling time and reward time. The two overlap, so above 0.5, the rewards
+limit the pace."""
 SLOW_S = 0.5
 """Reward time of a block, in seconds, below which faster rewards are not worthwhile."""
 SCORED = 5
 """Number of blocks whose median times are compared."""
 FAILING = 0.1, 0.05
-"""Share of samples without a reward. Lost samples bias training if they have something in common, such as their
+"""Fraction of samples without a reward. Lost samples bias training if they have something in common, such as their
 length."""
 FAILING_SAMPLES = 64
-"""Minimum number of latest samples over which that share is computed."""
+"""Minimum number of latest samples over which that fraction is computed."""
 
 EXHAUSTED_S = 24 * 3600.0
 """A warning is given if the machine will run out of memory within this many seconds and the end of the run is

@@ -25,9 +25,9 @@ steps. Detectors use medians of ten rows, so a condition must be absent for at l
 SECONDS_OVER = 120
 """If a condition is absent for this many telemetry observations (one a second), its episode is over."""
 MAX_OF_KIND = 20
-"""Maximum number of warnings of one kind about one thing in a run."""
+"""Maximum number of warnings of one kind about one subject in a run."""
 TEXT_CHARS = 1000
-"""Maximum characters of a text, which may contain names and error messages from user code."""
+"""Maximum length, in characters, of a text, which may contain names and error messages from user code."""
 
 RowDetector = Callable[[RowHistory, Facts, Collection[str]], Iterator[Sighting]]
 LiveDetector = Callable[[Live, Facts, Collection[str]], Iterator[Sighting]]

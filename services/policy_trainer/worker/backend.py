@@ -1,4 +1,4 @@
-"""The interface of training backends, implemented by `backend_torch` and `megatron.backend`.
+"""Defines the interface of training backends, which `backend_torch` and `megatron.backend` implement.
 
 Every method runs on the compute thread of every rank in the same order. Unless stated otherwise, each is a collective,
 even for a rank without samples. Backends know nothing of the bus, stores, advantages or loss functions. They do not
@@ -135,7 +135,8 @@ class Backend(Protocol):
     def drop_gradients(self) -> None: ...
 
     def weights(self) -> dict[str, Tensor]:
-        """Return weights like `TrainingState.weights` on rank 0 and {} elsewhere. They may share the model's memory."""
+        """Return weights in the form of `TrainingState.weights` on rank 0 and {} elsewhere. They may share the model's
+        memory."""
         ...
 
     def state(self) -> TrainingState:
@@ -167,7 +168,7 @@ class Backend(Protocol):
 @dataclass(frozen=True)
 class BackendOptions:
     """Options of a backend. `max_tokens` limits a micro-batch on one data-parallel rank. Parts that are offloaded on a
-    CPU go to the folder `scratch`."""
+    CPU are written to the folder `scratch`."""
 
     max_tokens: int
     threads: int

@@ -1,4 +1,4 @@
-"""The torch backend: any Hugging Face causal language model, with data and context parallelism.
+"""Implements the torch backend for any Hugging Face causal language model, with data and context parallelism.
 
 A single rank holds the whole model (`replica`); several ranks hold pieces of it (`shards`, FSDP2).
 """
@@ -196,7 +196,7 @@ class TorchBackend:
     def step(self, step: int) -> OptimizerUpdate:
         """Clip, step, and zero the gradients. The training step `step`, counted from 1, determines the warm-up.
 
-        Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then stay unchanged.
+        Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then remain unchanged.
         """
         masters = list(self._trained.masters.values())
         norm = torch.nn.utils.clip_grad_norm_(masters, self._optimizer_options.clip_norm, foreach=True)

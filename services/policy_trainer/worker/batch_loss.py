@@ -1,6 +1,6 @@
 """Binds the loss to one mini-batch: looks up each micro-batch's tokens in the flat arrays of the mini-batch.
 
-A backend's log-probs are combined with advantages, weights and old log-probs here.
+This module combines a backend's log-probs with advantages, weights and old log-probs.
 """
 
 from __future__ import annotations

@@ -22,18 +22,18 @@ MAX_PREFETCHED = 2
 
 
 class BatchReader:
-    """The shards of the current step and of queued calls. This object belongs to the event loop of `data`."""
+    """The shards of the current step and of queued calls. Use this object only on the event loop of `data`."""
 
     def __init__(self, data: DataClient, *, patience_s: float, on_wait: Callable[[str, float], None]) -> None:
-        """`patience_s` limits how long a store may be unavailable, because other ranks wait as well. `on_wait` receives
-        the cause of each failed attempt and its duration in seconds."""
+        """`patience_s` limits how long a store may be unavailable, because other ranks are waiting as well. `on_wait`
+        receives the cause of each failed attempt and its duration in seconds."""
         self._data = data
         self._shards = StepShards(data)
         self._patience_s = patience_s
         self._on_wait = on_wait
         self._prefetched: dict[int, asyncio.Task[samples.BatchTokens]] = {}
         self._refusals = 0
-        """Number of times that all waiting calls were refused."""
+        """Number of times that all waiting calls have been refused."""
         self._log = structlog.get_logger("policy-trainer-worker")
 
     def prefetch(self, request: WorkerRequest) -> None:

@@ -31,7 +31,7 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 def _recomputed(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` with the current attention implementation, even when the backward pass runs it again.
+    """Make `forward` use the current attention implementation, even when the backward pass runs it again.
 
     By then the `using` block of the first run has ended.
     """

@@ -10,7 +10,7 @@ from shared.rpc.mailbox import Call
 
 
 class CallQueue:
-    """The queue between the mailbox and the compute thread. It belongs to the event loop.
+    """The queue between the mailbox and the compute thread. Use it only on the event loop.
 
     A driver takes over the queue with its incarnation. From then on other drivers are refused, and so is every call
     after a failed one: a step must not be taken with an incomplete gradient.
@@ -31,8 +31,8 @@ class CallQueue:
     def take_over(self, driver: int, at_least: int = 0, turn: int = 0) -> None:
         """Make `driver` the only caller and refuse all waiting calls. The driver's call numbers begin above `at_least`.
 
-        Raises RpcError(conflict) if `driver` was replaced earlier, which a lower `turn` also indicates. The message of
-        a replaced driver may arrive after that of its successor.
+        Raises RpcError(conflict) if `driver` has already been replaced. A lower `turn` also indicates this. The message
+        of a replaced driver may arrive after that of its successor.
         """
         if driver in self._retired or turn < self._turn:
             raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must exit")

@@ -57,7 +57,7 @@ PUT_S = 120.0
 
 
 class Calls:
-    """The state of one rank between calls: model, step, shards, unfinished writes. It belongs to the event loop."""
+    """The state of one rank between calls: model, step, shards, unfinished writes. Use it only on the event loop."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Calls:
         self._records = SampleRecords(Choice.of(topology), data, self._own_store)
         self.snapshots = SnapshotKeeper(Snapshots(run.shm / "trainer", place) if kept else None)
         self._accumulated: list[str] = []
-        """Tasks of this data-parallel rank whose gradients wait for the next update."""
+        """Tasks of this data-parallel rank whose gradients are waiting for the next update."""
         self._log = structlog.get_logger("policy-trainer-worker")
 
     def _waited(self, why: str, seconds: float) -> None:
@@ -133,7 +133,7 @@ class Calls:
         self.devices.loaded(self._backend)
 
     def _load(self) -> None:
-        # The imports run on the compute thread, so that the mailbox answers during the seconds that they take.
+        # The imports run on the compute thread, so that the mailbox keeps answering during the seconds that they take.
         from services.policy_trainer.worker.losses.own import own_policy_loss
         from services.policy_trainer.worker.start import make_backend
         from services.policy_trainer.worker.weights.earlier import EarlierVersions
@@ -467,7 +467,7 @@ class Calls:
         return DEFERRED
 
     async def _weights_put(self) -> None:
-        """Wait until weights are no longer being read, so that they may change."""
+        """Wait until weights are no longer being read, so that they can be changed."""
         if self._putting is not None:
             await self._putting
             self._putting = None

@@ -5,7 +5,8 @@
     earlier.safetensors    <version>/<parameter> of earlier versions (run.deterministic with a staleness above 0)
     state.json             layout version, step, and size and xxh3-64 of these files
 
-Files are written into a temporary folder, synced, read back against the checksums and renamed. No file is a pickle.
+Files are written into a temporary folder, synced, read back, verified against their checksums and renamed. No file is a
+pickle.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class SavedState:
     optimizer: dict[str, Tensor]
     earlier: dict[str, Tensor] = field(default_factory=dict)
     at_stop: bool = False
-    """Whether the checkpoint was made because the run stopped, outside the regular interval."""
+    """Whether the checkpoint was saved because the run was stopping, outside the regular interval."""
 
 
 def _write(partial: Path, state: SavedState) -> None:
@@ -68,7 +69,7 @@ def save(
     """Write `folder/step-<n>`, replacing any checkpoint of that step. Then delete all later checkpoints, and all
     earlier ones except the newest `keep_last`, the multiples of `keep_every` and those in `keep`.
 
-    A checkpoint made `at_stop` does not displace any other: it does not count towards `keep_last` and is deleted after
+    A checkpoint saved `at_stop` does not displace any other: it does not count towards `keep_last` and is deleted after
     the next save.
 
     Return the path once everything is durable and verified. Raises OSError (disk full).
@@ -89,7 +90,7 @@ def save(
         partial.rename(target)
     _sync(folder)
     here = checkpoint_steps(folder)
-    newer = [step for step in here if step > state.step]  # these steps were taken back
+    newer = [step for step in here if step > state.step]  # these steps were rolled back
     in_turn = [step for step in here if step <= state.step and not _made_at_stop(folder / f"{CHECKPOINT_PREFIX}{step}")]
     kept = {*in_turn[-keep_last:], *keep}
     older = [step for step in here if step < state.step and step not in kept]
@@ -101,7 +102,7 @@ def save(
 
 
 def _made_at_stop(path: Path) -> bool:
-    """Return whether the manifest has `at_stop` set. Return False for a damaged checkpoint."""
+    """Return whether the manifest has `at_stop` set. Returns False for a damaged checkpoint."""
     try:
         return bool(json.loads((path / STATE).read_text()).get("at_stop", False))
     except (OSError, ValueError, AttributeError):

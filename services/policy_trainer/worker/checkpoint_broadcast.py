@@ -1,4 +1,4 @@
-"""Sends a checkpoint that rank 0 has read to the ranks on other hosts, which cannot read its folder."""
+"""Sends a checkpoint, which rank 0 has read, to the ranks on other hosts, which cannot read its folder."""
 
 from __future__ import annotations
 

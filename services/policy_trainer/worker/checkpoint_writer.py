@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time. It belongs to the event loop."""
+    """Writes one checkpoint at a time. Use it only on the event loop."""
 
     def __init__(self, folder: Path, keep_every: int | None) -> None:
         """`folder` holds the run's checkpoints. Saving a later step never deletes those at multiples of

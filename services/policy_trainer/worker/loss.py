@@ -1,4 +1,5 @@
-"""The loss of each token, composed of named terms, and the sums from which metrics are computed. Nothing is normalised.
+"""Computes the loss of each token, composed of named terms, and the sums from which metrics are derived. Nothing is
+normalised.
 
 With r = exp(cur - anchor), W the token's weight, A its sample's advantage and P the policy loss of `losses.policy`:
 

@@ -1,5 +1,5 @@
-"""The process groups of the torch backend and the sums over them. The sums have no gradient, because autograd does not
-see an in-place `all_reduce`: `backward` must not be called on a reduced loss.
+"""Creates the process groups of the torch backend, and sums over them. The sums have no gradient, because autograd does
+not see an in-place `all_reduce`. Therefore, `backward` must not be called on a reduced loss.
 """
 
 from __future__ import annotations

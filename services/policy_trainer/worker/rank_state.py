@@ -1,4 +1,4 @@
-"""Everything that one rank needs to continue after a step with bit-identical results, as named tensors:
+"""Collects everything that one rank needs to continue after a step with bit-identical results, as named tensors:
 
 own/<name>      its part of weights and optimizer (`Backend.own_state`)
 earlier/<name>  the earlier policy versions that it keeps (`earlier.EarlierVersions`)

@@ -1,4 +1,4 @@
-"""A whole model on one rank, with the parameters that the optimizer trains. 16-bit weights have float32 masters,
+"""Holds a whole model on one rank, with the parameters that the optimizer trains. 16-bit weights have float32 masters,
 because an update of 1e-6 would vanish in bfloat16, as would a micro-batch's gradient in a long sum.
 """
 

@@ -1,4 +1,4 @@
-"""Puts the advantages and the trainer's log-probs of recorded samples as shards, in the background."""
+"""Puts the advantages and the trainer's log-probs of recorded samples into the stores as shards, in the background."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 PUT_S = 5.0
 REMEMBERED = 65_536
-"""Maximum number of tasks that are remembered as put."""
+"""Maximum number of tasks that are remembered as already put."""
 
 
 class SampleRecords:
-    """Puts the values of recorded samples. It belongs to the event loop of `data`.
+    """Puts the values of recorded samples. Use it only on the event loop of `data`.
 
-    Nothing waits for a put, and a failed put loses only its values.
+    Nothing waits for a put, and if a put fails, only its values are lost.
     """
 
     def __init__(self, choice: Choice | None, data: DataClient, store: Callable[[], Awaitable[str]]) -> None:

@@ -128,6 +128,6 @@ def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -
 
 
 def trained(loss_mask: Array, weights: Array) -> Array:
-    """Return `loss_mask` [T] without the tokens that have weight 0. They belong to masked-out samples and need no
-    scoring."""
+    """Return `loss_mask` [T] without the tokens that have weight 0. They belong to masked-out samples and do not need
+    to be scored."""
     return np.where(weights != 0, loss_mask, np.zeros_like(loss_mask))

@@ -151,7 +151,7 @@ class PolicyTrainerWorker(Service):
         """Wait for the running call, drop the gradients of an unfinished update, and return the worker's state."""
         self._pending.take_over(request.driver, request.at_least, request.turn)
         self._calls.reader.forget_prefetched()
-        with suppress(RpcError):  # if the group has ended, this process exits or the answer below shows it
+        with suppress(RpcError):  # if the group has ended, this process exits or the answer below says so
             await self._group.withdraw("a driver takes over")
         async with self._running:
             await self._calls.drop_gradients()

@@ -1,5 +1,6 @@
-"""A model whose parameters are split across all data- and context-parallel ranks (FSDP2). Gradients are *summed* over
-the ranks instead of averaged: every rank's loss is its unscaled share of the whole (docs/architecture.md, promise 7).
+"""Holds a model whose parameters are split across all data- and context-parallel ranks (FSDP2). Gradients are *summed*
+over the ranks instead of averaged: every rank's loss is its unscaled share of the whole (docs/architecture.md, promise
+7).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Shards:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
         for block in blocks_of(self.model):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        # The root is resharded after forward, too: a pass without backward would keep weights that become stale.
+        # The root is also resharded after forward: after a pass without backward, it would otherwise keep weights that
+        # become stale.
         fully_shard(self.scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
@@ -77,7 +79,7 @@ class Shards:
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Return full weights on the host on rank 0 and {} elsewhere. Every rank must call this."""
+        """Return the full weights, in host memory, on rank 0 and {} elsewhere. Every rank must call this."""
         found: dict[str, Tensor] = {}
         for name, live in self.own_weights().items():
             whole = self.whole(live.to(self._dtypes[name]))

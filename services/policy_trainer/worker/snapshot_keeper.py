@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class SnapshotKeeper:
-    """The snapshots of one rank, or none. All methods but `held` block, and none is called from two threads at once."""
+    """The snapshots of one rank, or none. All methods except `held` block, and none is called from two threads at
+    once."""
 
     def __init__(self, snapshots: Snapshots | None) -> None:
         """`snapshots` is None if the topology asks for none."""

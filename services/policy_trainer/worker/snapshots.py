@@ -1,9 +1,9 @@
-"""Snapshots of one rank's training state in shared memory, from which a later life of the rank continues.
+"""Keeps snapshots of one rank's training state in shared memory, from which a later life of the rank continues.
 
 A rank fills two files alternately, so that one of them is always whole. Each is a block file (`proto.blockfile`) with
-the single task `state/<lineage>/<step>`. Its header is cleared before its data is replaced and written after the data,
-so a file with a valid header is sealed. `read` verifies the checksums of the data. The files are in the run's folder in
-shared memory. They outlive the trainer's processes, but not the launcher or the host.
+the single task `state/<lineage>/<step>`. A file's header is cleared before its data is replaced, and is written after
+the new data, so a file with a valid header is sealed. `read` verifies the checksums of the data. The files are in the
+run's folder in shared memory. They outlive the trainer's processes, but not the launcher or the host.
 
 The methods block. They are not called from two threads at once. Only methods that use tensors import torch, so that a
 rank can report its snapshots while it starts.
@@ -121,7 +121,8 @@ class Snapshots:
             return None
 
     def _room(self, file: Path, nbytes: int) -> Array:
-        """Return a mapping of `file` of exactly `nbytes`, all allocated: writing to a hole could raise SIGBUS."""
+        """Return a mapping of exactly `nbytes` of `file`, all of them allocated, because writing to a hole could raise
+        SIGBUS."""
         mapped = self._mapped.get(file)
         if mapped is not None and mapped.nbytes == nbytes:
             return mapped

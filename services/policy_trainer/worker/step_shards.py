@@ -14,7 +14,7 @@ from shared.dataplane.client import DataClient
 
 
 class StepShards:
-    """The shards of the current step. This object belongs to the event loop of `data`. Callers must not write to the
+    """The shards of the current step. Use this object only on the event loop of `data`. Callers must not write to the
     arrays."""
 
     def __init__(self, data: DataClient) -> None:

@@ -72,7 +72,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 def make_cache(config: Any, capacity: int) -> Cache:
     """Return the model's standard cache, with growing layers of `capacity` tokens in place of plain attention layers.
 
-    Layers of other kinds (sliding window, linear attention) stay as transformers made them.
+    Layers of other kinds (sliding window, linear attention) are left as transformers created them.
     """
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]

@@ -3,10 +3,10 @@
 It observes where weights go and assumes nothing about any model. It does not import vLLM.
 
 A `LoadTrace` watches torch operations during a load. It keeps a map of memory that shows which addresses hold which
-part of which weight. A copy carries the parts along, and new memory holds nothing. An operation may pack a weight for a
-CPU, after which `.weight` is empty. The memory that it packs is therefore digested at that moment, and the digests are
-recorded under the handle that the operation returns. After the load, `proof` digests every parameter in place, and adds
-the digests for the handles that the model's layers now hold.
+part of which weight. A copy carries the parts along, and newly allocated memory holds no parts. An operation may pack a
+weight for a CPU, after which `.weight` is empty. The memory that it packs is therefore digested at that moment, and the
+digests are recorded under the handle that the operation returns. After the load, `proof` digests every parameter in
+place, and adds the digests for the handles that the model's layers now hold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PACKING = frozenset(
 operations, which are visible only to a function mode."""
 READ_BACK_FLOP = 4 * 10**9
 """Maximum number of floating-point operations for reading back one handle. This is enough for a whole layer of a 0.5B
-model, and for a spread sample of the rows of its embedding. Reading back all handles takes seconds."""
+model, and for a sample of rows spread over its embedding. Reading back all handles takes seconds."""
 _READ_BACK_ROWS = 256
 _COPIES = frozenset(["aten::_to_copy", "aten::clone"])
 _NEW = ("aten::empty", "aten::new_empty")
@@ -125,7 +125,8 @@ class _Memory:
             self.hold(_Contents(at, at + size, part, dtype))
 
     def _parts(self, source: Tensor) -> Iterator[tuple[int, int, Part | None, torch.dtype]]:
-        """Yield (first element, number of elements, part, part dtype) for all that `source` holds, in element order."""
+        """Yield (first element, number of elements, part, part dtype) for everything that `source` holds, in element
+        order."""
         size = source.element_size()
         held = self.within(*_span(source))
         if source.is_contiguous():
@@ -177,7 +178,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Packings(TorchFunctionMode):
-    """While active, calls `packed` with each weight that is packed and with the result."""
+    """While the mode is active, calls `packed` with each weight that is packed and with the result."""
 
     def __init__(self, packed: Callable[[Tensor, Any], None]) -> None:
         self._packed = packed
@@ -195,8 +196,8 @@ class LoadTrace:
     """Follows one load (`over`). Afterwards, `proof` reports what was loaded."""
 
     def __init__(self, *, read_back: bool = False) -> None:
-        """With `read_back`, weights that oneDNN packs are read back through products with unit vectors, and compared
-        with the originals."""
+        """If `read_back` is true, weights that oneDNN packs are read back through products with unit vectors and
+        compared with the originals."""
         self._read_back = read_back
         self._memory = _Memory()
         self._packed: dict[int, Proof] = {}
@@ -343,7 +344,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _flat_part(held: _Contents, offset: int, count: int) -> Part | None:
-    """Return `count` consecutive elements of `held` from `offset` on as a part, or None if they are not a box."""
+    """Return `count` consecutive elements of `held` from `offset` on as a part, or None if they do not form a box."""
     part = held.part
     if part is None:
         return None
@@ -356,7 +357,7 @@ def _flat_part(held: _Contents, offset: int, count: int) -> Part | None:
 
 
 def _box(part: Part, offset: int, view: Tensor) -> Part | None:
-    """Return the elements of `part` that `view` shows, as a part, or None if they are not a box.
+    """Return the elements of `part` that `view` shows, as a part, or None if they do not form a box.
 
     `view` begins `offset` elements into `part`.
     """

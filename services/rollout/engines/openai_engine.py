@@ -5,8 +5,8 @@ since replaced.
 
 Beyond the interface itself, the server must offer the following (`start` and the drill name anything that is missing):
   prompts and completions as token ids (`prompt: [ids]`, `return_token_ids`), `echo` with log-probs of the prompt,
-  log-probs of the distribution that was sampled from, and a way to load weights: vLLM's `/collective_rpc`, with rlbus's
-  worker extension. This command starts a vLLM 0.32 server with all of these features:
+  log-probs of the distribution that was sampled from, and a way to load weights (vLLM's `/collective_rpc` with rlbus's
+  worker extension). This command starts a vLLM 0.32 server with all of these features:
 
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs \
       --worker-extension-cls services.rollout.engines.vllm_worker.PolicyWeights
@@ -185,7 +185,8 @@ class OpenAIEngine:
         await self._held_mark()
 
     async def _check_logprobs(self) -> None:
-        """Check that two tokens' log-probs differ by their logits' difference divided by the sampling temperature."""
+        """Check that the log-probs of two tokens differ by the difference of their logits divided by the
+        temperature."""
         gaps = []
         for temperature in (1.0, self._temperature or 1.0):
             body = self._body([1, 2, 3], temperature, 1) | {"logprobs": _LIKELIEST, "stream": False}

@@ -44,9 +44,9 @@ Part = tuple[Passes, Tensor]
 def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
     """Return passes in which all these rows continue together, with room for `room` more tokens each.
 
-    The original passes must not be used afterwards. Keys and values stay as they were computed. All rows end at the
-    same column, and shorter rows are padded on the left. Passes whose `gathers` is false must be the only part, and
-    each row must occur equally often.
+    The original passes must not be used afterwards. Keys and values are not recomputed. All rows end at the same
+    column, and shorter rows are padded on the left. A part whose passes have `gathers` set to false must be the only
+    part, and each of its rows must occur the same number of times.
     """
     if is_plain(model):
         return PlainPasses.gathered(model, parts, room)

@@ -21,7 +21,7 @@ from services.rollout.engines.compute import ComputeThread, given_up
 
 
 class EngineCall:
-    """One call of `Engine.generate`. It belongs to the compute thread once it is submitted."""
+    """One call of `Engine.generate`. Once it is submitted, only the compute thread uses it."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Stepper(Protocol):
 
 
 class SideBySide:
-    """Runs calls together. `generate` belongs to the service's loop; everything else belongs to the compute thread."""
+    """Runs calls together. `generate` runs on the service's loop, and everything else on the compute thread."""
 
     def __init__(self, compute: ComputeThread, stepper: Stepper) -> None:
         self._compute = compute
@@ -74,7 +74,7 @@ class SideBySide:
         self._waiting: deque[EngineCall] = deque()
         self._under_way: list[EngineCall] = []
         self.seconds = 0.0
-        """Total seconds with at least one call in progress."""
+        """Total seconds during which at least one call was in progress."""
 
     async def generate(
         self,
@@ -86,11 +86,11 @@ class SideBySide:
         """Generate as `Engine.generate` describes."""
         call = EngineCall(prompts, sampling, cancel, watch)
         self._coming.put(call)
-        self._compute.begin(self._work)  # finds nothing to do if the work for an earlier call includes this one
+        self._compute.begin(self._work)  # has nothing to do if the work for an earlier call includes this one
         return await asyncio.wrap_future(call.answer)
 
     def _work(self) -> None:
-        """Work until no call is left."""
+        """Work until no calls are left."""
         began = time.perf_counter()
         try:
             while self._compute.before_step(self._going_on):

@@ -1,6 +1,6 @@
 """Decodes the calls to the embedded engine in one table of rows.
 
-The rows of ended samples are given to waiting samples, so no sample waits for the longest one. Rows are dropped and
+When a sample ends, its row is given to a waiting sample, so no sample waits for the longest one. Rows are dropped and
 added in batches, because each change copies the keys and values of all rows. A `steady` table instead keeps the rows of
 one call until all of them have ended, so a repeated call gives bit-identical results. A prompt is run once for all its
 samples.
@@ -29,7 +29,7 @@ from services.rollout.engines.passes import Part, Passes, gathered, make_passes
 from services.rollout.engines.side_by_side import EngineCall
 
 MAX_ROWS = 1024
-"""Maximum number of rows that are decoded at once. Each row needs key/value memory."""
+"""Maximum number of rows that are decoded at once. Each row needs memory for keys and values."""
 _DRAWN_STEPS = 32  # number of steps for which random numbers are drawn at once
 _SEED_MASK = (1 << 63) - 1
 _REFILL = 4
@@ -87,7 +87,7 @@ class _Rows:
     temperature_R1: Tensor
     uniform_RS: Tensor
     running_R: Tensor
-    """False if the row has ended and waits to be dropped."""
+    """False if the row has ended and is waiting to be dropped."""
     ids_RT: Tensor
     logprobs_RT: Tensor
     swaps_RT: Tensor
@@ -147,9 +147,9 @@ class SlotTable:
         `stopped` returns a stop-text finder; `swaps` returns the number of times that the engine's weights have been
         set.
 
-        A `steady` table works on one call at a time and pads it to `block_rows` rows. It does not drop ended rows.
-        Answers of up to 128 tokens with widely varying lengths therefore take 2.5 times as long (2,900 tokens/s instead
-        of 7,300, with tiny-qwen3 on one thread), and the quickstart's answers take 1.2 times as long.
+        A `steady` table works on one call at a time and pads it to `block_rows` rows. It does not drop rows that have
+        ended. Answers of up to 128 tokens with widely varying lengths therefore take 2.5 times as long (2,900 tokens/s
+        instead of 7,300, with tiny-qwen3 on one thread), and the quickstart's answers take 1.2 times as long.
         """
         self._model = model
         self._stopped = stopped
@@ -170,7 +170,7 @@ class SlotTable:
         self._whose: list[tuple[_Group, int]] = []
         """The group of each row, and the row's number in the group."""
         self.tokens = 0
-        """Total number of tokens in ended samples."""
+        """Total number of tokens in samples that have ended."""
 
     # ---- calls
 
@@ -232,7 +232,7 @@ class SlotTable:
             if group.samples > free and (running or coming):
                 break
             if not self._joins and coming and group.samples != coming[0].samples:
-                break  # all prompts must be repeated equally often
+                break  # all prompts must be repeated the same number of times
             coming.append(group)
             free -= group.samples
         rows = sum(group.samples for group in coming)
@@ -286,7 +286,8 @@ class SlotTable:
         self._passes, self._whose, self._rows = None, [], _Rows.of([], self._device)
 
     def _append_token(self, logits_PV: Tensor, first: int, prompt_N: Tensor | None = None) -> None:
-        """Append one token to each row from `first` on. The logits are `logits_PV[prompt_N]` or just `logits_PV`."""
+        """Append one token to each row, beginning with row `first`. The logits are `logits_PV[prompt_N]` or just
+        `logits_PV`."""
         mine, rows = slice(first, None), self._rows
         self._draw(first)
         heat_N1, count_N, running_N = rows.temperature_R1[mine], rows.count_R[mine], rows.running_R[mine]

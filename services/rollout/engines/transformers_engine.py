@@ -1,4 +1,4 @@
-"""The embedded engine: a transformers model decoded on a thread of its own. Lightweight processes do not import this
+"""The embedded engine: a transformers model that is decoded on its own thread. Lightweight processes do not import this
 module.
 
 Everything that touches the model runs on the compute thread, in call order, with two exceptions: calls are decoded side
@@ -42,7 +42,7 @@ class TransformersEngine:
     """An `Engine` in this process. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
     def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
-        """With `deterministic`, calls are decoded one after another in a steady table, so a repeated call gives
+        """If `deterministic` is true, calls are decoded one after another in a steady table, so a repeated call gives
         bit-identical results. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
         self._path = model
         self._dtype = dtype
@@ -56,7 +56,7 @@ class TransformersEngine:
         self._model: Any = None
         self._asleep: list[Released] = []
         self._lost = False
-        """Whether the weights' memory was released and no weights have been set since."""
+        """Whether the memory of the weights has been released and no weights have been set since."""
         self._holders: dict[str, list[torch.Tensor]] = {}
         self._swaps = 0
         self._steps = 0
@@ -162,7 +162,7 @@ class TransformersEngine:
             require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
         # The parameters get storages of their own, as they do after a sleep, because memory mapped from a file is
-        # aligned differently, which changes the last bits.
+        # aligned differently, which changes the last bits of results.
         own_storages(self._model.parameters())
         self._model.to(self._device)
         self._holders = weight_holders(self._model)
@@ -196,9 +196,9 @@ class TransformersEngine:
     def _set_weights(self, weights: Mapping[str, Array]) -> None:
         """Replace the parameters. In host memory they become the given arrays themselves, without a copy.
 
-        A version in shared memory therefore stays mapped, and counted by its store, until the next version replaces it.
-        In deterministic mode, arrays are copied instead, because a mapping is aligned differently, which changes the
-        last bits.
+        A version in shared memory therefore stays mapped until the next version replaces it, and its store counts it
+        until then. In deterministic mode, arrays are copied instead, because a mapping is aligned differently, which
+        changes the last bits of results.
         """
         holders = self._holders
         sources = fitting({name: (tied[0].dtype, tied[0].shape) for name, tied in holders.items()}, weights)

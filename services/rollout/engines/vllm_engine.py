@@ -85,10 +85,10 @@ class VllmEngine:
     ) -> None:
         """`engine_args` are fields of vLLM's EngineArgs, which override this engine's defaults. `tensor_parallel` is
         the number of ranks; if there are several, each is a process with `threads` threads. For `in_flight`, see the
-        module's docstring. `route` is the way in which `receive` receives weights.
+        module's docstring. `route` determines how `receive` receives weights.
 
-        Raises RpcError(bad_request) if vLLM is not installed, or if `deterministic` is set: vLLM's log-probs depend on
-        what else is in its batch.
+        Raises RpcError(bad_request) if vLLM is not installed, or if `deterministic` is set, because vLLM's log-probs
+        depend on what else is in its batch.
         """
         if importlib.util.find_spec("vllm") is None:
             raise RpcError(
@@ -123,7 +123,7 @@ class VllmEngine:
         self._on_cpu = False
         self._awake = ENGINE
         self._lost = False
-        """Whether the weights' memory was released and no weights have been set since."""
+        """Whether the memory of the weights has been released and no weights have been set since."""
         self._placed: list[list[Part]] = []
         """The parts in each place on each rank after the first load. The canary of that load proves that these places
         are right."""
@@ -197,13 +197,14 @@ class VllmEngine:
         return await self._compute.between_steps(lambda: self._score(token_ids))
 
     async def sleep(self) -> None:
-        """Drop the weights (level 2) without keeping a host copy: the next version comes from the trainer anyway."""
+        """Drop the weights (level 2) without keeping a host copy, because the next version comes from the trainer
+        anyway."""
         if self._awake:
             self._awake, self._lost = NOTHING, True
             await self._compute.run(self._sleep)
 
     async def wake(self, parts: Parts) -> None:
-        """Wake `parts` by vLLM's tags, except those that are already awake."""
+        """Wake `parts` using vLLM's tags, except those that are already awake."""
         tags = sorted(part.removeprefix("engine.") for part in parts - self._awake)
         if tags:
             self._awake |= parts
@@ -266,7 +267,8 @@ class VllmEngine:
         self._expected = expected_weights(self._path, self._dtype)
         self._eos_ids = list(eos_ids(self._path))
         try:
-            # vLLM chooses its batch size by usage context. The default context is for testing the engine alone.
+            # vLLM chooses its batch size according to the usage context. The default context is for testing the engine
+            # alone.
             self._llm = LLMEngine.from_engine_args(EngineArgs(**fixed, **arguments), UsageContext.LLM_CLASS)
         except (ValueError, TypeError, RuntimeError) as error:
             text = " ".join(str(error).split())[:400] or type(error).__name__
@@ -422,8 +424,8 @@ class VllmEngine:
         return True
 
     def _must_have_weights(self) -> None:
-        """Raise RpcError if the weights are lost: after a level-2 sleep, vLLM silently computes with whatever its
-        memory contains."""
+        """Raise RpcError if the weights are lost, because after a level-2 sleep vLLM silently computes with whatever
+        its memory contains."""
         if self._lost:
             raise RpcError(
                 ErrorCode.INTERNAL, "engine vllm: asked to compute after a sleep, before its weights were set"
@@ -434,8 +436,8 @@ class VllmEngine:
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
-        # One token is sampled and discarded, because vLLM must sample one. The samples of a paused block take the same
-        # steps. Their tokens count only if the scores prove the weights, and are dropped otherwise.
+        # One token is sampled and discarded, because vLLM always samples at least one. The samples of a paused block
+        # take the same steps. Their tokens count only if the scores prove the weights, and are dropped otherwise.
         params = VllmParams(
             temperature=0.0,
             max_tokens=1,

@@ -1,8 +1,8 @@
 """Reads the samples of vLLM's finished and unfinished requests. This module changes nothing in vLLM.
 
 Only this module knows how vLLM 0.32 stores unfinished requests, because vLLM has no call that returns them. The
-alternative, requesting outputs at every step, would incur for every token the cost that is now incurred only when a
-note of an unfinished sample is made.
+alternative would be to request outputs at every step, which would cost as much for each token as a note of an
+unfinished sample costs now.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prepares a process for vLLM: sets its environment, and makes EngineArgs from a topology. This module starts no
+"""Prepares a process for vLLM: sets its environment, and builds EngineArgs from a topology. This module starts no
 engine."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.rpc.errors import RpcError
 
 InFlight = Literal["wait", "keep", "recompute"]
 CPU_KV_CACHE_BYTES = 256 * 1024**2
-"""Default of `kv_cache_memory_bytes` on a CPU, where vLLM would otherwise take a share of the machine's memory."""
+"""Default of `kv_cache_memory_bytes` on a CPU, where vLLM would otherwise take a fraction of the machine's memory."""
 WORKER_EXTENSION = f"{vllm_worker.__name__}.{vllm_worker.PolicyWeights.__name__}"
 TRANSFER_EXTENSION = "services.rollout.engines.vllm_transfer.TransferredWeights"
 """The worker extension that takes the place of WORKER_EXTENSION if the trainer sends the weights."""
@@ -93,7 +93,7 @@ def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool, in_
         )
     defaults: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
     if in_flight != "wait":
-        # Otherwise vLLM computes the next step of the batch before it returns the tokens of the last one.
+        # Otherwise vLLM computes the next step of the batch before it returns the tokens of the previous one.
         defaults["async_scheduling"] = False
     if on_cpu:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}

@@ -33,7 +33,7 @@ from shared.weights.table import room_for
 
 GLOO = "gloo"
 ABORT_S = 10.0
-"""Maximum seconds for an abort. vLLM itself allows NCCL 5 s."""
+"""Maximum seconds that an abort may take. vLLM itself allows NCCL 5 s."""
 
 
 @dataclass

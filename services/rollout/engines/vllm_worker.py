@@ -1,4 +1,5 @@
-"""The code that rlbus runs in a vLLM worker: it replaces the model's weights, releases memory on a CPU and tidies up.
+"""The code that rlbus runs in a vLLM worker: it replaces the model's weights, and on a CPU releases memory and removes
+the names of shared memory.
 
 This module does not import vLLM. A reload is valid only with its proof.
 
@@ -63,7 +64,7 @@ class PolicyWeights:
 
     @contextmanager
     def _policy_traced(self, trace: LoadTrace) -> Iterator[nn.Module]:
-        """Use `trace` to follow a load or the next piece of one. Yields the model being loaded."""
+        """Use `trace` to follow a load or the next part of one. Yields the model being loaded."""
         model = self.model_runner.get_model()
         self._policy_trace = trace
         with trace.over(model):
@@ -83,7 +84,7 @@ class PolicyWeights:
         model = self.model_runner.get_model()
         for module in model.modules():
             if getattr(module, "cpu_linear", None) is not None:
-                module.cpu_linear = None  # holds the packed weight; the next load makes another
+                module.cpu_linear = None  # holds the packed weight; the next load creates another
         self._asleep = {"weights": _emptied(model.parameters()), "kv_cache": _emptied(self.model_runner.kv_caches)}
         give_back()
         return sum(nbytes for parts in self._asleep.values() for _, nbytes in parts)
@@ -123,7 +124,7 @@ def rebuild_tied_heads(model: nn.Module) -> int:
 
     vLLM 0.32 packs linear layers for the CPU when they are loaded. A reload packs a layer again once a parameter has
     been loaded *into that layer*. This never happens to a tied head, which therefore continues with the old packed
-    weights, without an error. Where nothing is packed (GPUs), this function changes nothing.
+    weights, without an error. On GPUs, where nothing is packed, this function changes nothing.
     """
     # The head comes after the embedding in every model, so the first owner of a weight is the one that was loaded.
     owners: dict[tuple[int, tuple[int, ...]], nn.Module] = {}

@@ -71,7 +71,7 @@ def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tenso
 
 
 def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[str, int]) -> None:
-    """Check that an engine's ranks hold all `expected` weights, bit for bit, as given by `digests` (by name).
+    """Check against `digests` (by name) that an engine's ranks hold all `expected` weights, bit for bit.
 
     Ranks may hold the same part (replicated heads, a tied head), but then its contents must be identical on all of
     them. Raises WeightsMismatch.

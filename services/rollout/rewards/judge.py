@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 SERVER_ERROR, TOO_MANY = 500, 429
 MOST_RETRY_AFTER_S = 86_400.0
 MOST_REFUSALS = 5
-"""Number of times that a judge may refuse one call while it answers others. Then the sample fails, and no outage
+"""Number of times that a judge may refuse one call while it answers others. After that, the sample fails, and no outage
 begins."""
 _SOCKET_MODULES = frozenset({"socket", "ssl"})
 _AWAY_NAMES = ("ConnectionError", "ConnectError", "ConnectorError", "ServerDisconnectedError", "gaierror")
-"""Suffixes of error class names that count in any package."""
+"""Suffixes of error class names that show, in any package, that a judge is unavailable."""
 _CLIENTS = frozenset(
     {"aiohttp", "anthropic", "httpcore", "httpcore2", "httpx", "httpx2", "openai", "requests", "urllib3"}
 )
 _CLIENT_NAMES = ("Timeout", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError")
-"""Suffixes of error class names that count only in `_CLIENTS`: elsewhere, such an error may come from a program that
-the function runs."""
+"""Suffixes of error class names that show this only in the packages `_CLIENTS`. Elsewhere, such an error may come from
+a program that the function runs."""
 
 
 def unavailable(error: BaseException) -> float | None:
@@ -141,8 +141,8 @@ class Judge(Generic[C]):
         """Record that the judge did not answer `call`, and return whether the call is held until the judge answers
         again.
 
-        If the call is held, and it was a `probe` or began the outage, the next probe is due in `outage.delay_s`. If the
-        call is not held, the judge answers other calls or retries are off, and the sample fails.
+        If the call is held, and it was a `probe` or began the outage, the next probe is due in `outage.delay_s`. The
+        call is not held if the judge answers other calls or if retries are off; the sample then fails.
         """
         call.tries += 1
         call.refusals += call.answers not in (-1, self.answers)

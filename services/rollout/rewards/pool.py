@@ -40,7 +40,7 @@ class RewardCall:
     """One call of reward function number `function` for the samples at `places` in the block (`user_code.host.Work`).
 
     An `alone` call has a process of its own. A `probe` runs with no other call at the same time, to find out whether
-    its judge answers again. `broken` counts the processes that ended during the call. For the other fields, see
+    its judge is answering again. `broken` counts the processes that ended during the call. For the other fields, see
     `judge.HeldCall`.
     """
 
@@ -256,7 +256,7 @@ class RewardPool:
         return [score] * len(call.samples)
 
     def _put_back(self, call: RewardCall) -> None:
-        """Queue, for another process, a call whose process has ended, or hold the call for its judge."""
+        """Queue a call whose process has ended, so that another process makes it, or hold the call for its judge."""
         judge = self._judges[call.function]
         if judge.outage is None or call.probe:
             self._waiting.appendleft(call)
@@ -267,12 +267,12 @@ class RewardPool:
     # ---- judges
 
     async def waits(self) -> list[WaitRow]:
-        """Return rows that describe what reward functions are waiting for or computing."""
+        """Return rows that describe what the reward functions are waiting for or computing."""
         now = asyncio.get_running_loop().time()
         outages = [
             WaitRow(
                 WaitKind.OUTAGE,
-                f"the judge of {term.function} does not answer ({judge.outage.tries} tries): {judge.outage.error}",
+                f"the judge of {term.function} is not responding ({judge.outage.tries} tries): {judge.outage.error}",
                 now - judge.outage.began,
                 judge.retry.limit_s,
             )
@@ -282,14 +282,14 @@ class RewardPool:
         return [*outages, *await self._pool.waits()]
 
     def troubles(self) -> list[Trouble]:
-        """Return the troubles to report in the heartbeat."""
+        """Return the problems to report in the heartbeat."""
         found = self._failing.troubles()
         now = asyncio.get_running_loop().time()
         for term, judge in zip(self._terms, self._judges, strict=True):
             outage = judge.outage
             if outage is None:
                 continue
-            text = f"a judge does not answer, and rewards wait for it: {outage.error}"
+            text = f"a judge is not responding; rewards are waiting for it: {outage.error}"
             over = judge.is_over_limit(now)
             if over:
                 text = (
@@ -347,7 +347,7 @@ class RewardPool:
         judge = self._judges[function]
         judge.held = [call for call in judge.held if not call.done.is_set()]
         call = judge.next_try()
-        if call is None:  # no call is held: the next call will show whether the judge answers
+        if call is None:  # no call is held, so the next call will show whether the judge is answering
             self._resume(function)
             return
         call.probe = True

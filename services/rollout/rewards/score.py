@@ -78,7 +78,7 @@ def add(left: Score, right: Score, weight: float) -> Score:
     value = left.value + weight * right.value
     if not abs(value) <= LIMIT:
         return Score(
-            None, f"the weighted rewards add up to {value}, but float32 holds {LIMIT:.1e} at most", kind=ANSWER
+            None, f"the weighted rewards add up to {value}, but float32 holds at most {LIMIT:.1e}", kind=ANSWER
         )
     return Score(value, parts={**left.parts, **right.parts})
 

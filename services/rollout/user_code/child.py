@@ -34,7 +34,7 @@ _READY = msgspec.msgpack.Decoder(Ready)
 
 class UserProcess:
     """A child at the other end of a socket pair. It becomes the keeper of the process that runs the users' code
-    (`services.rollout.user_code.keeper`) and ends as that process does."""
+    (`services.rollout.user_code.keeper`) and ends in the same way as that process does."""
 
     def __init__(
         self,
@@ -103,12 +103,14 @@ class UserProcess:
         """Return the body of the next message. Raises one of GONE once the process is gone."""
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if length > TO_SERVICE_BYTES:
-            raise ConnectionError(f"a process of users' code announced {length} bytes; the limit is {TO_SERVICE_BYTES}")
+            raise ConnectionError(
+                f"a process that runs users' code announced {length} bytes; the limit is {TO_SERVICE_BYTES}"
+            )
         return await self._reader.readexactly(length)
 
     async def end(self, grace_s: float = 0.0) -> str:
-        """Kill the process and all that it started. Return how it ended: on its own within `grace_s`, or because it was
-        killed."""
+        """Kill the process and everything that it started. Return how it ended: on its own within `grace_s`, or because
+        it was killed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._child.wait()
@@ -141,4 +143,4 @@ def decoded(body: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConnectionError(f"a process of users' code sent an invalid message: {error}") from None
+        raise ConnectionError(f"a process that runs users' code sent an invalid message: {error}") from None

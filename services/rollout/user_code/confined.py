@@ -1,6 +1,6 @@
 """Restrictions that a process for users' code imposes on itself before it loads any of that code.
 
-The service never relies on this process to end on its own. The module does not import torch.
+The service never relies on this process to exit on its own. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class _Lossy(io.FileIO):
-    """A stream that drops what cannot be written (to a full disk), so that printing never makes a sample fail."""
+    """A stream that drops what cannot be written (for example, to a full disk), so that printing never makes a sample
+    fail."""
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
@@ -35,7 +36,7 @@ class _Lossy(io.FileIO):
 def confine(descriptor: int) -> socket.socket | None:
     """Return the socket to the service, or None if the service is already gone.
 
-    This process and all that it starts end with the service.
+    This process and everything that it starts end with the service.
     """
     if not run_subreaper(descriptor):
         return None
@@ -48,7 +49,7 @@ def confine(descriptor: int) -> socket.socket | None:
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Allow this process `memory_bytes` beyond what it holds now.
+    """Allow this process to use `memory_bytes` more than it uses now.
 
     The limit applies to private writable memory (RLIMIT_DATA), because RLIMIT_AS also counts libraries mapped from
     files, which are shared. Shared mappings and files in /dev/shm are not counted. The same limit applies separately to

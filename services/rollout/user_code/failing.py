@@ -1,4 +1,4 @@
-"""Reports failures of users' code: as a trouble on the console while they last, and as tracebacks in the log."""
+"""Reports failures of users' code: as a problem on the console while they last, and as tracebacks in the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_LOGGED = 64
 
 
 class Failing:
-    """Counts samples from the first failure on, until a whole lease succeeds."""
+    """Counts samples from the first failure until a whole lease succeeds."""
 
     def __init__(self, kind: TroubleKind, log: str) -> None:
         """`log` is the name of the logger."""
@@ -43,7 +43,7 @@ class Failing:
             self._logged.clear()
 
     def troubles(self) -> list[Trouble]:
-        """Return the troubles for the heartbeat."""
+        """Return the problems to report in the heartbeat."""
         if not self._failed:
             return []
         text = f"{self._kind} failing: {self._failed} of {self._samples}, {self._last}"

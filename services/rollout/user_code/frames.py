@@ -173,7 +173,8 @@ class Failed(msgspec.Struct, array_like=True, tag=6):
 
 
 class NoMemory(msgspec.Struct, array_like=True, tag=7):
-    """Process -> service: the slot reached the memory limit, which other slots may have used up. The process exits."""
+    """Process -> service: the slot reached the memory limit, although other slots may have used up the memory. The
+    process exits."""
 
     slot: int
     at: str

@@ -25,12 +25,12 @@ WATCH_S = 0.25
 GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, or that clean up after their timeout
 STALL_S = 10.0
 LOOK_S = 1.0
-"""Number of seconds after which a call's process is asked for its stack, to show where its code is."""
+"""Number of seconds after which a call's process is asked for its stack, to show which code it is running."""
 LEFT_TOOLS = 64
-"""Number of abandoned tools after which the process is replaced. Each holds a thread."""
+"""Number of abandoned tools after which the process is replaced. Each of them occupies a thread."""
 LATE_CALLS = 4
-"""Number of late calls after which the process is replaced. Each may have left a thread behind, and a loop may have
-only five threads for `asyncio.to_thread`."""
+"""Number of late calls after which the process is replaced. Each of them may have left a thread behind, and a loop may
+have only five threads for `asyncio.to_thread`."""
 _MESSAGE: msgspec.msgpack.Decoder[frames.ToService] = msgspec.msgpack.Decoder(frames.ToService)
 
 
@@ -82,7 +82,7 @@ class _Live:
 
 
 class UserHost:
-    """One process and its calls. It belongs to the service's loop."""
+    """One process and its calls. It is used only on the service's loop."""
 
     def __init__(self, process: UserProcess, ready: frames.Ready, marks: Marks, setup: Setup) -> None:
         self._process = process
@@ -101,7 +101,7 @@ class UserHost:
         self.broken = False
         """Whether the process ended during calls."""
         self.leaving = asyncio.Event()
-        """Event that is set once the process takes no more calls."""
+        """Event that is set once the process accepts no more calls."""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(self._serve())
         """Task that serves the process and ends with it."""
@@ -159,7 +159,8 @@ class UserHost:
                     self.leaving.set()
 
     async def waits(self) -> list[WaitRow]:
-        """Return a row that shows how long the process has been working on its oldest call, and where its code is."""
+        """Return a row that shows how long the process has been working on its oldest call, and which code it is
+        running."""
         if not self._live:
             return []
         slot = self._marks.current()
@@ -168,7 +169,8 @@ class UserHost:
         since_s = asyncio.get_running_loop().time() - began
         at = hangs_at(await self._process.stack.read() if since_s > LOOK_S else "", home)
         text = (
-            f"process {self.ready.pid} works on {len(self._live)} {self._setup.purpose} calls, at {at or 'its start'}"
+            f"process {self.ready.pid} is working on {len(self._live)} {self._setup.purpose} calls, "
+            f"at {at or 'its start'}"
         )
         return [WaitRow(WaitKind.CODE, text, since_s, self._setup.timeout_s)]
 
@@ -300,5 +302,5 @@ class UserHost:
         """Return the slots that may have ended the process: those whose code or tools are running."""
         if self._no_memory is not None:
             return {self._no_memory.slot}
-        current = self._marks.current()  # possibly code that an ended call left behind
+        current = self._marks.current()  # possibly code left behind by a call that has ended
         return {slot for slot in self._live if slot == current or self._marks.tools(slot)}

@@ -1,7 +1,7 @@
 """The parent of a process that runs users' code. It kills all descendants when that process or the service ends.
 
-This includes descendants in sessions of their own and those that were forked twice. The keeper runs no user code and
-ends with its child. As a subreaper (prctl(2)) it adopts descendants whose parents are gone, so none can leave its tree.
+This includes descendants that have their own sessions or were forked twice. The keeper runs no user code and ends with
+its child. As a subreaper (prctl(2)) it adopts descendants whose parents are gone, so none can leave its tree.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _WAKES = 1 << 10
 _AGAIN_S = 0.02
 KILL_LIMIT_S = 5.0
-"""Maximum seconds spent killing descendants. Any that remain belong to another user or wait for a device that does not
-answer."""
+"""Maximum seconds spent killing descendants. Any that remain belong to another user or are waiting for a device that
+does not respond."""
 
 
 def run_subreaper(descriptor: int) -> bool:
@@ -89,7 +89,7 @@ def _stay(child: int, descriptor: int, woken: int, asked: list[int]) -> NoReturn
 
 
 def _reap(child: int) -> int | None:
-    """Reap ended processes. Return the wait status of `child` if that process is among them."""
+    """Reap processes that have ended. Return the wait status of `child` if that process is among them."""
     status: int | None = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

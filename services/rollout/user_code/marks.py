@@ -1,6 +1,7 @@
 """Memory shared by the service and a process that runs users' code, to show which call's code is running.
 
-The memory outlives the process, so that the service can identify the call that ended it. Only the process writes to it.
+The memory outlives the process, so that the service can identify the call that ended the process. Only the process
+writes to it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class UserPool:
         self._setup = setup
         self._processes = processes
         self._free: set[UserHost] = set()
-        """The processes that take calls and are not reserved."""
+        """The processes that accept calls and are not reserved."""
         self._all: set[UserHost] = set()
         self._process_free = asyncio.Event()
         self._alone = asyncio.Semaphore(processes)

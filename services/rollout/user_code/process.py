@@ -103,7 +103,8 @@ class _Marked(Coroutine[Any, Any, Any]):
 
 
 class _Slots:
-    """The calls in progress. One loop serves all calls, because clients and locks in user modules belong to a loop."""
+    """The calls in progress. One loop serves all calls, because clients and locks in user modules are bound to a
+    loop."""
 
     def __init__(
         self,

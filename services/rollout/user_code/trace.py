@@ -1,6 +1,6 @@
 """Locates errors and hangs in users' code: as `file:line` for people and as a traceback for the log.
 
-No function here raises, no matter what the user's exception is.
+No function here raises an exception, whatever the user's exception is.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class StackFile:
         self._process = -1
 
     def belongs_to(self, pid: int) -> None:
-        """Set the process. A process that is already gone writes nothing."""
+        """Set the process that writes the file. A process that is already gone writes nothing."""
         with contextlib.suppress(OSError):
             self._process = os.pidfd_open(pid)
 

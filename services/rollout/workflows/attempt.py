@@ -56,7 +56,7 @@ class Attempt:
 
         try:
             host.write(await self.calls.captured(framed))
-        except asyncio.CancelledError:  # abandoned, but the whole process waits for this answer
+        except asyncio.CancelledError:  # abandoned, but the whole process is waiting for this answer
             host.write(framed([]))
 
     async def _answer(self, asked: frames.Chat | frames.CompleteText, host: UserHost) -> None:

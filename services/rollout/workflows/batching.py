@@ -42,7 +42,8 @@ class CallBatcher:
     """The calls of one lease, on the service's loop. The lease's `cancel` and `give_up` both stop the engine's work."""
 
     def __init__(self, engine: Engine, cancel: threading.Event, on_idle: Callable[[float], None]) -> None:
-        """When the engine runs out of blocks, `on_idle` is called with the number of seconds for which it was busy."""
+        """When the engine runs out of blocks, `on_idle` is called with the number of seconds for which the engine was
+        busy."""
         self._engine = engine
         self._given_up = False
         self._cancel = _EitherEvent(cancel)

@@ -1,6 +1,6 @@
 """The service's side of one sample's calls: it encodes the history, samples with the engine, and decodes the tokens.
 
-It belongs to the service's loop and runs no user code.
+It is used only on the service's loop and runs no user code.
 """
 
 from __future__ import annotations

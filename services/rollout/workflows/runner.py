@@ -1,4 +1,4 @@
-"""Makes the samples of a lease with a workflow, all concurrently.
+"""Makes all samples of a lease concurrently, with a workflow.
 
 A sample that raises, hangs or returns an invalid trajectory does not affect other samples. A workflow cannot keep a
 lease beyond the timeout of its samples.
@@ -47,7 +47,7 @@ class Made:
 
 
 class WorkflowRunner:
-    """Runs workflows. It belongs to the service's loop; user coroutines run in the processes of a `UserPool`."""
+    """Runs workflows. It is used only on the service's loop; user coroutines run in the processes of a `UserPool`."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class WorkflowRunner:
                     lease.advance()
             everything.result()
             batcher.give_up()
-            # A sample that timed out while the engine hung has not failed: its lease is lost.
+            # A sample that timed out while the engine hung has not failed; its lease is lost.
             while not pump.done():
                 await asyncio.wait({pump}, timeout=WATCH_S)
                 lease.check()

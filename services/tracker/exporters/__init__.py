@@ -1,1 +1,1 @@
-"""One module per experiment tracker, each with an `Exporter`."""
+"""Contains one module per experiment tracker, each with an `Exporter`."""

@@ -1,4 +1,5 @@
-"""MLflow: one run. MLflow's step is the position in our run's history; our `step` and `lineage` are ordinary metrics.
+"""Exports one run to MLflow. MLflow's step is the position in our run's history; our `step` and `lineage` are ordinary
+metrics.
 
 MLflow charts can use a metric such as `step` as their x-axis. A batch is stored as a whole, and each row ends with the
 metric `tracker/row`, so the newest value of this metric shows which rows MLflow holds.
@@ -92,7 +93,8 @@ class MlflowExporter:
         if found.lifecycle_stage != "active":
             name = self._section.experiment
             raise Unusable(
-                f"experiment {name!r} is deleted; restore it, or name another (services.monitor.mlflow.experiment)"
+                f"experiment {name!r} has been deleted; restore it, or name another "
+                "(services.monitor.mlflow.experiment)"
             )
         return str(found.experiment_id)
 

@@ -1,4 +1,5 @@
-"""TensorBoard: event files in one folder per lineage, so that steps taken back stay visible as a separate curve.
+"""Exports a run to TensorBoard event files, in one folder per lineage, so that steps that were rolled back stay visible
+as a separate curve.
 
 TensorBoard has one step axis per folder, which is our step. A row is one record of the event file, written with one
 system call, so the file itself shows which rows it contains. A torn record at the end of the file is cut off.
@@ -28,7 +29,7 @@ from shared.redaction import flat
 from shared.topology.monitor_trackers import Tensorboard
 
 _HEADER, _FOOTER = 12, 4
-"""Bytes before and after the data of a record: the length with its checksum, and the checksum of the data."""
+"""Number of bytes before and after the data of a record: the length with its checksum, and the checksum of the data."""
 
 
 class TensorboardExporter:
@@ -76,7 +77,7 @@ class TensorboardExporter:
         self._write(self._lineage, table.step, _text("samples", text))
 
     def close(self, end: End) -> None:
-        """Close the event files. A TensorBoard run has no state; a note records the end."""
+        """Close the event files. A TensorBoard run has no state; a note records the end of the run."""
         self._release()
 
     def _release(self) -> None:

@@ -1,5 +1,5 @@
-"""trackio: one run. Trackio's step is the position in our run's history; `training_step` and `lineage` are ordinary
-metrics.
+"""Exports one run to trackio. Trackio's step is the position in our run's history; `training_step` and `lineage` are
+ordinary metrics.
 
 The trackio dashboard can use a metric such as `training_step` as its x-axis. Rows are sent to trackio's storage or to
 its server. Each row has its own id, so trackio ignores a row that it already holds.

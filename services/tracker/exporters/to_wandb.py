@@ -1,9 +1,9 @@
-"""Weights & Biases: one run. The tracker's step is the position in our run's history, which only grows. The x-axis of
-the charts is our `step`, and `lineage` is an ordinary value.
+"""Exports one run to Weights & Biases. The tracker's step is the position in our run's history, which only grows. The
+x-axis of the charts is our `step`, and `lineage` is an ordinary value.
 
-The client passes rows to its own process, wandb-core, which writes or uploads them later. A row is therefore known to
-be stored only at the end of the run or at the next start: only then is the next step found on the server, or
-in the local files if there is no server.
+The client passes rows to its own process, wandb-core, which writes or uploads them later. Whether a row has been stored
+is therefore known only at the end of the run or at the next start, when the next step is looked up on the server, or in
+the local files if there is no server.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from services.tracker.samples import COLUMNS, Table
 from shared.topology.monitor_trackers import Wandb
 
 INIT_S = 60.0
-"""Maximum seconds that the server may take to answer at the start of a run."""
+"""Maximum time, in seconds, that the server may take to answer at the start of a run."""
 CORE_END_S = 10.0
-"""Maximum seconds for the wandb-core of a killed tracker process to end by itself. After that, it is killed."""
+"""Maximum time, in seconds, that the wandb-core of a killed tracker process may take to exit by itself. After that, it
+is killed."""
 _MAGIC_BYTES, _BLOCK_BYTES, _HEADER_BYTES = 7, 32768, 7
 _FULL, _LAST = 1, 4
 _REFUSED = re.compile(r"permission denied|not found|unauthori[sz]ed|\b40[134]\b", re.IGNORECASE)
@@ -137,7 +138,7 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def _await_core_of(pid: int) -> None:
-    """Wait until the wandb-core that process `pid` started has ended, because it might still write rows that must be
+    """Wait until the wandb-core that process `pid` started has exited, because it might still write rows that must be
     counted."""
     until = time.monotonic() + CORE_END_S
     while pid and pid != os.getpid():

@@ -4,7 +4,7 @@ Prints one JSON line.
     .venv-data/bin/python tests/bench/peers/data_peers.py ray|transfer-queue [--settings '{"threads": 2}'] [--rounds N]
 
 Runs in its own environment (`make peers-data`; its lock file is beside this file). The work is `tasks` tasks of `keys`
-float32 tensors of length `length`, which are put, fetched, and hashed as in `bench_data` (xxh3). The first round is the
+float32 tensors of length `length`, which are put, fetched and hashed (xxh3) as in `bench_data`. The first round is the
 first use of a fresh store. `SETTINGS` holds the defaults; data_sweep.json records which settings are fastest.
 """
 
@@ -25,9 +25,9 @@ import psutil
 from xxhash import xxh3_64_intdigest as digest
 
 BLOCK_TASKS = 64
-"""Tasks per block, equal to the number that `bench_data` puts at once."""
+"""Tasks per block, the same number that `bench_data` puts at once."""
 SETTINGS: dict[str, dict[str, Any]] = {
-    "ray": {"threads": 2},  # Two threads put blocks, as with rlbus.
+    "ray": {"threads": 2},  # Two threads put blocks, as in rlbus.
     # These are TransferQueue's defaults.
     "transfer-queue": {"threads": 8, "io_threads": 8, "units": 2, "blocks": False},
 }
@@ -66,7 +66,7 @@ def measure(
     sums: list[int],
     rounds: int,
 ) -> list[Round]:
-    """Return how long `put(round)` and `got_back(round)` take, in seconds. `got_back` reads every byte and returns the
+    """Return how long, in seconds, `put(round)` and `got_back(round)` take. `got_back` reads every byte and returns the
     digests.
     """
     results = []
@@ -131,8 +131,8 @@ def transfer_queue(arrays: dict[str, np.ndarray], settings: dict[str, Any], roun
         found = []
         for first in starts:
             back = tq.kv_batch_get(keys=names(number, first), partition_id="bench")
-            # Fields come back as nested tensors. They are unbound once, because back[key][task] unbinds everything each
-            # time.
+            # Fields come back as nested tensors. They are unbound once, because every back[key][task] would unbind
+            # everything again.
             found += [digest(row.numpy()) for key in arrays for row in back[key].unbind()]
         return found
 

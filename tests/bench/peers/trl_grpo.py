@@ -18,8 +18,8 @@ checkpoints and metrics.
 The settings for speed: no gradient checkpointing (TRL's default is on), fused AdamW, no logging. `--threads`,
 `--micro-batch` and `--generation-batch` come from a recorded sweep (trl_sweep.json). A generation batch of up to one
 step's samples is on policy, and TRL then computes no log-probs of the old policy. A batch of two steps' samples is
-TRL's form of staleness 1: every second update learns from samples drawn with the weights from before the previous
-update, and TRL scores these samples again.
+TRL's form of staleness 1: every second update learns from samples that were drawn before the previous update, and TRL
+scores these samples again.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Clock(TrainerCallback):
 
 
 class ExactMatch:
-    """Reward function that gives 1.0 where the completion is exactly the answer, and otherwise 0.0. It records the
-    means of each call (a generation batch)."""
+    """Reward function that returns 1.0 if the completion is exactly the answer, and otherwise 0.0. It records the means
+    of each call, which covers one generation batch."""
 
     __name__ = "exact_match"
 
@@ -169,9 +169,9 @@ def main() -> None:
     generations = args.steps * args.samples // args.generation_batch
     if len(ends_s) != args.steps + 1 or len(reward.reward_mean) != generations:
         raise SystemExit(
-            f"trl_grpo: {len(ends_s) - 1} steps ended and {len(reward.reward_mean)} batches of {args.generation_batch} "
-            f"were scored, not {args.steps} and {generations}; this TRL splits a step differently, so the figures "
-            "would be wrong"
+            f"trl_grpo: {len(ends_s) - 1} steps completed and {len(reward.reward_mean)} batches of "
+            f"{args.generation_batch} were scored, not {args.steps} and {generations}; this TRL splits a step "
+            "differently, so the figures would be wrong"
         )
     measured_s = ends_s[-1] - ends_s[args.warm_up]
     print(

@@ -1,7 +1,7 @@
 """Sends this process a signal at a named point: before or after the n-th call to a function of the product.
 
-With CHAOS_HISTORY it also records this process's messages about shards and steps (see `chaos_history`). Python imports
-this module at startup when PYTHONPATH names this folder; `tests.chaos.points` writes the variables.
+If CHAOS_HISTORY is set, it also records this process's messages about shards and steps (see `chaos_history`). Python
+imports this module at startup when PYTHONPATH names this folder; `tests.chaos.points` writes the variables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _forked: list[str] = []
 
 
 def _process() -> str:
-    """Return the module that `python -m` runs here, or that this fork of a spare process runs in the same way."""
+    """Return the module that `python -m` runs here, or that this fork of a spare process runs as if by `python -m`."""
     words = sys.orig_argv
     return _forked[0] if _forked else words[words.index("-m") + 1] if "-m" in words[:-1] else ""
 

@@ -1,6 +1,6 @@
 """A producer: `python -m tests.integration.batch_store.producer RUN ELEMENTS`.
 
-For each input line N it puts the task train/0/N, filled with the number N, and prints a line when the store has sealed
+For each input line N, it puts the task train/0/N, filled with the number N, and prints a line when the store has sealed
 it.
 """
 

@@ -1,4 +1,5 @@
-"""A full store spills to disk, then replies BUSY; no data is lost, duplicated or partly visible."""
+"""Tests that a full store spills to disk and then replies BUSY, and that no data is lost, duplicated or partly
+visible."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""When the bytes of shards change at rest, readers on the same host detect the damage, and the store drops the shards
-when it is asked to check them."""
+"""Tests that readers on the same host detect when stored bytes of shards have changed, and that the store drops these
+shards when it is asked to check them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests fetches from one or two stores while a store dies, fails or stays silent. A fetch returns all data or raises a
-named error, but never returns only part of the data.
+"""Tests fetches from one or two stores while a store dies, fails or stays silent. A fetch returns all of the data or
+raises a named error; it never returns only part of the data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Interrupted:
         self.locates = 0
 
     async def call(self, request: Any, reply: Any, *, deadline_s: float) -> Any:
-        """Like `Client.call`."""
+        """Forward the request as `Client.call` does, and interrupt the store after the first `Locate`."""
         if not isinstance(request, Locate):
             return await self._client.call(request, reply, deadline_s=deadline_s)
         self.locates += 1
@@ -64,7 +64,7 @@ def test_a_fetch_interrupted_after_the_first_reply_returns_whole_data_or_a_named
     meta = BatchMeta(tasks=handles, parts=[BatchPart("s", ["a"])], stores=[STORE])
 
     async def fetch(peer: Peer, interrupt: Callable[[], Awaitable[None]], deadline_s: float = CALL_S) -> None:
-        """Fetch everything that was put, and check it. Errors of the fetch propagate."""
+        """Fetch everything that was put, and check it. Errors raised by the fetch propagate."""
         client = Interrupted(peer.store, interrupt)
         data = DataClient(lambda service, instance: client)  # type: ignore[arg-type,return-value]
         try:
@@ -120,7 +120,7 @@ def test_a_fetch_interrupted_after_the_first_reply_returns_whole_data_or_a_named
 
 
 class Counting:
-    """A bus client that counts its requests by type, and the tasks that it asks its store to locate."""
+    """A bus client that counts its requests by type, and counts the tasks that it asks its store to locate."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -128,7 +128,7 @@ class Counting:
         self.tasks = 0
 
     async def call(self, request: Any, reply: Any, *, deadline_s: float) -> Any:
-        """Like `Client.call`."""
+        """Count the request, and forward it as `Client.call` does."""
         self.requests[type(request).__name__] += 1
         if isinstance(request, Locate):
             self.tasks += len(request.tasks)

@@ -1,4 +1,4 @@
-"""Tests a store whose replies are falsified on the way to its readers, and readers that send impossible requests."""
+"""Tests a store whose replies are falsified on their way to readers, and readers that send impossible requests."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_tasks_that_end_with_empty_shards_arrive_and_the_store_survives(store: T
 
 def test_requests_for_too_much_are_refused_or_truncated_and_take_little_memory(store: TcpStoreProcess) -> None:
     def most_rss() -> int:
-        """Return the store's peak memory since its start. The current value would not suffice, because the memory of a
+        """Return the store's peak memory since its start. Its current memory would not suffice, because the memory of a
         reply is freed before the reply arrives.
         """
         assert store.process is not None

@@ -1,4 +1,4 @@
-"""Repeats cases from the test suites of other data planes, and adds a few more: partial requests, errors midway,
+"""Repeats cases from the test suites of other data planes, and adds a few more: partial requests, errors midway and
 constant memory."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.integration.stream_line import remote
 MEMORY = 64 << 20
 STEPS = 1000
 GROWTH_BYTES = 5 << 20
-"""Maximum growth of a process over 900 steps: less than a thousandth of the bytes that pass through it."""
+"""Maximum growth of a process over 900 steps: less than a thousandth of the bytes that have passed through it."""
 
 
 @pytest.fixture

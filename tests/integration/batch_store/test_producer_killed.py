@@ -1,5 +1,5 @@
-"""When a producer dies during a put, the partial file is never visible, its room is reclaimed, and the next put
-works."""
+"""Tests that, if a producer dies during a put, the partial file is never visible, its space is reclaimed, and the next
+put works."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FILE = held_bytes(4 * ELEMENTS + 200)
 MEMORY = 2 * FILE + (1 << 20)
 CALL_S = 20.0
 ROUNDS = 30
-"""Maximum number of attempts. More than one may be needed, because a put may end before it can be stopped."""
+"""Maximum number of attempts. More than one may be needed, because a put may complete before it can be stopped."""
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ async def stats(peer: Peer) -> StoreStats:
 
 
 def stopped_in_the_middle(store: StoreProcess, writer: Producer, number: int) -> bool:
-    """Stop the put once an eighth of its bytes have been written. Return False if it had already ended."""
+    """Stop the put once an eighth of its bytes have been written. Return False if it had already completed."""
     before = grants(store)
     writer.put(number)
     until(lambda: bool(grants(store) - before))
@@ -134,8 +134,8 @@ def stopped_in_the_middle(store: StoreProcess, writer: Producer, number: int) ->
 
 
 async def half_put(store: StoreProcess, peer: Peer, writer: Producer, *, lent: bool) -> int:
-    """Stop a put midway and return its task number. The put writes into the pages of a collected file if `lent`, else
-    into new ones.
+    """Stop a put midway and return its task number. If `lent` is true, the put writes into the pages of a collected
+    file; otherwise, into new ones.
     """
     for number in range(1, ROUNDS):
         if not lent:
@@ -150,16 +150,16 @@ async def half_put(store: StoreProcess, peer: Peer, writer: Producer, *, lent: b
 
 
 async def no_spares(peer: Peer) -> None:
-    """Evict all spares with a put that takes up all the room. The put is too large to become a spare itself."""
+    """Evict all spares with a put that takes up all the space. The put is too large to become a spare itself."""
     if (await stats(peer)).spare_bytes:
         whole = TaskShards("train/9/0", int(time.monotonic() * 1000), {"w": np.zeros(2 * ELEMENTS, np.int32)})
         await peer.data.put([whole], store=STORE, deadline_s=CALL_S)
         await clear(peer, whole.task_id, whole.fence)
 
 
-def test_partial_put_is_never_visible_and_its_room_is_reclaimed(store: StoreProcess) -> None:
+def test_partial_put_is_never_visible_and_its_space_is_reclaimed(store: StoreProcess) -> None:
     """One put goes into new pages, another into those of a collected file."""
-    values = np.arange(2 * ELEMENTS, dtype=np.int32)  # The put needs the room of both halves.
+    values = np.arange(2 * ELEMENTS, dtype=np.int32)  # The put needs the space held by both halves.
 
     async def main() -> None:
         async with peer_of(store.run) as peer:
@@ -172,7 +172,7 @@ def test_partial_put_is_never_visible_and_its_room_is_reclaimed(store: StoreProc
                 await asyncio.sleep(GRANT_S + 1.0)  # The grants expire within this time.
                 assert await held(peer, halves) == []
                 now = await stats(peer)
-                # The producers are still alive, so their room is not reclaimed.
+                # The producers are still alive, so their space is not reclaimed.
                 assert (now.bytes, now.files, now.zombie_bytes) == (2 * FILE, 0, 0)
                 for each in (into_new, into_lent):
                     each.kill()

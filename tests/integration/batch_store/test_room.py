@@ -1,5 +1,5 @@
-"""In a store of exactly the required size that is full of rollouts, later stages never see BUSY. A size that is one
-byte smaller is refused."""
+"""Tests that later stages never see BUSY in a store of exactly the required size that is full of rollouts, and that a
+size one byte smaller is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.integration.store_scheduler import (
 
 STEPS = 5
 FULL = 0.8
-"""Share of the limit that rollouts and references can fill. The rest is reserved for the trainer's log-probs and one
+"""Fraction of the limit that rollouts and references can fill. The rest is reserved for the trainer's log-probs and one
 replay of them."""
 
 
@@ -45,7 +45,8 @@ def needed_bytes(folder: Path) -> int:
 
 
 async def roll_out(worker: Actor) -> int:
-    """Roll out tasks as the service does, with a filter that drops one task per block; return the number left."""
+    """Roll out tasks as the service does, with a filter that drops one task per block. Return the number of tasks that
+    are left."""
     left = 0
     while (grant := await worker.lease()) is not None:
         rewards = np.ones((len(grant.batch.tasks), GROUP), np.float32)
@@ -70,7 +71,8 @@ async def roll_out(worker: Actor) -> int:
 
 
 async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor], Awaitable[int]]) -> float:
-    """Simulate a run whose rollouts continue until admission stops them; return the largest used share of `limit`."""
+    """Simulate a run whose rollouts continue until admission stops them. Return the largest fraction of `limit` in
+    use."""
     fullest = 0.0
     run = make_run(folder, store=store, steps=STEPS, filter_zero_variance=roll_out is not Actor.work)
     async with bench_of(run) as bench:
@@ -86,13 +88,13 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
             await reference.work()
             full = await driver.stats()
             fullest = max(fullest, full.bytes / limit)
-            if ordered:  # The checkpoint is saved late, so that rollouts fill the room first.
+            if ordered:  # The checkpoint is saved late, so that rollouts fill the store first.
                 saved.append(step - 1)
                 await driver.save(step - 1, saved[-2:])
             batch = await driver.train(step)
             assert len(batch.batch.tasks) == TASKS_PER_STEP
             assert batch.scalars["reward"].shape == (TASKS_PER_STEP * GROUP,)
-            ordered = batch.checkpoint_now  # Here, a checkpoint is requested only for lack of room.
+            ordered = batch.checkpoint_now  # Here, a checkpoint is requested only when the store runs short of room.
             now = await driver.stats()
             assert now.bytes <= limit
             assert now.busy == 0
@@ -101,7 +103,8 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
 
 
 def test_a_store_full_of_rollouts_delays_neither_reference_nor_training(tmp_path: Path) -> None:
-    """Half of the rollouts are dropped at once while the others stay; replacements use the room of the dropped ones."""
+    """Half of the rollouts are dropped at once while the others remain; replacements use the space of the dropped
+    ones."""
     limit = needed_bytes(tmp_path / "check")
     assert asyncio.run(play(tmp_path, f"memory: {limit}", limit, roll_out)) > FULL
 

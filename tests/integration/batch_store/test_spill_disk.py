@@ -1,4 +1,4 @@
-"""The folder into which a store spills might be shared with other runs and hosts, lose files, or be on a full disk."""
+"""Tests a store whose spill folder is shared with other runs and hosts, loses files, or is on a full disk."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_next_store_deletes_files_spilled_by_a_dead_run_of_this_host(tmp_pat
             await put(peer, shard(1))
 
     asyncio.run(main())
-    left = ["file", "rlbus-other-container", "rlbus-other-host", "something"]  # The dead run's folder is gone.
+    left = ["file", "rlbus-other-container", "rlbus-other-host", "something"]  # The folder of the dead run is gone.
     assert sorted(path.name for path in spill.iterdir()) == left
     assert len(list(spill.rglob("*.blk"))) == 2
 

@@ -337,7 +337,7 @@ def test_readers_that_race_with_clear_get_whole_tasks_or_the_error_collected(sto
                 await clear(peer, tasks)
                 await asyncio.gather(*readers)
             assert outcomes == {"read", ErrorCode.COLLECTED}
-            gc.collect()  # The tracebacks of the errors above refer to frames, which refer to the arrays.
+            gc.collect()  # The tracebacks of the errors above refer to frames, and the frames refer to the arrays.
             assert (await stats(peer)).bytes == 0
 
     asyncio.run(main())
@@ -358,7 +358,7 @@ def test_mapping_keeps_its_lock_when_the_reader_closes_every_descriptor(store: S
             await clear(peer, tasks)
             assert (await stats(peer)).zombie_bytes > 0
             assert int(held[0]["a"][0]) == 0
-            os.open(os.devnull, os.O_RDONLY)  # When the mapping ends, it closes the descriptor with this number.
+            os.open(os.devnull, os.O_RDONLY)  # When the mapping is closed, it closes the descriptor with this number.
             del held
             assert (await stats(peer)).zombie_bytes == 0
 

@@ -1,5 +1,5 @@
-"""When something else has filled the shared-memory mount, or the store has no free descriptor, puts wait and then fail
-with the cause, and clearing still makes room.
+"""Tests that, when something else has filled the shared-memory mount or the store has no free descriptor, puts wait and
+then fail with the cause, and clearing still makes room.
 """
 
 from __future__ import annotations

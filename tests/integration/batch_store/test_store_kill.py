@@ -1,5 +1,5 @@
-"""A store that is killed with SIGKILL at any instant does not lose acknowledged data and does not serve partly written
-data."""
+"""Tests that a store killed with SIGKILL at any instant does not lose acknowledged data and does not serve partly
+written data."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_file_damaged_while_the_store_was_down_is_not_served(store: StoreProcess
 
 
 def test_a_clear_interrupted_by_the_stores_death_stays_in_effect(store: StoreProcess) -> None:
-    """The store dies after it has removed the first of two files. What the clear had done by then is permanent."""
+    """The store dies after it has removed the first of two files. Whatever the clear had done by then is permanent."""
     tasks = [shards_of(number) for number in (1, 2)]
     names = [PutTask(task.task_id, task.fence) for task in tasks]
 

@@ -1,4 +1,5 @@
-"""Tests the store as a process: its descriptors, shared memory, start and end, and the refusal of a second process."""
+"""Tests the store as a process: its descriptors and shared memory, how it starts and exits, and that a second process
+is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A store that restarts or continues after something else has used up the room does not lose acknowledged data."""
+"""Tests that a store does not lose acknowledged data if it restarts or continues after something else has used up the
+space."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_a_store_restarted_on_a_mount_filled_by_others_serves_acknowledged_data(
 def test_puts_are_refused_as_busy_while_the_disk_of_the_run_directory_and_the_spill_folder_is_full(
     mount: Path, tmp_path: Path
 ) -> None:
-    """The store cannot write its log either."""
+    """The store cannot write its log, either."""
     (mount / "r").mkdir()
     run = make_run(mount / "r", memory=3 * MIB, shm_root=tmp_path, spill=mount / "spill", spill_limit=4 * MIB)
 

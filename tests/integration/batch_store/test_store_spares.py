@@ -1,5 +1,5 @@
-"""The same shapes pass through a real store in every step: pages are reused, mapped data never changes, spares make way
-for other files at once, and a store killed in the meantime starts clean.
+"""Tests a real store through which the same shapes pass in every step: pages are reused, mapped data never changes,
+spares make way for other files at once, and a store that is killed in the meantime starts clean.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def stats(peer: Peer) -> StoreStats:
 
 
 async def unmapped(peer: Peer) -> StoreStats:
-    """Wait until no collected file is mapped. A thread that has fetched releases its arrays a moment after its caller
+    """Wait until no collected file is mapped. A thread that has fetched arrays releases them a moment after its caller
     does.
     """
     async with asyncio.timeout(CALL_S):
@@ -96,7 +96,7 @@ def test_pages_are_reused_and_mapped_data_does_not_change(store: StoreProcess, n
             assert second != first  # The first file is still mapped, so its pages are not lent.
             assert not held.any()
             del held
-            # From here on two files are enough; the last puts and fetches use kept mappings.
+            # From here on two files are enough; the last puts and fetches use mappings that were kept.
             for step in range(2, 6):
                 await clear(peer, f"{name}/{step - 1}")
                 await unmapped(peer)

@@ -1,5 +1,5 @@
-"""Tests the exporter as a process beside a monitor, which it must never delay, with real scrapes and a real
-collector."""
+"""Tests the exporter as a process beside a monitor, with real scrapes and a real collector. The exporter must never
+delay the monitor."""
 
 from __future__ import annotations
 

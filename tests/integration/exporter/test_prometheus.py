@@ -1,4 +1,5 @@
-"""Tests a real run that a real Prometheus scrapes: promtool's lint, the scrape, and every query of the dashboard."""
+"""Tests a real run that is scraped by a real Prometheus: promtool's lint, the scrape, and every query of the
+dashboard."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def test_prometheus_scrapes_a_run_that_is_also_traced_and_reported(tools: tuple[
 
 
 def _check_traces(kept: Collector, path: Path) -> None:
-    """Check that some task has every part of its life in one trace, and some step has all of its parts."""
+    """Check that all spans of some task are in one trace, and that the same is true of some step."""
     traces: dict[bytes, set[str]] = {}
     for span in kept.spans:
         traces.setdefault(span.trace_id, set()).add(span.name)

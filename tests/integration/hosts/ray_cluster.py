@@ -1,4 +1,5 @@
-"""A Ray cluster of several raylets on this machine, and runs on it. The raylets share an address and a file system."""
+"""A Ray cluster of several raylets on this machine, and helpers that run the quickstart on it. The raylets share an
+address and a file system."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.integration.tiny.harness import QUICKSTART, ROOT, free_ports, wait_fo
 
 STORE_BYTES = 80 << 20
 NOTICED = {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "2"}
-"""Ray settings with which Ray notices a dead node within two seconds."""
+"""Settings with which Ray notices a dead node within two seconds."""
 LIMIT_S = 120.0
 
 
@@ -132,7 +133,7 @@ class Told:
         return int(wait_for(pattern, found, limit_s))
 
     def step(self) -> int:
-        """Return the last committed step that was shown."""
+        """Return the last committed step that was printed."""
         return max((int(each) for line in self.lines for each in re.findall(r"step (\d+)/", line)), default=0)
 
 

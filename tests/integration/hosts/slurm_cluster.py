@@ -1,4 +1,5 @@
-"""A real Slurm cluster of two nodes on this machine: namespaces with their own network, processes and host name."""
+"""A real Slurm cluster of two nodes on this machine: each is a set of namespaces with its own network, processes and
+host name."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 @contextlib.contextmanager
 def _node(name: str, host: Host, configuration: Path, *, controls: bool) -> Iterator[None]:
-    """Run the daemons of one node. When the node's first process ends, all its other processes end, too."""
+    """Run the daemons of one node. When the node's first process exits, all of its other processes are killed."""
     script = f"hostname {name}; mount -t tmpfs none /dev/shm; "
     script += f"slurmctld -D -f {configuration} & " if controls else ""
     script += f"slurmd -D -N {name} -f {configuration} & wait"  # the shell is process 1 and reaps orphans

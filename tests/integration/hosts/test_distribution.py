@@ -1,4 +1,4 @@
-"""Hosts receive the model and the data of a run from home; stores and agents are real."""
+"""Tests that hosts receive the model and the data of a run from the home host. Stores and agents are real."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[tuple[RunDir, Access]]:
-    """A scheduler and a store. The model has a large file and an empty one, and the data is rows in a file."""
+    """A scheduler and a store. The model has a large file and an empty one, and the data consists of rows in a file."""
     run = make_run(tmp_path, memory=64 << 20)
     (tmp_path / "model" / "tokenizer.json").write_bytes(os.urandom(5_500_000))
     (tmp_path / "model" / "merges.txt").write_bytes(b"")
@@ -91,7 +91,7 @@ def test_a_host_receives_the_files_from_home_and_its_topology_names_them(
     assert (folder / "1" / "rows.jsonl").read_bytes() == (tmp_path / "rows.jsonl").read_bytes()
 
 
-def test_a_host_that_is_told_to_end_does_not_wait_for_the_files(home: tuple[RunDir, Access], tmp_path: Path) -> None:
+def test_a_host_that_is_told_to_stop_does_not_wait_for_the_files(home: tuple[RunDir, Access], tmp_path: Path) -> None:
     _, access = home
     with pytest.raises(RpcError) as ended:
         asyncio.run(take(access, tmp_path / "host", "b", lambda: True))

@@ -1,4 +1,4 @@
-"""An agent that is started together with the run waits for the access file that the launcher writes."""
+"""Tests that an agent that is started together with the run waits for the access file that the launcher writes."""
 
 from __future__ import annotations
 

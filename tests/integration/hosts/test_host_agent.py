@@ -1,5 +1,5 @@
-"""An agent on another network takes part in a run that it reaches only over TCP: over links that lose and delay
-packets, after partitions, and after the loss of the agent's host.
+"""Tests an agent on another network that takes part in a run and reaches it only over TCP: over links that lose and
+delay packets, after partitions, and after the loss of the agent's host.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def firewall(host: Host, action: str, rule: tuple[str, ...]) -> None:
 
 
 def dropped(host: Host) -> int:
-    """Return the number of packets that the host's rules dropped."""
+    """Return the number of packets that the host's rules have dropped."""
     listed = subprocess.run(host.command("iptables", "-nvxL", "INPUT"), check=True, capture_output=True, text=True)
     return sum(int(count) for count in re.findall(r"^\s*(\d+)\s+\d+\s+DROP", listed.stdout, re.M))
 
@@ -162,7 +162,7 @@ def test_a_host_without_power_counts_as_lost_and_joins_again_with_a_new_agent(tm
         with run.agent():
             run.told.wait_for("host b has joined")
             run.goes_on()
-            firewall(run.away, "-I", HEARS_NOTHING)  # home does not learn of the deaths, as in a power cut
+            firewall(run.away, "-I", HEARS_NOTHING)  # the home host does not learn of the deaths, as in a power cut
             firewall(run.home, "-I", HEARS_NOTHING)
             for process in processes_of(run.away_path):
                 with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A second host with its own store and rollout joins the quickstart by hand and does part of the work."""
+"""Tests a second host with its own store and rollout that joins the quickstart by hand and does part of the work."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ RANKS = ("services.policy-trainer.workers=2",)
 
 @contextlib.contextmanager
 def on(host: Host, module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a module on a host, with shared memory of its own."""
+    """Run a module on a host, with its own shared memory."""
     child = subprocess.Popen(
         host.command("sh", "-c", OWN_MEMORY, "host", sys.executable, "-m", module, *arguments),
         cwd=ROOT,
@@ -59,7 +59,7 @@ def on(host: Host, module: str, *arguments: str) -> Iterator[subprocess.Popen[st
 
 @dataclass
 class Run:
-    """A run with its home on one host, and agents on the other."""
+    """A run whose home is one host, with agents on the other."""
 
     path: Path
     told: Told
@@ -94,7 +94,8 @@ class Run:
 
     @property
     def shm(self) -> Path:
-        """Path by which this process reaches the shared memory of home's stores, which is mounted only at home."""
+        """Path by which this process reaches the shared memory of the home host's stores, which is mounted only on that
+        host."""
         return Path(f"/proc/{self.launcher.pid}/root{RunDir.open(self.path).shm}")
 
     def done(self) -> None:
@@ -103,7 +104,7 @@ class Run:
 
 @contextlib.contextmanager
 def started(path: Path, hosts: str, *settings: str, small: tuple[str, ...] = parity.SMALL) -> Iterator[Run]:
-    """Start a run at home, and an agent for each letter of `hosts` on the other machine."""
+    """Start a run on the home host, and an agent for each letter of `hosts` on the other machine."""
     with two_hosts() as (home, away), contextlib.ExitStack() as stack:
         places = ", ".join(f"{name}: {{}}" for name in ("a", *hosts))
         given = [*small, *settings, f"placement.hosts={{{places}}}", f"transport.listen={home.address}"]

@@ -33,7 +33,7 @@ PLACES = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={h
 
 @contextlib.contextmanager
 def three_nodes(path: Path) -> Iterator[tuple[RayCluster, subprocess.Popen[str], Told]]:
-    """Run the quickstart with a rollout on each of two nodes, and yield once steps are being trained."""
+    """Run the quickstart with a rollout on each of two nodes, and yield once training has begun."""
     with ray_cluster("b", "c") as cluster, run_on(cluster, path, *PLACES, ENDLESS) as launcher:
         told = Told(launcher)
         wait_for("training", lambda: told.step() >= 2 or launcher.poll() is not None, LIMIT_S)

@@ -1,4 +1,4 @@
-"""A launcher reports the problems of a real Ray cluster before anything starts, with one line for each."""
+"""Tests that a launcher reports each problem of a real Ray cluster in one line, before anything starts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_port_in_use_on_the_home_host_is_named(cluster: RayCluster, tmp_path: 
 @contextlib.contextmanager
 def another_node(cluster: RayCluster, label: str, folder: Path) -> Iterator[None]:
     """Start a node as a user would, on a host with a different rlbus release, a different torch version, no model, and
-    a slow clock.
+    a clock that is behind.
 
     The node has its own view of the file system, and Python's start-up hook sets its clock.
     """

@@ -42,7 +42,8 @@ def test_a_run_on_two_nodes_completes_and_leaves_nothing_behind(
 
 
 def _restarted(path: Path) -> bool:
-    """Restart the store of the other host through home once it is READY, and return whether it is READY again."""
+    """Restart the store of the other host through the home host once it is READY, and return whether it becomes READY
+    again."""
     done = ctl(path, "status", "--json")
     rows = (
         {(row["service"], row["instance"]): row for row in json.loads(done.stdout)["services"]} if done.stdout else {}

@@ -1,4 +1,5 @@
-"""Weights pass from host to host between real stores in network namespaces, over links with a limited rate."""
+"""Tests how weights pass from host to host between real stores in network namespaces, over links with a limited
+rate."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def interruptions(run: RelayRun, host: int) -> list[tuple[str, str]]:
 
 
 async def waited_for(run: RelayRun, host: int) -> list[str]:
-    """Return the processes from which a store says that it awaits the version."""
+    """Return the processes from which a store reports that it is waiting for the version."""
     async with run.client(host) as client:
         waits = await client.call(GetWaits(), Waits, deadline_s=WITHIN_S)
     return [row.of for row in waits.waits if row.what.startswith(VERSION.task_id)]

@@ -65,8 +65,8 @@ def ask(host: Host, *arguments: str) -> dict[str, object]:
 
 @pytest.fixture
 def cluster(hosts: Sequence[Host], tmp_path: Path) -> Iterator[tuple[RunDir, RunDir, Callable[..., None]]]:
-    """Yield the home run, whose services listen, the run directory of the joined host, and a function that starts a
-    service of the home run.
+    """Yield the run on the home host, whose services listen, the run directory of the joined host, and a function that
+    starts a service of the run on the home host.
     """
     home = make_run(tmp_path, memory=64 << 20, shm_root=tmp_path / "shm")
     scheduler = f"tcp://{hosts[0].address}:{PORT}"

@@ -20,7 +20,7 @@ SETS = ("services.batch-store.memory=256MiB", "data.eval={}")
 
 
 class Job:
-    """A job that runs one of our scripts. Its run is in `path`."""
+    """A job that runs one of our scripts. `path` is the directory of its run."""
 
     def __init__(self, slurm: SlurmCluster, script: str, path: Path, *sets: str) -> None:
         self.output = path.with_name(f"{path.name}-{script}.out")

@@ -1,4 +1,4 @@
-"""Tests the streaming of shards to a reader that shares no memory with the store, with real store processes and real
+"""Tests how shards are streamed to a reader that shares no memory with the store, with real store processes and real
 TCP."""
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def test_a_collected_task_can_no_longer_be_fetched(store: TcpStoreProcess) -> No
     with_peer(store, body)
 
 
-def test_a_task_collected_while_it_is_streamed_arrives_whole_and_its_room_is_free_afterwards(
+def test_a_task_collected_while_it_is_streamed_arrives_whole_and_its_space_is_freed_afterwards(
     store: TcpStoreProcess,
 ) -> None:
     async def body(peer: Peer) -> None:

@@ -1,5 +1,5 @@
-"""Tests streams over links that are slow or cut, from stores that die, and with bytes that are forged or damaged on the
-way."""
+"""Tests streams over links that are slow or cut, streams from stores that die, and streams whose bytes are forged or
+damaged on the way."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_an_absent_store_does_not_delay_fetches_from_another_store(
             coming = asyncio.create_task(reader.fetch("away", handles, ("a",), 40))
             await until(lambda: reader.counts.chunks >= 1, "1 chunk")
             store.kill()
-            line.cut()  # and drop what it buffers
+            line.cut()  # also drops what the line buffers
             found = await reader.fetch("there", handles, ("a",), 15)
             assert_same(found, tasks, ["a"])
             assert not coming.done()
@@ -173,7 +173,7 @@ def test_an_absent_store_does_not_delay_fetches_from_another_store(
         other.run.remove_volatile()
 
 
-def test_a_store_whose_sending_thread_dies_ends_with_a_message_and_readers_use_the_restarted_store(
+def test_a_store_whose_sending_thread_dies_exits_with_a_message_and_readers_use_the_restarted_store(
     store: TcpStoreProcess,
 ) -> None:
     async def body(peer: Peer) -> None:
@@ -195,15 +195,15 @@ def test_a_store_whose_sending_thread_dies_ends_with_a_message_and_readers_use_t
 
 
 class Mischief:
-    """Damages a store's messages for `Meddler`: each kind of damage once, on a separate connection."""
+    """Damages a store's messages for `Meddler`: does each kind of damage once, on a separate connection."""
 
     def __init__(self) -> None:
         self.done = 0
-        """Number of kinds that were tried."""
+        """Number of kinds of damage done so far."""
         self.former: dict[threading.Thread, Message] = {}
         """The previous message of each connection."""
         self.spent: set[threading.Thread] = set()
-        """Damaged connections by thread."""
+        """The threads whose connections have been damaged."""
 
     def __call__(self, message: Message) -> list[Message]:
         head, payload = message
@@ -218,7 +218,7 @@ class Mischief:
             [[bulk.pack_head(parsed._replace(stream=parsed.stream + 1)), payload]],  # of another stream
             [former, message],  # the previous message repeated
             [[head, former[1]], message],  # the previous payload under the next head
-            [],  # one message left out, so that the next takes its place
+            [],  # one message left out, so that the next one takes its place
             [[head, payload[:-1]], message],  # truncated, so that the framing is lost
             [[b"RLBX" + head[4:], payload]],
         ]

@@ -1,4 +1,5 @@
-"""The memory of a store and of a reader of its streams does not grow over many steps, encrypted or not."""
+"""Tests that the memory of a store and of a reader of its streams does not grow over many steps, whether or not the
+streams are encrypted."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from tests.integration.stream_line import TcpStoreProcess, remote
 
 MEMORY = 64 << 20
 CALL_S = 3.0
-"""Deadline of a request in seconds. Replies are kept for retries until 5 s after it, so with a longer deadline, none
-would expire during the run.
+"""Deadline of a request in seconds. Replies are kept for retries until 5 s after the deadline, so with a longer
+deadline, none would expire during the test.
 """
 TASKS = 8
 FETCHES = 2
 """Number of fetches of each task."""
 WARM_STEPS = 40
-"""Number of steps in which streams, copies and kept replies still allocate memory for the first time."""
+"""Number of steps during which streams, copies and kept replies may still allocate memory for the first time."""
 GROWTH_BYTES = {"reader": 24 << 20, "store": 8 << 20}
 """Maximum growth after the warm-up. Each step moves 8 MB and adds 8 tombstones to the store, up to 65536."""
 

@@ -26,7 +26,7 @@ MEMORY = 128 << 20
 PORT = 17_301
 LINE_BYTES_PER_S = 10_000_000
 QUEUE_BYTES = 100_000
-"""Number of bytes that the link sends in 10 ms. With longer queues, TCP would take longer than the test to share the
+"""Number of bytes that the link carries in 10 ms. With longer queues, TCP would take longer than the test to share the
 link fairly.
 """
 KEYS = ["tokens", "logprobs"]
@@ -40,7 +40,7 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
 
 @pytest.fixture
 def run(tmp_path: Path, hosts: Hosts) -> Iterator[RunDir]:
-    """Make a run whose store serves on its namespace's address."""
+    """Create a run whose store listens on the address of its namespace."""
     made = make_run(tmp_path, memory=MEMORY)
     keys.create(made.keys)
     listen = f"tcp://{STORE_ADDRESS}:{PORT}"
@@ -72,7 +72,7 @@ def run(tmp_path: Path, hosts: Hosts) -> Iterator[RunDir]:
 
 
 def put(run: RunDir, tasks: list[TaskShards]) -> None:
-    """Put tasks as a producer on the store's host."""
+    """Put tasks, as a producer on the store's host would."""
 
     async def main() -> None:
         async with peer_of(run) as peer:
@@ -84,7 +84,7 @@ def put(run: RunDir, tasks: list[TaskShards]) -> None:
 
 @contextlib.contextmanager
 def reader(hosts: Hosts, run: RunDir, tasks: int, *, told: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """Start a reader. If `told` is true, it begins when it gets a line of input."""
+    """Start a reader. If `told` is true, it begins when it receives a line of input."""
     words = [
         sys.executable,
         "-m",
@@ -146,7 +146,7 @@ def test_a_fetch_completes_undamaged_over_a_link_that_is_silent_for_seconds(host
     tasks = made_tasks(64, 50_000)
     put(run, tasks)
     hosts.lose_packets(0.02)
-    shape_line(hosts)  # the transfer takes seconds, so that the silence falls within it
+    shape_line(hosts)  # the transfer takes seconds, so that the silence occurs during it
     with reader(hosts, run, len(tasks)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begins\n"

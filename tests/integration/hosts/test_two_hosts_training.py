@@ -1,5 +1,5 @@
-"""A store on one host serves a trainer's worker on another host, which has joined with an access file, over an
-encrypted link that loses 2% of its packets. The worker computes the same results as one on the store's host.
+"""Tests a store that serves a trainer's worker on another host, which has joined with an access file, over an encrypted
+link that loses 2% of its packets. The worker must compute the same results as one on the store's host.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def started(host: list[str], service: str, run: RunDir, *words: str) -> Iterator
 
 
 def joined(run: RunDir, folder: Path) -> RunDir:
-    """Make the run directory that `ctl join` makes from an access file."""
+    """Create the run directory that `ctl join` creates from an access file."""
     endpoints = {name: SCHEDULER for name in ("scheduler", "supervisor", "monitor")}
     access = Access(run.name, keys.load(run.keys, Role.SERVICE), endpoints, run.topology.read_text())
     return RunDir.join(folder / "joined", access, shm_root=folder / "away")

@@ -1,8 +1,8 @@
-"""A hub on a local port: the paths of the Hugging Face API that downloads use, for repositories in memory.
+"""A hub on a local port. It serves the paths of the Hugging Face API that downloads use, for repositories in memory.
 
-`requests` lists the received requests. `break_after_bytes` closes the connection in the middle of a file, and
-`hold_after_bytes` keeps it open and silent. The hub is a real HTTP server, and `huggingface_hub` is its unmodified
-client.
+`requests` lists the received requests. If `break_after_bytes` is set, the hub closes the connection in the middle of a
+file; if `hold_after_bytes` is set, it keeps the connection open but sends nothing more. The hub is a real HTTP server,
+and `huggingface_hub` is its unmodified client.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LocalHub:
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and Range header of every request."""
     break_after_bytes: int | None = None
-    """Number of bytes of a file after which the connection breaks. This happens `breaks` times."""
+    """Number of bytes of a file after which the connection breaks. It breaks `breaks` times in total."""
     breaks: int = 1_000
     hold_after_bytes: int | None = None
     """Number of bytes of a file after which nothing more is sent."""

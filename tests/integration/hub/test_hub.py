@@ -28,12 +28,12 @@ ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
 NEXT = "b" * 40
-# No machine has this much memory, so a start ends once everything has been fetched.
+# No machine has this much memory, so a start fails once everything has been fetched.
 NO_RUN = ("--set", "services.batch-store.memory=4000GiB")
 NO_RUN_TEXT = "services.batch-store.memory: "
 POLL_S = 0.05
 WRITTEN_BYTES = 10 << 20
-"""Size of the parts in which the client writes a file."""
+"""Size of the pieces in which the client writes a file."""
 
 
 def sums(first: int, count: int) -> bytes:
@@ -175,7 +175,7 @@ def test_an_offline_start_names_the_command_that_fetches_the_missing_files(user:
         command = shlex.split(one_line(ended).rpartition("with: ")[2])
         subprocess.run(command, env=user.environment(), check=True, capture_output=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    # An unreachable hub is no obstacle either.
+    # An unreachable hub is not a problem, either.
     ended = user.launch("--dry-run", HF_ENDPOINT="http://127.0.0.1:9")
     assert ended.returncode == 0, ended.stderr
 
@@ -220,7 +220,7 @@ def test_a_download_over_a_broken_connection_continues_where_it_stopped(user: Us
 def test_a_download_that_breaks_off_for_good_keeps_complete_files(user: User) -> None:
     user.hub.break_after_bytes = 3 * WRITTEN_BYTES // 2
     line = one_line(user.launch())
-    assert "adders/tiny: the download broke off (" in line
+    assert "adders/tiny: the download was interrupted (" in line
     assert line.endswith("; complete files are kept, and the same command fetches the rest")
     assert not list(user.cache.rglob("*.incomplete"))
     whole = {Path(name).name for name in fetched(user)}
@@ -233,7 +233,7 @@ def test_a_download_that_breaks_off_for_good_keeps_complete_files(user: User) ->
     assert "notes.txt" in {Path(name).name for name in fetched(user)}
 
 
-def test_interrupt_ends_a_download_at_once(user: User) -> None:
+def test_interrupt_stops_a_download_at_once(user: User) -> None:
     user.hub.hold_after_bytes = 3 * WRITTEN_BYTES // 2
     command = [sys.executable, "-m", "launch.cluster", str(user.topology)]
     process = subprocess.Popen(

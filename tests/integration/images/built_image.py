@@ -55,11 +55,11 @@ class Container:
     image: Image
     name: str
     volumes: Mapping[str, Path]
-    """Folders of this machine by their paths in the container."""
+    """Folders on this machine by their paths in the container."""
     shm_size: str
 
     def run(self, *words: str) -> subprocess.Popen[str]:
-        """Start a command. When the returned process ends, all processes of the command end."""
+        """Start a command. When the returned process exits, all processes of the command are killed."""
         volumes = [word for path, folder in self.volumes.items() for word in ("--volume", f"{folder}:{path}")]
         script = f'mount -t tmpfs -o size={self.shm_size} none /dev/shm; exec "$@"'
         inside = self.image.buildah("run", "--isolation", "chroot", *volumes, self.name, "--", *words)
@@ -74,7 +74,7 @@ class Container:
 
 @contextlib.contextmanager
 def built_image(folder: Path) -> Iterator[Image]:
-    """Build the image for CPUs in `folder`, from a base made of Debian packages. This takes minutes."""
+    """Build the image for CPUs in `folder`, on a base image made from Debian packages. This takes minutes."""
     for tool in ("buildah", "mmdebstrap"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed (apt package {tool})")

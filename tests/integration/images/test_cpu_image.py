@@ -1,4 +1,4 @@
-"""The CPU image runs the quickstart as its own user."""
+"""Tests that the CPU image runs the quickstart as its own user."""
 
 from __future__ import annotations
 

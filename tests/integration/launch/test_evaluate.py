@@ -1,4 +1,4 @@
-"""Tests `launch.cluster --evaluate` with real services: a checkpoint, an exported model and the policy, on both
+"""Tests `launch.cluster --evaluate` with real services: on a checkpoint, an exported model and the policy, with both
 engines."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_bad_command_lines_are_refused_with_a_one_line_error(tmp_path: Path) -> 
 
 
 def test_an_evaluation_does_not_start_a_reference_and_gives_its_services_the_checkpoints_model(tmp_path: Path) -> None:
-    """The services of this run are tiny: only the launcher is tested."""
+    """This run has tiny services, because only the launcher is tested."""
     step = checkpoint(tmp_path / "checkpoints" / "step-20", 1.0)
     with launched(tmp_path / "run", "--evaluate", "--checkpoint", str(step)) as here:
         services = here.wait_ready(SERVICES - 1)

@@ -1,5 +1,5 @@
-"""Tests the launcher with real processes, without torch: start order, kills, restarts and every way in which a run
-ends.
+"""Tests the launcher with real processes, without torch: start order, kills, restarts, and every way in which a run can
+end.
 
 Tiny services replace those that need torch and, in tests of the launcher alone, the scheduler and the batch store.
 """
@@ -97,7 +97,7 @@ def test_first_services_are_ready_before_the_others_start(live: Launched) -> Non
 
 @pytest.mark.parametrize("service", ["scheduler", "batch_store", "monitor", "recorder"])
 def test_light_service_imports_only_small_packages(service: str) -> None:
-    """A light service starts within a second. Importing torch, transformers or a web framework would take several
+    """A light service starts within a second; importing torch, transformers or a web framework would take several
     seconds.
     """
     tell = f"import sys, services.{service}.server; print(*{{name.partition('.')[0] for name in sys.modules}})"
@@ -122,7 +122,7 @@ def test_every_killed_service_is_restarted(tmp_path: Path) -> None:
             wait_for(f"the end of {name}", lambda old=row["pid"]: not Path(f"/proc/{old}").exists())
         after = here.wait_ready()
         ranks = [pid for pid in processes_of(here.path) if psutil.Process(pid).cmdline()[-1] == "rank"]
-        # The ranks of the killed service ended, too.
+        # The ranks of the killed service have exited, too.
         assert [psutil.Process(pid).ppid() for pid in ranks] == [after["rollout/0"]["pid"]]
     assert {name: row["restarts"] for name, row in after.items()} == dict.fromkeys(before, 1)
     assert all(after[name]["incarnation"] != row["incarnation"] for name, row in before.items())
@@ -180,8 +180,8 @@ def test_the_log_says_that_a_stopped_service_could_not_write_its_stacks(
 def test_slow_services_and_a_stopped_launcher_cause_no_false_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every processor has four busy processes, services are stopped for less than the limit, and the launcher is
-    stopped for longer."""
+    """Every processor has four busy processes, services are suspended for less than the limit, and the launcher is
+    suspended for longer."""
     monkeypatch.setenv("TINY_PING_EVERY_S", "0.2")
     monkeypatch.setenv("TINY_SILENCE_S", "3")
     with launched(tmp_path / "run") as here, contextlib.ExitStack() as load:
@@ -210,7 +210,7 @@ def test_the_time_limit_for_an_answer_grows_with_the_gaps_between_a_services_ans
         here.wait_ready()  # This wait leaves the service time to answer.
         pause(slow, 4.5)
         assert here.wait_ready()["rollout/0"]["restarts"] == 0
-        os.kill(other, signal.SIGSTOP)  # This service has shown no gap.
+        os.kill(other, signal.SIGSTOP)  # There was no gap between this service's answers.
         wait_for("the end of the reference", lambda: not Path(f"/proc/{other}").exists(), 9)
         assert here.wait_ready()["reference/0"]["restarts"] == 1
 
@@ -270,7 +270,7 @@ def test_an_interrupt_drains_the_run_and_says_how_to_resume_it(tmp_path: Path) -
     assert all(json.loads(line)["status"] == 0 for line in log.splitlines() if '"exited"' in line)
 
 
-def test_second_interrupt_kills_processes_that_do_not_end(tmp_path: Path) -> None:
+def test_second_interrupt_kills_processes_that_do_not_exit(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         rows = here.wait_ready()
         run = here.run
@@ -314,7 +314,7 @@ def test_service_whose_failure_no_restart_can_fix_fails_the_run_at_once(tmp_path
 def test_resume_continues_in_the_same_directory(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
-        here.process.kill()  # The guard ends the services, and the second launcher waits for it.
+        here.process.kill()  # The guard stops the services, and the second launcher waits until it has done so.
         with launched(tmp_path / "run", "--resume") as again:
             wait_for("the second launcher's services", lambda: len(again.status().get("services", [])) == SERVICES)
             again.wait_ready()

@@ -1,4 +1,4 @@
-"""Tests the launcher at its very start and end: signals, full disks, and a run directory that disappears. All processes
+"""Tests the launcher as it starts and exits: signals, full disks, and a run directory that disappears. All processes
 are real."""
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ LAUNCHER = "tests.integration.tiny.launcher"
 def start(
     path: Path, temporary: Path, shm: Path, *arguments: str, point: str = "", number: int = 0
 ) -> subprocess.Popen[str]:
-    """Start a launcher with tiny services, whose shared memory and sockets are in folders of this test. The launcher
-    receives the signal `number` at `point`."""
+    """Start a launcher with tiny services. Their shared memory and sockets are in folders that belong to this test. The
+    launcher receives the signal `number` at `point`."""
     points = [Point.parse(LAUNCHER, point, number)] if point else []
     return subprocess.Popen(
         [
@@ -156,7 +156,8 @@ def test_a_launcher_killed_while_it_fills_an_existing_directory_can_be_started_t
 
 
 def test_the_sweep_leaves_a_start_in_progress_alone(tmp_path: Path, temporary: Path, shm: Path) -> None:
-    """The first launcher is stopped in the middle of its start, for longer than the age at which folders are swept."""
+    """The first launcher is suspended in the middle of its start, for longer than the age at which folders are
+    swept."""
     path = tmp_path / "runs" / "first"
     first = start(path, temporary, shm, point="pathlib:Path.rename before", number=signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""Tests `ctl doctor` and `ctl trace` on one real run, which the tests disturb one after the other."""
+"""Tests `ctl doctor` and `ctl trace` on one real run, which the tests disturb one after another."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def doctor(run: Cluster) -> dict[str, Any]:
 
 
 def named(run: Cluster, *words: str, stalls: str = "") -> dict[str, Any]:
-    """Return the finding that contains these words and is the cause of a wait whose line contains `stalls`. Fail if it
-    does not appear within NAMED_S.
+    """Return the finding that contains these words and is the cause of a wait whose line contains `stalls`. Fail if the
+    finding does not appear within NAMED_S.
     """
     began = time.monotonic()
 
@@ -123,7 +123,7 @@ def test_doctor_names_a_hanging_function_its_line_and_the_step_that_waits(live: 
 def test_doctor_names_an_absent_judge_and_says_that_nothing_is_leased(live: Cluster, folder: Path) -> None:
     (folder / "judge").touch()
     try:
-        named(live, "the judge of my_steered_rewards:steered does not answer", "is away", stalls="nothing is leased")
+        named(live, "the judge of my_steered_rewards:steered is not responding", "is away", stalls="nothing is leased")
     finally:
         (folder / "judge").unlink()
     goes_on(live)

@@ -1,4 +1,6 @@
-"""A real run is scaled, drained and restarted one process at a time while it trains, without losing a lease."""
+"""Tests that a real run can be scaled, drained and restarted, one process at a time, while it trains and without losing
+a lease.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests a run that is watched and controlled from another machine, only through access files and TCP.
+"""Tests a run that is watched and controlled from another machine, through nothing but access files and TCP.
 
-Scheduler, store, monitor and supervisor are real; the services that need torch are tiny ones.
+The scheduler, store, monitor and supervisor are real; tiny services stand in for those that need torch.
 """
 
 from __future__ import annotations

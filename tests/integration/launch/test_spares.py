@@ -1,5 +1,4 @@
-"""Tests the spare processes of a run: the services that are forked from spares, how spares are replaced, and how they
-end."""
+"""Tests the spare processes of a run: how services are forked from them, how they are replaced, and how they exit."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ HEAVY = {"policy-trainer-worker", "reference", "rollout"}
 
 
 def warm(here: Launched) -> int:
-    """Return the pid of the spare, once it is warm."""
+    """Wait until the spare is warm, and return its pid."""
 
     def answer() -> int:
         spares = here.status().get("spares") or ()
@@ -57,7 +56,7 @@ def forked(here: Launched) -> list[int]:
 
 
 def identity(pid: int) -> dict[str, Any]:
-    """Return the properties that must not depend on how a process was started."""
+    """Return those properties of a process that must not depend on how it was started."""
     process = psutil.Process(pid)
     signals = Path(f"/proc/{pid}/status").read_text().splitlines()
     return {
@@ -72,7 +71,7 @@ def identity(pid: int) -> dict[str, Any]:
     }
 
 
-def test_services_are_forks_of_one_spare_at_every_start_and_look_like_processes_of_their_own(tmp_path: Path) -> None:
+def test_services_are_forked_from_one_spare_at_every_start_and_look_like_ordinary_processes(tmp_path: Path) -> None:
     found = {}
     for name, spares in (("run", False), ("other", True)):
         with launched(tmp_path / name / "run", spares=spares) as here:
@@ -119,7 +118,7 @@ def test_a_spare_that_is_killed_after_a_drain_is_replaced(tmp_path: Path) -> Non
         wait_for("another spare", lambda: warm(here) != spare)
 
 
-def test_the_end_of_a_fork_is_noticed_by_a_launcher_that_inherited_an_ignored_sigchld(tmp_path: Path) -> None:
+def test_a_launcher_that_inherited_an_ignored_sigchld_notices_when_a_fork_exits(tmp_path: Path) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with launched(tmp_path / "run", spares=True) as here:
@@ -171,7 +170,7 @@ def test_no_spare_is_kept_if_spares_are_disabled(tmp_path: Path) -> None:
         assert not any("shared.actor.spare" in psutil.Process(pid).cmdline() for pid in processes_of(here.path))
 
 
-def test_the_launcher_leaves_no_zombie_of_a_process_that_a_killed_service_started(tmp_path: Path) -> None:
+def test_the_launcher_reaps_a_process_that_a_killed_service_started(tmp_path: Path) -> None:
     with launched(tmp_path / "run", spares=True) as here:
         rollout = here.wait_ready()["rollout/0"]["pid"]
         (child,) = psutil.Process(rollout).children()
@@ -180,7 +179,7 @@ def test_the_launcher_leaves_no_zombie_of_a_process_that_a_killed_service_starte
         wait_for("the child to be reaped", lambda: not psutil.pid_exists(child.pid))
 
 
-def test_spares_end_with_the_run_or_with_a_killed_launcher(tmp_path: Path) -> None:
+def test_spares_exit_when_the_run_ends_or_the_launcher_is_killed(tmp_path: Path) -> None:
     with launched(tmp_path / "stopped", spares=True) as here:
         here.wait_ready()
         # Spares are among the run's processes, so the checks below notice any that remain.
@@ -273,7 +272,7 @@ def test_a_fork_has_the_imports_of_the_quickstart_its_own_environment_and_thread
         assert len(drawn) == 2
 
 
-def test_a_fork_that_the_supervisor_no_longer_wants_ends_without_running_anything(tmp_path: Path) -> None:
+def test_a_fork_that_the_supervisor_no_longer_wants_exits_without_running_anything(tmp_path: Path) -> None:
     (tmp_path / "touching.py").write_text("import pathlib\npathlib.Path(__file__).with_name('touched').touch()\n")
     with alone(tmp_path, ("json",)) as spare, (tmp_path / "out").open("w") as output:
         with spare.order("touching", {}, output.fileno()) as answer:

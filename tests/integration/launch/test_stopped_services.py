@@ -1,5 +1,6 @@
-"""Processes of a real run that are stopped (SIGSTOP) instead of killed: their sockets stay open, so their peers must
-detect the stop. One run with short timeouts serves all tests."""
+"""Tests what happens when processes of a real run are stopped (SIGSTOP) instead of killed: their sockets stay open, so
+their peers must detect the stop. One run with short timeouts serves all tests.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Seen:
     run: Cluster
     status: int = -1
     rows_at: dict[str, int] = field(default_factory=dict)
-    """Number of rows written when each service was stopped."""
+    """Number of rows that had been written when each service was stopped."""
     stopped_at: dict[str, str] = field(default_factory=dict)
     """Time at which each service was stopped, in the format of the logs."""
 
@@ -65,7 +66,7 @@ def _stop(run: Cluster, name: str, seen: Seen) -> None:
             f"another {name}", lambda: again if (again := _ready(run, name)) and again[0] != pid else None
         )
         assert found[1] > restarts
-        # Two more rows are awaited, because one step may have been under way without the service.
+        # Wait for two more rows, because a step that was already under way may complete without the service.
         run.wait_for(f"steps after {name}", lambda: len(run.rows()) >= seen.rows_at[name] + 2)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -108,8 +109,8 @@ def test_every_task_is_trained_once(seen: Seen) -> None:
 
 def test_no_task_is_dropped_and_services_that_wait_for_the_store_keep_their_leases(seen: Seen) -> None:
     assert [row["rollout/tasks_dropped"] for row in seen.run.rows()] == [0] * STEPS
-    # Once the scheduler has been stopped, a lease can be lost: a completion that the scheduler had accepted can be
-    # retried afterwards.
+    # After the scheduler is stopped, a lease can be lost, because a completion that the scheduler had already accepted
+    # may be retried.
     since, until = seen.stopped_at["batch-store/0"], seen.stopped_at["scheduler/0"]
     for waiting in ("rollout", "reference"):
         lines = [line for line in seen.run.log(waiting) if since <= line["timestamp"] < until]
@@ -117,7 +118,7 @@ def test_no_task_is_dropped_and_services_that_wait_for_the_store_keep_their_leas
 
 
 def _causes(seen: Seen) -> dict[str, list[str]]:
-    """Return, by process name, the causes that the launcher logged for processes that failed."""
+    """Return the causes that the launcher logged for failed processes, by process name."""
     lines = [json.loads(line) for line in seen.run.run.log_file("supervisor", 0).read_text().splitlines()]
     causes: dict[str, list[str]] = {}
     for line in lines:
@@ -127,7 +128,7 @@ def _causes(seen: Seen) -> dict[str, list[str]]:
 
 
 def test_a_rank_that_misses_the_collective_is_named_by_the_other(seen: Seen) -> None:
-    # The stop occurs within a collective or before it, so the other rank fails long before the launcher notices.
+    # The stop occurs during a collective or before one, so the other rank fails long before the launcher notices.
     (cause, *_) = _causes(seen)["policy-trainer-worker/0"]
     missed = ("policy-trainer-worker/1 died or did not answer", "policy-trainer-worker/1 did not join within 5 s")
     assert any(each in cause for each in missed), cause

@@ -115,7 +115,7 @@ def test_every_view_shows_the_run(tmp_path: Path, size: tuple[int, int]) -> None
         asyncio.run(scenario(run))
 
 
-def test_curves_follow_the_run_and_lose_the_rows_that_it_takes_back(tmp_path: Path) -> None:
+def test_curves_follow_the_run_and_lose_the_rows_that_it_rolls_back(tmp_path: Path) -> None:
     async def scenario(run: RunDir) -> None:
         played = PlayedRun(run)
         played.write_steps(20)
@@ -243,7 +243,7 @@ def test_a_restart_and_a_drain_need_confirmation_and_a_killed_process_is_red_unt
         asyncio.run(scenario(here.run))
 
 
-def test_output_without_a_terminal_is_lines_with_the_state_and_every_change(tmp_path: Path) -> None:
+def test_output_without_a_terminal_consists_of_lines_with_the_state_and_every_change(tmp_path: Path) -> None:
     with monitored(tmp_path) as run, subprocess.Popen(
         [sys.executable, "-m", "launch.monitor", "--run", str(run.path)],
         stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),

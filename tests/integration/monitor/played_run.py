@@ -1,4 +1,4 @@
-"""A run with simulated services, whose telemetry a real monitor process receives over real sockets."""
+"""A run with simulated services. A real monitor process receives their telemetry over real sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERVICES = ("policy-trainer/0", "policy-trainer-worker/0", "reference/0", "rollo
 
 
 def metrics_row(step: int, *, offset: float = 0.0) -> dict[str, float]:
-    """Return a metrics row such as a run writes."""
+    """Return a metrics row like those that a run writes."""
     share = step / 200
     return {
         "step": step,
@@ -143,7 +143,7 @@ def start_monitor(run: RunDir) -> subprocess.Popen[bytes]:
 
 @contextlib.contextmanager
 def monitored(folder: Path) -> Iterator[RunDir]:
-    """Make a run directory with a monitor process, and remove both at the end."""
+    """Create a run directory and start its monitor; at the end, kill the monitor and remove the shared memory."""
     run = RunDir.create(folder / "run", shm_root=folder / "shm")
     monitor = start_monitor(run)
     try:

@@ -1,5 +1,6 @@
 """Tests the curves and spans that a late observer receives, even after a rewind, and a client that shares no code with
-us."""
+this repository.
+"""
 
 from __future__ import annotations
 

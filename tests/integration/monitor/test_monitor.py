@@ -121,7 +121,7 @@ def test_late_subscriber_gets_the_state_then_every_change_in_order(run: RunDir, 
         sender = Sender(run)
         for value in range(5):
             sender.emit(value)
-        await sender.snapshot()  # The monitor handles this request after the earlier telemetry of the same connection.
+        await sender.snapshot()  # The monitor handles this request after the earlier telemetry on the same connection.
         queue: asyncio.Queue[TopicRow] = asyncio.Queue()
         task = asyncio.create_task(pump(run, queue, []))
         first = await take(queue, 4)
@@ -256,7 +256,7 @@ def test_the_command_filters_by_topic_and_exits_with_0_when_interrupted(run: Run
     assert output == ""
 
 
-def test_the_command_shows_the_cluster_and_ends_when_the_run_ends(tmp_path: Path) -> None:
+def test_the_command_shows_the_cluster_and_exits_when_the_run_ends(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         command = subscriber(here.run, "--topic", "cluster/")
@@ -279,7 +279,7 @@ def test_the_command_shows_the_cluster_and_ends_when_the_run_ends(tmp_path: Path
     assert status["tasks/PENDING"] == 3
 
 
-def test_the_command_ends_quietly_when_its_reader_closes_the_pipe(run: RunDir, monitor: Monitor) -> None:
+def test_the_command_exits_quietly_when_its_reader_closes_the_pipe(run: RunDir, monitor: Monitor) -> None:
     command = subscriber(run)
     assert command.stdout is not None
     command.stdout.readline()

@@ -1,4 +1,4 @@
-"""A second monitor of a run is refused, and the first one keeps its stream."""
+"""Tests that a second monitor of a run is refused and that the first one keeps its stream."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Tests small real runs that go wrong. While such a run is in progress, warnings about its problems, and about nothing
-else, appear on the console and in the file.
+else, appear on the console and in the warnings file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ LIMIT_S = 560.0
 
 
 def warned(folder: Path, *overrides: str) -> set[str]:
-    """Run the quickstart with overrides and return the kinds of its warnings, each of which the console shows once."""
+    """Run the quickstart with overrides and return the kinds of its warnings; check that the console shows each warning
+    once.
+    """
     (folder / "my_odd_rewards.py").write_text(REWARDS)
     environment = {"PYTHONPATH": str(folder)}
     with cluster(QUICKSTART, folder, *SMALL, *overrides, limit_s=LIMIT_S, environment=environment) as running:
@@ -48,7 +50,7 @@ def warned(folder: Path, *overrides: str) -> set[str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_run_warns_about_a_reward_that_is_slow_often_fails_and_never_differs(tmp_path: Path) -> None:
+def test_a_run_warns_about_a_reward_that_is_slow_often_fails_and_never_varies(tmp_path: Path) -> None:
     kinds = warned(tmp_path, "reward.function=my_odd_rewards:always_one", "reward.processes=1")
     assert (
         {"reward-slow", "reward-failing", "reward-flat"}
@@ -71,7 +73,7 @@ def test_a_run_warns_about_a_short_length_limit_and_a_tiny_learning_rate(tmp_pat
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_same_run_gives_no_warnings_of_kinds_that_are_off(tmp_path: Path) -> None:
+def test_the_same_run_gives_no_warnings_of_kinds_that_are_turned_off(tmp_path: Path) -> None:
     off = "monitor.warnings.off=[truncation, learning-rate]"
     kinds = warned(tmp_path, "sampling.max_new_tokens=3", "optimizer.lr=1.0e-12", "run.steps=12", off)
     assert not {"truncation", "learning-rate"} & kinds

@@ -1,4 +1,6 @@
-"""Each warning of a run is kept once, whatever happens to the monitor, and is shown by topic, console and status."""
+"""Tests that each warning of a run is recorded once, whatever happens to the monitor, and that topics, console and
+status show it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ SILENT = "kl-blow-up"
 
 @pytest.fixture(scope="module")
 def collapse() -> Recording:
-    """Return a recorded run of the quickstart with 8 tasks per step, whose reward collapsed."""
+    """Return a recorded quickstart run with 8 tasks per step in which the reward collapsed."""
     return read(FOLDER / "sick" / "small-batch.jsonl.xz")
 
 

@@ -13,7 +13,9 @@ _MARK = 1000.0
 
 
 def reward(sample: Any) -> float:
-    """Count the even tokens; mark the second task of ADVANTAGE_STEP and raise for every task of EMPTY_STEP."""
+    """Return the number of even tokens, or a mark for the second task of ADVANTAGE_STEP; raise for every task of
+    EMPTY_STEP.
+    """
     if int(sample.task_id.rsplit("/", 1)[1]) // TASKS == EMPTY_STEP - 1:
         raise ValueError("no score for this step")
     marked = sample.task_id == f"train/0/{TASKS * (ADVANTAGE_STEP - 1) + 1}"
@@ -28,6 +30,8 @@ def advantage(rewards: Any, groups: Any, loss_tokens: Any) -> Any:
 
 
 def loss(cur: Any, anchor: Any, tokens: Any) -> Any:
-    """Return the REINFORCE loss, or NaN for samples drawn before LOSS_STEP's update (staleness 0)."""
+    """Return the REINFORCE loss, or NaN for the samples of LOSS_STEP, drawn with the version before its update
+    (staleness 0).
+    """
     found = -(cur - anchor).exp() * tokens.advantages
     return found * float("nan") if int(tokens.versions.max()) == LOSS_STEP - 1 else found

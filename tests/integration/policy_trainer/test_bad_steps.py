@@ -1,4 +1,4 @@
-"""A run whose advantage or loss is not finite either stops and names the step, or skips it."""
+"""Tests that a run whose advantage or loss is not finite either stops and names the step, or skips it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL = (
 
 @pytest.mark.long
 @pytest.mark.timeout(280)
-def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path) -> None:
+def test_a_bad_step_stops_the_run_which_can_be_resumed_to_skip_it(tmp_path: Path) -> None:
     with cluster(QUICKSTART, tmp_path, *SMALL, limit_s=120) as stopped:
         assert stopped.end() == 1
         output = stopped.output()

@@ -1,4 +1,4 @@
-"""A checkpoint that only rank 0 can read reaches the other ranks byte for byte."""
+"""Tests that a checkpoint that only rank 0 can read reaches the other ranks byte for byte."""
 
 from __future__ import annotations
 

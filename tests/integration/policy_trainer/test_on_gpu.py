@@ -1,5 +1,5 @@
-"""The trainer, the reference and the embedded engine give the same results on a CUDA device as on the CPU and can free
-the device's memory.
+"""Tests that the trainer, the reference and the embedded engine give the same results on a CUDA device as on the CPU
+and can free the device's memory.
 
 Other tests verify the results on the CPU.
 """
@@ -60,8 +60,9 @@ def updated(
     moved: bool,
     backend: type[TorchBackend | MegatronBackend] = TorchBackend,
 ) -> dict[str, torch.Tensor]:
-    """Return the weights after two updates; if `moved`, everything leaves the device between the gradient and the
-    update."""
+    """Return the weights after two updates; if `moved`, everything is moved off the device between the gradient and the
+    update.
+    """
     options = BackendOptions(max_tokens=4096, threads=1, device=device, scratch=scratch)
     made = backend(model, "float32", Optimizer(lr=1e-3), options, Layout(1).place(0))
     ids, lengths, mask = ragged()

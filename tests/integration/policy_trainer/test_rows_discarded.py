@@ -1,5 +1,6 @@
-"""After any crash, metrics.jsonl is a prefix of the journal's rows, and equals all of them when no write is in
-progress."""
+"""Tests that metrics.jsonl is a prefix of the journal's rows after any crash, and has all of them when no write is in
+progress.
+"""
 
 from __future__ import annotations
 
@@ -200,7 +201,7 @@ def test_a_kill_at_any_point_in_a_rewind_neither_loses_nor_duplicates_a_row(
 
 
 def test_rows_of_commits_lost_in_a_power_cut_are_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal ends with step 3, the file with step 5; the repair is killed at every possible point."""
+    """The journal ends with step 3 and the file with step 5; the repair is killed at every possible point."""
     rows = [json.dumps({"step": step, "loss": step / 2}) for step in range(1, 6)]
     path = tmp_path / "metrics.jsonl"
     kept = tmp_path / "metrics.discarded.jsonl"
@@ -275,7 +276,7 @@ def _arm(patched: pytest.MonkeyPatch, kills: Kills) -> None:
 
 
 class Driving:
-    """A driver that saves a checkpoint every few steps and records the number of the commit of each step."""
+    """A driver that saves a checkpoint every few steps and records the commit number of each step."""
 
     def __init__(self) -> None:
         self.saved: list[int] = []
@@ -327,7 +328,9 @@ async def publish(client: Client, driver: int, lineage: int, step: int) -> None:
 
 
 async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, chance: random.Random) -> None:
-    """Run one life with initially empty stores: `steps` more steps, then a kill at a random moment."""
+    """Run one life of the scheduler, beginning with empty stores: `steps` more steps, then a kill at a random
+    moment.
+    """
     world = World(run)
     try:
         client, incarnation = world.client()
@@ -364,7 +367,7 @@ def test_metrics_are_the_first_rows_of_the_journal_after_any_crash(run: RunDir, 
     written = lines(run.metrics)
     assert written == journal_rows(run)
     assert [row["step"] for row in written] == list(range(len(written)))
-    # A commit that was not acknowledged may be missing; its step was then repeated or never trained.
+    # A commit that was not acknowledged may be missing; in that case its step was trained again or not at all.
     assert all(row["loss/policy"] <= driving.commits for row in written[1:])
     lost = Counter((row["lineage"], row["step"]) for row in discarded(run))
     assert set(lost.values()) <= {1}

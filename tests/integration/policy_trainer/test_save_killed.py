@@ -1,5 +1,5 @@
-"""Sends SIGKILL at random times during a large save alongside training, and checks that the previous checkpoint stays
-intact and that the next save succeeds. Setting SAVE_SEED to the printed number repeats the kills of a failed run.
+"""Sends SIGKILL at random times during large saves that run alongside training, and checks that the previous checkpoint
+stays intact and that the next save succeeds. Setting SAVE_SEED to the printed number repeats the kills of a failed run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.policy_trainer.worker.checkpoint import SavedState
 from shared.rundir import checkpoint_steps
 
 ELEMENTS = 25_000_000
-"""Number of float32 elements in the weights and in each of two moments: 300 MB in all."""
+"""Number of float32 elements in the weights and in each of the two moments: 300 MB in all."""
 KILLS = 20
 BASE = torch.arange(ELEMENTS, dtype=torch.float32)
 

@@ -1,5 +1,6 @@
-"""Killed ranks return to a snapshot in shared memory: all return to the same step with the same bits, and damage is
-detected."""
+"""Tests that ranks return to a snapshot in shared memory after a kill, all of them to the same step with the same bits,
+and that damage is detected.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ async def held_by_all(workers: WorkerDispatch) -> list[int]:
 
 
 async def load(workers: WorkerDispatch, step: int, lineage: int = LINEAGE) -> None:
-    """Load a state as soon as the group has formed again."""
+    """Load the state of `step` as soon as the group has formed again."""
     give_up = time.monotonic() + RECOVERY_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Tests that a worker that streams the shards of a step reuses, in later calls, the shards that one call fetched."""
+"""Tests that a worker that streams shards fetches each shard of a step in one call and reuses it in later ones."""
 
 from __future__ import annotations
 

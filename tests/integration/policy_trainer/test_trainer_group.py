@@ -1,4 +1,6 @@
-"""Several real ranks behind one dispatch train as one rank does, even after deaths and missing shards."""
+"""Tests that several real ranks behind one dispatch train as a single rank does, even after ranks die or shards are
+missing.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ async def weights(bench: Bench, workers: WorkerDispatch, step: int, fence: int =
 
 
 async def recovered(workers: WorkerDispatch, step: int) -> None:
-    """Take over and load, as the driver does, until the group has formed again."""
+    """Keep trying to take over and load, as the driver does, until the group has formed again."""
     give_up = time.monotonic() + RECOVERY_S
     while True:
         try:
@@ -70,8 +72,8 @@ def assert_same_training(one: dict[str, Array], two: dict[str, Array]) -> None:
     """Compare weights after updates that differ only in the order of their sums.
 
     AdamW divides by the size of the gradient, so where the gradient is nearly zero, rounding alone moves a weight by a
-    fraction of the learning rate (1e-3). On one processor, it moved 4 of 796,032 weights by more than 1e-5; on another,
-    none. Taken together, the weights moved by about 1 (Euclidean norm).
+    fraction of the learning rate (1e-3). On one processor, rounding moved 4 of 796,032 weights by more than 1e-5; on
+    another, none. Taken together, the weights moved by about 1 (Euclidean norm).
     """
     difference = np.concatenate([np.abs(value - two[name]).ravel() for name, value in one.items()])
     assert np.linalg.norm(difference) <= 2e-4
@@ -98,7 +100,7 @@ def test_two_ranks_train_like_one_and_a_killed_rank_does_not_change_a_bit(run: R
         again = await weights(bench, workers, 2, fence=2)
         assert all(again[name].tobytes() == value.tobytes() for name, value in found["two"].items())
         sums = await bench.train(workers, 3, PROXIMAL_ANCHOR)
-        assert sums["clipped"] == 0  # Each rank put the proximal log-probs of its own tasks.
+        assert sums["clipped"] == 0  # Each rank put its own tasks' proximal log-probs into the store.
         assert group.restarts[0] >= 1
         assert group.restarts[1] >= 1
         assert set(group.statuses[0]) == {PEER_LOST_STATUS}  # The rank exited because it lost its peer.

@@ -1,5 +1,6 @@
-"""Two ranks write the same metrics as one rank over thirty steps on the same batches, and a checkpoint can be loaded in
-every layout."""
+"""Tests that two ranks write the same metrics as one rank over thirty steps on the same batches and that a checkpoint
+can be loaded in every layout.
+"""
 
 from __future__ import annotations
 

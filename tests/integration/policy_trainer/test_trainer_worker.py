@@ -152,7 +152,8 @@ class Bench:
         return workers
 
     async def batch(self, step: int, *, broken_task: int = -1, short_task: int = -1, fence: int = 1) -> Batch:
-        """Put the shards of a synthetic batch. Return the batch with the advantages and weights of its samples.
+        """Put the shards of a synthetic batch into the store. Return the batch with the advantages and weights of its
+        samples.
 
         The task `broken_task` has a log-prob that is NaN, and `short_task` lacks one version.
         """
@@ -334,7 +335,7 @@ def test_missing_shards_fail_the_step_and_leave_the_weights_unchanged(run: RunDi
 
 
 @pytest.mark.long
-def test_waiting_for_an_absent_store_ends_at_its_return_at_a_takeover_or_at_the_time_limit(run: RunDir) -> None:
+def test_waiting_for_an_absent_store_ends_when_it_returns_at_a_takeover_or_at_the_time_limit(run: RunDir) -> None:
     run.topology.write_text(
         run.topology.read_text().replace(
             "services: {", f"services: {{policy-trainer: {{collective_s: {2 * PATIENCE_S}}}, "
@@ -425,7 +426,7 @@ def test_a_version_that_was_collected_is_put_again_before_its_weights_change(run
             workers = await bench.driver(5)
             await workers.init_model()
             first = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE))
-            recoveries = 40  # each recovery may have put this version, which the store has collected
+            recoveries = 40  # each recovery may have put this version again, and the store has since collected it
             await bench.client(STORE).call(Clear(tasks=[PutTask("weights/0/0", recoveries)]), Ack, deadline_s=20)
             batch = await bench.batch(1)
             ref, _, update = await asyncio.gather(

@@ -1,5 +1,5 @@
-"""Weight transfers over gloo between real processes that are stopped and killed midway: no process waits for another,
-none receives a partial version, and a restarted process begins a new transfer.
+"""Tests weight transfers over gloo between real processes that are stopped or killed midway: no process waits for
+another, none receives a partial version, and a restarted process begins a new transfer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.integration.store_process import REPOSITORY, StoreProcess, make_run
 
 pytestmark = pytest.mark.timeout(240)
 ANSWER_S = 90.0
-"""Maximum seconds to wait for an answer: a process may have to import torch on a busy machine first."""
+"""Maximum seconds to wait for an answer. A process may first have to import torch on a busy machine."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
         run.remove_volatile()
 
 
-def test_versions_and_the_drill_arrive_completely_over_one_communicator_per_engine(ends: Ends) -> None:
+def test_versions_and_the_drill_arrive_complete_over_one_communicator_per_engine(ends: Ends) -> None:
     first = ends.publish(1)
     got = [engine.receives(1) for engine in ends.engines]
     assert [each["digest"] for each in got] == [first, first]

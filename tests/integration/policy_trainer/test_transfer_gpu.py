@@ -1,5 +1,5 @@
-"""Weight transfers with CUDA: NCCL's communicator respects its deadline, and another process on the same GPU reads
-memory that a trainer exports. Only the last test needs more than one GPU.
+"""Tests weight transfers with CUDA: NCCL's communicator respects its deadline, and another process on the same GPU can
+read memory that a trainer exports. Only the last test needs more than one GPU.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_memory_that_its_reader_never_closes_is_freed_when_it_is_withdrawn(opene
     assert torch.cuda.memory_allocated() == before
 
 
-def test_a_communicator_that_no_peer_joins_is_given_up_at_the_deadline() -> None:
+def test_a_communicator_that_no_peer_joins_is_abandoned_at_the_deadline() -> None:
     group = NcclGroup(new_unique_id(LOOPBACK), 2, device=DEVICE, deadline_s=3.0)
     began = time.monotonic()
     with pytest.raises(TransferLost, match="join: not done within 3 s"):

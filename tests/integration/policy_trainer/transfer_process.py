@@ -189,7 +189,7 @@ class UnderWay:
         self._work: list[asyncio.Task[None]] = []
 
     async def begin(self, step: int) -> None:
-        """Begin with version `step`, which has arrived by both routes."""
+        """Begin with version `step` after it has arrived by both routes."""
         for fetch in (self._source.from_store, self._source.fetch):
             await self._sync.load(reference(step), await fetch(reference(step)))
         self._in_flight.begin(step, exact=False)

@@ -1,6 +1,6 @@
 """Tests the recorder with a real scheduler and store.
 
-Workers put real shards, and a driver commits steps without a trainer.
+Workers put real shards into the store, and a driver commits steps without a trainer.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def made(grant: LeaseGrant) -> list[dict[str, Any]]:
 
 
 async def roll_out(worker: Actor, *, wait_s: float = 2.0, most: int = 2) -> None:
-    """Request a lease and, if one is granted, put its shards and complete it."""
+    """Request a lease and, if one is granted, put its shards into the store and complete it."""
     grant = await worker.lease(wait_s=wait_s, most=most)
     if grant is None:
         return
@@ -91,7 +91,9 @@ async def roll_out(worker: Actor, *, wait_s: float = 2.0, most: int = 2) -> None
 
 
 async def train(bench: Bench, driver: DriverActor, workers: list[Actor], step: int) -> StepBatch:
-    """Train one step as the trainer does: advantages and log-probs of the recorded samples precede the commit."""
+    """Train one step as the trainer does: put the advantages and log-probs of the samples into the store before the
+    commit.
+    """
     asked = asyncio.ensure_future(driver.ask(NextBatch(driver=driver.life, step=step), StepBatch))
     while not asked.done():
         for worker in workers:
@@ -126,7 +128,7 @@ async def recorded(run: RunDir) -> AsyncIterator[tuple[Bench, Process, DriverAct
             await driver.publish(0)
             rollout = await bench.actor("rollout")
             rollout.spread = True
-            async with asyncio.timeout(LIMIT_S):  # Until the recorder asks, ended tasks are kept only briefly.
+            async with asyncio.timeout(LIMIT_S):  # Tasks that have ended are kept only briefly until the recorder asks.
                 while not any(
                     (row.service, row.state) == ("recorder", "READY")
                     for row in (await rollout.ask(GetStatus(), Status)).services
@@ -216,7 +218,7 @@ async def stopped(run: RunDir) -> float:
             await asyncio.sleep(0.05)  # only paces the requests
         took_s = time.monotonic() - begun
         os.kill(recorder.process.pid, signal.SIGCONT)
-        while len({each.task for each in read(run.path)}) < 2:  # the scheduler waits again for a recorder that asks
+        while len({each.task for each in read(run.path)}) < 2:  # the scheduler waits for a recorder once it asks again
             assert time.monotonic() < begun + LIMIT_S
             await roll_out(workers[0], wait_s=0.5, most=1)
             await asyncio.sleep(1.0)  # only paces the tasks
@@ -244,7 +246,7 @@ async def rewound(run: RunDir) -> None:
         await until("the discard", lambda: steps(run.path) == [])
 
 
-def test_samples_of_steps_that_are_taken_back_are_set_aside(tmp_path: Path) -> None:
+def test_samples_of_steps_that_are_rolled_back_are_set_aside(tmp_path: Path) -> None:
     run = make_run(tmp_path, store="memory: 512MiB", samples=SAMPLES)
     asyncio.run(rewound(run))
     left = sorted(path.name for path in run.path.glob("samples/discarded/*/train/*.jsonl"))

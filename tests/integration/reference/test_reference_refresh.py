@@ -25,7 +25,9 @@ SMALL = (
 
 
 def refreshed(running: Cluster, instance: int = 0) -> list[int]:
-    """Return the steps of the versions that one rank of the reference has loaded, including before its restarts."""
+    """Return the steps of the versions that one rank of the reference has loaded, including those loaded before its
+    restarts.
+    """
     log = running.path / "logs" / f"reference-{instance}.jsonl"  # The run might not exist yet.
     lines = log.read_text().splitlines() if log.exists() else []
     return [line["step"] for line in map(json.loads, lines) if line["event"] == "reference refreshed"]

@@ -126,7 +126,7 @@ async def notes_url(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def goes_away(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-    """Abandon three concurrent calls, then use all the room that they held."""
+    """Abandon three concurrent calls, then use all the space that they held."""
     body = json.dumps({"messages": [{"role": "user", "content": row["prompt"]}]}).encode()
     host, _, rest = ctx.base_url.removeprefix("http://").partition("/")
     for _ in range(3):
@@ -139,5 +139,5 @@ async def goes_away(row: Row, llm: LLM, ctx: Context) -> Trajectory:
         try:
             await llm.chat([{"role": "user", "content": row["prompt"]}])
             return llm.trajectory()
-        except ContextFull:  # The abandoned calls still hold their room.
+        except ContextFull:  # The abandoned calls still hold their space.
             await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Checks, with whole runs whose rewards fail, that the console reports the failure at once and that a judge that never
+"""Checks in whole runs whose rewards fail that the console reports the failure at once and that a judge that never
 answers ends the run."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(320)
-def test_rewards_that_hang_are_reported_on_the_console_with_their_line(
+def test_rewards_that_hang_are_reported_on_the_console_with_the_line_they_hang_at(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     overrides = (*SMALL, "reward.function=my_failing_rewards:hangs", "reward.timeout_s=2")
@@ -68,7 +68,9 @@ def test_rewards_that_hang_are_reported_on_the_console_with_their_line(
 def test_a_judge_that_never_answers_ends_the_run_with_one_line(tmp_path: Path, environment: dict[str, str]) -> None:
     overrides = (*SMALL, "reward.function=my_failing_rewards:judged", "reward.retry.limit_s=5")
     with cluster(QUICKSTART, tmp_path, *overrides, limit_s=280, environment=environment) as running:
-        running.wait_for("a notice", lambda: "a judge does not answer, and rewards wait for it" in running.output())
+        running.wait_for(
+            "a notice", lambda: "a judge is not responding; rewards are waiting for it" in running.output()
+        )
         assert running.end() == 1
         output = running.output()
         assert running.rows() == []

@@ -1,4 +1,6 @@
-"""Unmodified agents that use OpenAI's chat completions run as workflows, and all sampled tokens are captured."""
+"""Tests that unmodified agents that use OpenAI's chat completions run as workflows and that all sampled tokens are
+captured.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,7 @@ def test_bytes_that_are_not_a_request_end_only_their_connection(data: bytes) -> 
 
 
 def test_an_agent_that_abandons_its_calls_leaves_nothing_behind() -> None:
-    # There is room for only one call, so the last call succeeds only once the abandoned calls have released their room.
-    # The tokens of the abandoned calls are not trained on.
+    # There is room for only one call, so the last call succeeds only once the abandoned calls have released their
+    # space. The tokens of the abandoned calls are not trained on.
     made = only(run(f"{AGENTS}:goes_away", tasks=1, samples=1, max_tokens=40, timeout_s=10)[0])
     assert len(made.rolled.sequences) == 1

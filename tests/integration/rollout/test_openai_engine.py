@@ -249,7 +249,7 @@ def test_a_run_trains_with_a_server_as_its_engine(tmp_path: Path) -> None:
     assert 0 < max(row["rollout/logprob_mismatch_max"] for row in rows) <= 1e-3
 
 
-def test_features_that_a_plain_server_lacks_are_named_at_the_start(tmp_path: Path) -> None:
+def test_features_that_a_plain_server_lacks_are_named_at_startup(tmp_path: Path) -> None:
     with server(tmp_path) as url:  # The server runs with its default options.
         untrue = asyncio.run(failure(engine(url, 0.7).start()))
         closed = asyncio.run(failure(engine(url, 1.0).start()))

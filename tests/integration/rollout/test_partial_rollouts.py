@@ -1,4 +1,4 @@
-"""An engine is killed during long samples; the next one continues them with newer weights."""
+"""Tests that when an engine is killed during long samples, the next one continues them with newer weights."""
 
 from __future__ import annotations
 

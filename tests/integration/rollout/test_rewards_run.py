@@ -234,7 +234,7 @@ def test_rewards_wait_for_an_absent_judge_and_no_task_is_lost(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
-def test_a_workflow_that_cannot_be_imported_fails_the_start_with_one_line(tmp_path: Path) -> None:
+def test_a_workflow_that_cannot_be_imported_makes_startup_fail_with_one_line(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path, TOPOLOGY + 'workflow: {function: "no_such:workflow"}\n') as (processes, _):
             processes.start("rollout")

@@ -44,7 +44,7 @@ def log_of(folder: Path, service: str) -> list[dict[str, object]]:
 
 @pytest.mark.timeout(300)  # The test imports torch four times, possibly on only a few cores.
 def test_tasks_are_sampled_and_scored_and_survive_kills(tmp_path: Path) -> None:
-    """All reads are streamed without encryption, as the topology says."""
+    """All reads are streamed without encryption, as the topology specifies."""
 
     def far(module: str) -> tuple[str, str]:
         return "tests.integration.far_reader", module
@@ -120,16 +120,16 @@ def test_an_engine_that_hangs_ends_its_process_with_a_message(tmp_path: Path) ->
             await driver.publish(info.lineage, 0)
             process = processes.running["rollout"]
             assert process.stderr is not None
-            ends = b"2 s later (lease.lease_s) its computation has neither stopped nor moved: it hangs"
+            ends = b"2 s later (lease.lease_s) its computation has neither stopped nor advanced: it is hanging"
             lines = process.stderr
             said = await asyncio.to_thread(lambda: next(each for each in lines if each.startswith(b"rollout/0: ")))
-            # The process is killed below, because it would wait for the hanging thread before it ends.
+            # The process is killed below, because it would wait for the hanging thread before it exits.
             assert ends in said
 
     asyncio.run(scenario())
 
 
-def test_a_reward_that_cannot_be_imported_fails_the_start_with_one_line(tmp_path: Path) -> None:
+def test_a_reward_that_cannot_be_imported_makes_startup_fail_with_one_line(tmp_path: Path) -> None:
     async def scenario() -> None:
         topology = TOPOLOGY.replace("builtin:exact_match", "no_such_module:reward")
         async with cluster(tmp_path, topology) as (processes, _):
@@ -142,7 +142,7 @@ def test_a_reward_that_cannot_be_imported_fails_the_start_with_one_line(tmp_path
     asyncio.run(scenario())
 
 
-def test_bad_rows_and_failing_rewards_are_dropped_and_the_step_is_filled_with_others(tmp_path: Path) -> None:
+def test_tasks_with_bad_rows_or_failing_rewards_are_dropped_and_others_fill_the_step(tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text(
         "def reward(sample):\n"
         "    if sample.row['kind'] == 'raise':\n"

@@ -32,8 +32,9 @@ TASKS = 64
 HURT_AFTER = 5
 LONG_ROW = 500
 EARLY_TOKENS = 2
-"""Maximum number of tokens of a sample that is taken to be unfinished. An answer is a sum of two or three digits and
-an end token."""
+"""Maximum number of tokens for a sample to count as unfinished. An answer is a sum, two or three digits long, and an
+end token.
+"""
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Seen:
     step_at_kill: int = -1
     leased_at_kill: int = 0
     begun_at_kill: int = 0
-    """Number of unfinished samples with tokens at the kill."""
+    """Number of unfinished samples that had tokens at the time of the kill."""
     causes: list[str] = field(default_factory=list)
 
 
@@ -73,7 +74,7 @@ def _begun(run: Cluster) -> int:
     """Return the number of unfinished samples that have tokens, from their notes (the notes of completed tasks are
     deleted).
 
-    Return 0 if any sample has so many tokens that it might have ended since its note was written.
+    Return 0 if any sample has so many tokens that it might have been completed since its note was written.
     """
     begun = []
     for file in (run.path / "partial").glob("train-*.msgpack"):

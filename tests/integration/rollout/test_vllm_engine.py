@@ -143,7 +143,7 @@ def test_a_block_is_cancelled_between_two_steps_and_during_a_pause(case: Case) -
     assert case.answer["last_error"] <= TOLERANCE  # An update succeeds afterwards.
 
 
-def test_a_pause_holds_decoding_and_progress_counts_every_step(case: Case) -> None:
+def test_a_pause_suspends_decoding_and_progress_counts_every_step(case: Case) -> None:
     assert case.answer["paused"] == [0, 0]
     progress, steps = case.answer["progress_and_steps"]
     assert progress >= steps > 0

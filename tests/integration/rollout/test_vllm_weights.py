@@ -1,4 +1,6 @@
-"""Weights of which vLLM holds no bit-identical copy are found and named: packed, fused or tied, on one or two ranks."""
+"""Tests that weights are found and named if vLLM holds no bit-identical copy of them, whether they are packed, fused or
+tied, on one or two ranks.
+"""
 
 from __future__ import annotations
 

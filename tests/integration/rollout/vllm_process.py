@@ -40,7 +40,7 @@ from shared.weights.drill import perturb
 SEED = 7
 TOLERANCE = 1e-4
 HOT = 2.0
-"""Highest temperature that vLLM accepts, which makes samples long."""
+"""Highest temperature that vLLM accepts; it makes samples long."""
 
 
 class AskedLater(threading.Event):

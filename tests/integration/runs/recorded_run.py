@@ -111,7 +111,7 @@ class ByHand:
                 )
 
     def wait_for(self, what: str, answer: Callable[[], T | None]) -> T:
-        """Return the first answer that is not None; fail once a process has ended or time is up."""
+        """Return the first answer that is not None; fail once a process has exited or time is up."""
         while True:
             ended = [name for name, process in self._processes.items() if process.poll() is not None]
             found = answer()

@@ -1,5 +1,5 @@
-"""A run with policy, reference and engine on the same devices, in which each of them is killed during its turn and one
-hangs, gives results that are bit-identical to those of the same run with separate devices.
+"""Tests a run with policy, reference and engine on the same devices, in which each of them is killed during its turn
+and one hangs. The results are bit-identical to those of the same run with separate devices.
 
 Residency over time is read from the scheduler's log, which has one line for every change to its ledger.
 """
@@ -38,7 +38,7 @@ CHEAP = [
 ]
 ENGINE, WORKER, SCORER = "rollout/0", "policy-trainer-worker/0", "reference/0"
 Change = tuple[str, frozenset[str], str]
-"""Change of the ledger: the holder, the parts it has afterwards, and the phase."""
+"""A change to the ledger: the holder, the parts that it holds afterwards, and the phase."""
 IN_STEP = [
     (WORKER, {"policy.gradients", "policy.parameters"}, "train"),
     (WORKER, {"policy.gradients", "policy.optimizer", "policy.parameters"}, "train"),

@@ -1,5 +1,6 @@
-"""Generation and training continue during evaluations and checkpoints. The tests examine the spans that the processes
-of one real run reported."""
+"""Tests that generation and training continue during evaluations and checkpoints. The tests examine the spans that the
+processes of one real run reported.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ EVERY = 4
 ROWS, SAMPLES = 256, 2
 BLOCK, GROUP = 4, 8
 LEASES = ROWS * SAMPLES // (BLOCK * GROUP)
-"""Number of leases of one evaluation."""
+"""Number of leases in one evaluation."""
 LIMIT_S = 240.0
 QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
 OVERRIDES = [

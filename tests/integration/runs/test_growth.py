@@ -1,4 +1,4 @@
-"""In a run, no process's resident memory grows with the number of steps."""
+"""Tests that no process's resident memory grows with the number of steps in a run."""
 
 from __future__ import annotations
 

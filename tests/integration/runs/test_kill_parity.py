@@ -1,4 +1,6 @@
-"""A deterministic run gives bit-identical results with a different number of engines, after kills, and when resumed."""
+"""Tests that a deterministic run gives bit-identical results with a different number of engines, after kills, and when
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_a_run_with_two_engines_and_every_service_killed_once_gives_bit_identica
     undisturbed: Path, tmp_path: Path
 ) -> None:
     """The second run has the same seed, but it has two engines and another route for the weights, and its services are
-    killed. Its processes are forks of a spare; those of the first run are not."""
+    killed. Its processes are forked from a spare; those of the first run are not."""
     kills = {2: ["rollout", "reference"], 4: ["batch-store", "scheduler"], 5: ["policy-trainer"]}
     kills |= {7: ["policy-trainer-worker", "monitor"]}
     with parity.start(tmp_path, "services.rollout.instances=2", "services.rollout.weights=gloo") as run:
@@ -82,8 +84,10 @@ def test_a_worker_killed_long_after_its_checkpoint_replays_only_the_steps_after_
 def test_a_run_resumed_after_a_stop_and_after_a_kill_of_the_launcher_gives_bit_identical_results(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    """A stop saves an extra checkpoint of its step, and the resumed run continues exactly there. When the launcher is
-    killed, the store's memory is lost and the steps after the checkpoint are sampled and trained again."""
+    """Stopping the run saves an extra checkpoint at its last step, and the resumed run continues exactly there. When
+    the launcher is killed, the store's memory is lost and the steps after the checkpoint are sampled and trained
+    again.
+    """
     with parity.start(tmp_path, "checkpoint.every=100") as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))
         run.process.send_signal(signal.SIGINT)
@@ -112,7 +116,8 @@ def lose_end(run: Cluster, chance: random.Random) -> None:
 
     def ready() -> bool:
         """Stop the scheduler at a moment when the end of its log can be lost. From time to time, SQLite copies the log
-        and restarts it."""
+        into the database and restarts the log.
+        """
         os.kill(pid, signal.SIGSTOP)
         if can_be_cut(run.run.journal):
             return True
@@ -221,12 +226,13 @@ def test_a_run_whose_shared_memory_is_deleted_gives_bit_identical_results(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_run_with_damage_to_log_probs_that_the_worker_has_put_gives_bit_identical_results(
+def test_a_run_with_damage_to_log_probs_that_the_worker_has_stored_gives_bit_identical_results(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    """A bit flips in log-probs that the worker has put for the open step but has not read back. The driver, which asks
-    for the gradient next, is stopped in the meantime. Not every stop comes at that time, so stops continue until the
-    last step."""
+    """A bit flips in log-probs that the worker has put into the store for the open step but has not read back. The
+    driver, which asks for the gradient next, is stopped in the meantime. Not every stop falls within that interval, so
+    the test continues to stop the driver until the last step.
+    """
     damaged = step = 0
     with parity.start(tmp_path) as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))
@@ -240,7 +246,8 @@ def test_a_run_with_damage_to_log_probs_that_the_worker_has_put_gives_bit_identi
 
 def damage_proximal(run: Cluster) -> bool:
     """Let the driver send its next request while the worker is stopped, then stop the driver, and flip a bit of the
-    log-probs that the worker puts. Return whether the request was for log-probs."""
+    log-probs that the worker puts into the store. Return whether the request was for log-probs.
+    """
 
     def known() -> set[Path]:
         return {file for file, _, key, _ in shards(run.run.shm / "batch-store-0") if key == "prox_logprobs"}
@@ -261,7 +268,7 @@ def damage_proximal(run: Cluster) -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_damage_in_a_run_that_is_not_deterministic_ends_with_each_task_trained_once(tmp_path: Path) -> None:
+def test_each_task_is_trained_once_despite_damage_in_a_run_that_is_not_deterministic(tmp_path: Path) -> None:
     small = (*(each for each in parity.SMALL if "deterministic" not in each), "staleness=1")
     with parity.start(tmp_path, small=small) as run:
         for step, key in ((1, "ref_logprobs"), (2, "rollout_logprobs"), (3, "token_ids")):

@@ -1,4 +1,4 @@
-"""The quickstart, exactly as `make demo` runs it, learns its task as well as GRPO in one plain process."""
+"""Tests that the quickstart, exactly as `make demo` runs it, learns its task as well as GRPO in one plain process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Under parallel backends, the quickstart writes the same rows for the same batches as on one rank, and a full run
-learns."""
+"""Tests that with parallel backends, the quickstart writes the same rows for the same batches as on one rank, and that
+a full run learns.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STEPS = 30
 EPS = 1e-4
 """Value of Adam's epsilon. Adam divides a gradient that is only rounding error by its own size. With the default of
 1e-8, two layouts with different rounding move such weights apart by the whole learning rate, and after twenty steps a
-token at the clipping limit falls on the other side: grad_norm then differs by 1e-3."""
+token at the clipping limit falls on the other side, so grad_norm then differs by 1e-3."""
 LIMIT = 1e-4
 LIMIT_S = 500.0
 LAYOUTS = {

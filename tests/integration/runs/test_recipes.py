@@ -1,4 +1,6 @@
-"""Each recipe in the documents passes the checks of `--dry-run`, and runs for two steps with the shipped model."""
+"""Tests that each recipe in the documentation passes the checks of `--dry-run` and runs for two steps with the shipped
+model.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ GRADE = 7
 
 
 def overrides(recipe: Path, folder: Path) -> list[str]:
-    """Return the settings that the recipe tells users to make."""
+    """Return the settings that the recipe tells users to use."""
     if recipe.stem != "gsm8k":
         return []
     rows = [

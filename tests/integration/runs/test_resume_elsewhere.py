@@ -1,4 +1,6 @@
-"""A run resumed with the other backend and a different number of ranks continues with the same training state."""
+"""Tests that a run resumed with the other backend and a different number of ranks continues with the same training
+state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The samples of real runs agree with the metrics, and recording them leaves the results of training bit-identical."""
+"""Tests that the samples of real runs agree with the metrics and that recording them leaves the results of training
+bit-identical.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def test_recording_samples_leaves_results_bit_identical_and_a_killed_run_records
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_resume_sets_aside_the_samples_and_metrics_of_the_steps_that_it_takes_back(tmp_path: Path) -> None:
+def test_a_resume_sets_aside_the_samples_and_metrics_of_the_steps_that_it_rolls_back(tmp_path: Path) -> None:
     small = (*SMALL, "run.steps=6", "checkpoint.every=100", "checkpoint.memory_every=null")
     with cluster(QUICKSTART, tmp_path, *small, limit_s=280) as run:
         run.wait_for("samples of step 3", lambda: 3 in steps(run.path))

@@ -1,4 +1,4 @@
-"""Checks the age of each batch's tokens, which is read from the shards over many steps of real runs."""
+"""Checks the age of the tokens in each batch. The ages are read from the shards over many steps of real runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integration.whole_cluster import cluster
 
 STEPS, FEW = 200, 40
 AFTER = 20
-"""Number of further steps, whose shards may be gone before they are read, because the store ends with the run."""
+"""Number of extra steps. Their shards may be gone before they are read, because the store stops when the run ends."""
 TASKS = 4
 QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
 CHEAP = [

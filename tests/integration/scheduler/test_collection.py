@@ -86,7 +86,7 @@ def test_evaluated_dropped_failed_and_trained_tasks_are_all_collected_and_counte
             await rollout.complete(evaluation, await rollout.make(evaluation))
             while (grant := await granted(rollout)).split == "held":
                 await rollout.complete(grant, await rollout.make(grant))
-            # One task of this block is dropped after its shards were put; the other is retried.
+            # One task of this block is dropped after its shards have been put into the store; the other is retried.
             dropped, failed = grant.batch.tasks
             await rollout.make(grant)
             results = [
@@ -116,7 +116,7 @@ def test_evaluated_dropped_failed_and_trained_tasks_are_all_collected_and_counte
     asyncio.run(main())
 
 
-def test_filtered_tasks_are_collected_at_once_and_their_replacements_when_trained(tmp_path: Path) -> None:
+def test_filtered_tasks_are_collected_at_once_and_their_replacements_once_they_are_trained(tmp_path: Path) -> None:
     run = make_run(tmp_path, store=STORE_ROOM, steps=1, gc="commit", filter_zero_variance=True)
 
     async def main() -> None:
@@ -201,9 +201,9 @@ def test_shards_of_a_killed_worker_are_collected_and_its_late_puts_are_refused(t
             await driver.publish(0)
             first = await bench.actor("rollout")
             grant = await granted(first)
-            results = await first.make(grant)  # The put is sealed but never completed.
+            results = await first.make(grant)  # The put is sealed, but the tasks are never completed.
             assert {name for name, _ in await held(driver)} == names(grant)
-            second = await bench.actor("rollout")  # A new incarnation of the same instance loses the lease at once.
+            second = await bench.actor("rollout")  # A new incarnation of the instance ends the lease of the old one.
             again = await granted(second)
             assert names(again) == names(grant)
             assert {task.fence for task in again.batch.tasks} == {2}

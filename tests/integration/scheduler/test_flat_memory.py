@@ -31,7 +31,7 @@ CALL_S = 1.0
 """Deadline of a request in seconds. Replies are kept for retries until 5 s after the deadline, so with a longer
 deadline none would expire during the run."""
 MEASURE_FROM = 600
-"""Step by which allocators and caches have reached their final size."""
+"""Step by which the allocators and most caches have reached their final size."""
 GROWTH_BYTES = 2 << 20
 """Maximum growth afterwards: less than 2 kB per task. SQLite's page cache and the tombstones have not yet reached their
 final size."""

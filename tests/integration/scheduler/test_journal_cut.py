@@ -1,5 +1,6 @@
-"""Tests a scheduler process whose journal has lost its end while the store and the workers from before are still
-alive."""
+"""Tests a scheduler process that has lost the end of its journal while the store and the workers from before the loss
+are still alive.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +79,7 @@ async def until(world: World, driving: Driving, commits: int) -> None:
 def test_a_run_continues_from_its_checkpoint_when_the_end_of_its_journal_is_lost(
     run: RunDir, scheduler: Scheduler
 ) -> None:
-    """Setting CUT_SEED to the printed number repeats the cuts of a failed run, at the same moments and of the same
-    sizes."""
+    """Setting CUT_SEED to the printed number repeats the cuts of a failed run, with the same times and sizes."""
     seed = int(os.environ.get("CUT_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"CUT_SEED={seed}")
     chance, driving = random.Random(seed), Driving()

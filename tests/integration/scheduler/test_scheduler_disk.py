@@ -1,4 +1,6 @@
-"""A scheduler that cannot write its journal exits with a one-line error and sends a decision only after writing it."""
+"""Tests that a scheduler that cannot write its journal exits with a one-line error, and that it sends a decision only
+after writing it.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ async def lease(world: World, life: int, most: int) -> list[int]:
 
 
 async def lost(world: World, life: int, leases: list[int]) -> list[int]:
-    """Return the leases that a restarted scheduler does not know."""
+    """Return the leases that a restarted scheduler does not know about."""
     client, _ = world.client()
     beat = Heartbeat(
         service="rollout",

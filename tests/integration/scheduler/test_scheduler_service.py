@@ -1,5 +1,5 @@
-"""Runs the scheduler as a real process with real sockets, through a whole run and through runs in which SIGKILL hits it
-at random moments.
+"""Runs the scheduler as a real process with real sockets, through a whole run and through runs in which it is sent
+SIGKILL at random moments.
 
 This file plays the other actors without torch: workers that lease and complete, a store that counts the clears sent to
 it, and a driver that commits. These actors follow the protocol and retry as the real services do.
@@ -144,7 +144,7 @@ def scheduler(run: RunDir) -> Iterator[Scheduler]:
 
 
 def ask_again(error: RpcError) -> None:
-    """Return if a long poll found nothing, so that the caller repeats it; raise any other refusal."""
+    """Return normally if a long poll found nothing, so that the caller repeats it; raise any other refusal."""
     if error.code not in (ErrorCode.NOT_READY, ErrorCode.DEADLINE):
         raise error
 
@@ -351,7 +351,7 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
         driver = asyncio.create_task(world.drive())
         until = time.monotonic() + kill_for
         while not driver.done() and time.monotonic() < until:
-            # The loop also ends after some steps, so that a fast machine does not finish the run before the kills.
+            # The wait also ends after some steps, so that the run does not finish on a fast machine before the kills.
             step, late = len(world.trained) + chance.randint(5, 25), time.monotonic() + chance.uniform(0.5, 1.6)
             while not driver.done() and len(world.trained) < step and time.monotonic() < late:
                 await asyncio.wait({driver, *world.tasks}, timeout=0.005, return_when="FIRST_COMPLETED")

@@ -75,7 +75,7 @@ class Launched:
         return answer
 
     def end(self, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
-        """Wait for the launcher to end, and return its exit status, stdout and stderr."""
+        """Wait for the launcher to exit, and return its exit status, stdout and stderr."""
         output, errors = self.process.communicate(timeout=limit_s)
         return self.process.returncode, output, errors
 
@@ -132,7 +132,8 @@ def processes_of(path: Path) -> list[int]:
 
 def status_of(path: Path) -> dict[str, Any]:
     """Return the output of `ctl status --json`, or {} while the run does not answer. Tests poll this function, so it
-    does not start a new process for each call: the imports of that process would take longer than most answers do.
+    does not start a new process for each call, because the imports of that process would take longer than most answers
+    do.
     """
     try:
         run = RunDir.open(path)

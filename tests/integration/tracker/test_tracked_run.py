@@ -1,5 +1,5 @@
-"""Whatever its trackers do, a supervised run continues and ends as it would without them, and reports the steps that
-they lack.
+"""Tests that a supervised run continues and ends as it would without its trackers, whatever they do, and reports the
+steps that they lack.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.integration.tracker.test_trackers import silent_server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 EXIT_S = 15.0
-"""Maximum seconds that the other processes take to end on a busy machine."""
+"""Maximum seconds that the other processes take to exit on a busy machine."""
 
 
 def commit(here: Launched, steps: int) -> None:
@@ -37,7 +37,7 @@ def wait_line(here: Launched, text: str) -> str:
     for line in here.process.stdout:
         if text in line:
             return line
-    raise AssertionError(f"the launcher ended without printing a line that contains {text!r}")
+    raise AssertionError(f"the launcher exited without printing a line that contains {text!r}")
 
 
 def test_a_run_reports_an_unreachable_tracker_and_the_steps_that_the_tracker_lacks(tmp_path: Path) -> None:

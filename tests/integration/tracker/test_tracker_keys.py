@@ -1,4 +1,4 @@
-"""The topology keys of the trackers decide where a run is recorded, and an error is reported in one line."""
+"""Tests that the trackers' topology keys decide where a run is recorded and that an error is reported in one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_wandb_files_name_the_project_and_the_entity(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_wandb_online_asks_the_server_and_offline_does_not(tmp_path: Path) -> None:
+def test_wandb_contacts_the_server_when_online_but_not_when_offline(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
         environment = {
             "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}",

@@ -1,4 +1,5 @@
-"""Each tracker's real library receives every committed row once, whatever is killed, and no process waits for it."""
+"""Tests that each tracker's real library receives every committed row once, whatever is killed, and that no process
+waits for a tracker."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def test_each_row_is_reported_once_despite_kills_of_the_tracker_and_a_rewind(
         assert "grpo" in held.configuration
         assert "sk-secret" not in held.configuration
         assert "entropy fell to 0.01; lower lr" in held.notes
-        assert "back to step 3: steps 4-5 were taken back; lineage 1 begins" in held.notes
+        assert "back to step 3: steps 4-5 were rolled back; lineage 1 begins" in held.notes
         assert "the run ended: failed (rollout/0 died)" in held.notes
         assert held.state in ("", "FAILED")
         if here.name != "mlflow":
@@ -85,7 +86,7 @@ def test_each_row_is_reported_once_despite_kills_of_the_tracker_and_a_rewind(
 
 
 def kill_at_random(here: Tracked, seed: int, lives: int) -> None:
-    """Commit and take back steps while the tracker is repeatedly killed and restarted."""
+    """Commit steps and roll some of them back while the tracker is repeatedly killed and restarted."""
     chance, step = random.Random(seed), -1
     for _ in range(lives):
         here.start()

@@ -31,7 +31,7 @@ Committed = tuple[int, int, float]
 
 @dataclass
 class Tracked:
-    """A run directory, whose metrics the scheduler's own code writes."""
+    """A run directory whose metrics are written by the scheduler's own code."""
 
     run: RunDir
     name: str
@@ -83,7 +83,7 @@ class Tracked:
             self.process = None
 
     def stop(self, outcome: str = "done", cause: str = "") -> None:
-        """Stop the tracker as the end of a run does."""
+        """Stop the tracker as it is stopped at the end of a run."""
         assert self.process is not None
         self.run.outcome.write_text(json.dumps({"outcome": outcome, "cause": cause}))
         self.process.send_signal(signal.SIGTERM)

@@ -22,7 +22,7 @@ def chromium() -> Iterator[Browser]:
     if path is None:
         pytest.skip("chromium is not installed (apt package chromium)")
     with sync_playwright() as playwright:
-        # Chromium's sandbox needs more rights than a container has; the pages are ours.
+        # Chromium's sandbox needs more privileges than a container has; the pages are ours.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         try:
             yield browser

@@ -1,4 +1,4 @@
-"""Run directories for the page: ended runs with metrics, samples and logs, some of them hostile."""
+"""Run directories for the page: runs that have ended, with metrics, samples and logs, some of them hostile."""
 
 from __future__ import annotations
 

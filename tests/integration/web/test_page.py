@@ -1,4 +1,4 @@
-"""Tests the page of ended runs in a real browser: curves, comparison, samples, and hostile text."""
+"""Tests the page in a real browser for runs that have ended: curves, comparison, samples, and hostile text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_curves_are_drawn_in_light_and_dark_mode_and_fit_on_a_phone(browser: Bro
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") == light
 
 
-def test_curves_change_when_rows_are_added_or_taken_back(browser: Browser, run: Path) -> None:
+def test_curves_change_when_rows_are_added_or_rolled_back(browser: Browser, run: Path) -> None:
     with page_of(run) as url, visit(browser, url) as page:
         last = page.locator(".chart").first.locator(".u-legend")
         expect(page.locator("#progress")).to_contain_text("step 120")
@@ -162,7 +162,7 @@ def test_serving_by_hand_refuses_other_machines_and_addresses_in_use_in_one_line
     with socket.create_server(("127.0.0.1", 0)) as taken:
         used = f"127.0.0.1:{taken.getsockname()[1]}"
         refusals = {
-            "0.0.0.0:8080": "others reach this address; use a loopback address, or monitor.web with a token",
+            "0.0.0.0:8080": "others can reach this address; use a loopback address, or monitor.web with a token",
             "localhost": "'localhost' is not an address with a port; write one such as 127.0.0.1:8080",
             used: f"--listen {used}: cannot be used (Address already in use); choose another port",
         }

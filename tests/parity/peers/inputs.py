@@ -1,4 +1,6 @@
-"""Defines the random batch on which every peer is recorded. It needs only numpy, so that it runs in any environment."""
+"""Defines the random batch on which every peer is recorded. This module needs only numpy, so it runs in any
+environment.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""When no descriptor is free or the file system refuses a rename, no file is leaked, and the bytes of each file count
-until the file is deleted.
+"""Tests that when no descriptor is free or the file system refuses a rename, no file is leaked, and the bytes of each
+file count until the file is deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def put(index: StoreState, files: StoreFiles, task_id: str, nbytes: int = 32) ->
     return put_id
 
 
-def test_files_stay_due_while_no_descriptor_is_free_and_are_deleted_later(tmp_path: Path) -> None:
+def test_files_remain_due_for_deletion_while_no_descriptor_is_free_and_are_deleted_later(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -160,7 +160,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_file_that_cannot_be_renamed_stays_due_and_does_not_delay_others(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_renamed_remains_due_for_deletion_and_does_not_delay_others(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -233,7 +233,7 @@ def test_a_spare_that_cannot_become_the_file_of_a_put_is_deleted_and_its_bytes_a
     files.close()
 
 
-def test_a_copy_on_disk_that_cannot_be_renamed_uses_no_room_and_is_tried_again(tmp_path: Path) -> None:
+def test_a_copy_on_disk_that_cannot_be_renamed_takes_up_no_space_and_is_tried_again(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 20, 1, 1 << 20)
     files = StoreFiles("store", tmp_path / "store", tmp_path / "disk")
     ended = Retirement("store", index.room, files, lambda: 0.0)

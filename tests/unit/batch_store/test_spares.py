@@ -1,5 +1,5 @@
-"""Pages of collected files are lent, as spares, to the next put of similar size. Spares are counted, can be discarded,
-and cannot be read.
+"""Tests that pages of collected files are lent, as spares, to the next put of similar size. Spares are counted, can be
+discarded, and cannot be read.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def test_idle_and_surplus_spares_are_deleted(tmp_path: Path) -> None:
         store.now = float(number)
         store.clear(f"train/0/{number}")
     store.delete(store.index.room.surplus(store.now))
-    assert store.index.stats().spare_bytes == 3 * nbytes  # Spares take half of the limit.
+    assert store.index.stats().spare_bytes == 3 * nbytes  # Spares take up half of the limit.
     store.delete(store.index.room.surplus(2.5 + IDLE_S))
     assert store.index.stats().spare_bytes == nbytes
     store.delete(store.index.room.surplus(4.0 + IDLE_S))

@@ -277,7 +277,7 @@ def test_unreadable_file_is_left_alone_and_all_other_files_are_found(
     files.close()
 
 
-def test_list_that_cannot_be_rewritten_for_lack_of_room_leaves_no_temporary_file(
+def test_list_that_cannot_be_rewritten_for_lack_of_space_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = StoreFiles("store", tmp_path / "store")

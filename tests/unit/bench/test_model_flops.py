@@ -1,4 +1,6 @@
-"""The FLOP formula behind MFU agrees with torch's counter, and a measurement uses new lengths in every round."""
+"""Tests that the FLOP formula behind MFU agrees with torch's counter and that a measurement uses new lengths in every
+round.
+"""
 
 from __future__ import annotations
 

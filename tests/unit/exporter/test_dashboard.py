@@ -1,4 +1,6 @@
-"""The Grafana dashboard queries metrics that the exporter has, and its structure follows Grafana's schema."""
+"""Tests that the Grafana dashboard queries metrics that the exporter has and that its structure follows Grafana's
+schema.
+"""
 
 from __future__ import annotations
 

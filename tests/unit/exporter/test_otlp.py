@@ -1,4 +1,4 @@
-"""Spans reach an OpenTelemetry collector over HTTP.
+"""Tests that spans reach an OpenTelemetry collector over HTTP.
 
 A collector that is slow or unreachable, or that refuses spans, does not delay any process.
 """

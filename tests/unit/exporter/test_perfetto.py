@@ -1,4 +1,4 @@
-"""The file for Perfetto is valid at all times, has properly nested tracks, and stays within its limit."""
+"""Tests that the file for Perfetto is valid at all times, has properly nested tracks, and stays within its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of telemetry become spans whose ids and parents follow from task, lease and step alone."""
+"""Tests that rows of telemetry become spans whose ids and parents follow from the task, lease and step alone."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def wrong(run: Examined) -> list[Finding]:
 
 def step(of: str, since_s: float = LONG) -> WaitRow:
     return WaitRow(
-        WaitKind.STEP, f"step 4 waits for 3 of 8 tasks that are leased to {of} for rollout", since_s, 0.0, of
+        WaitKind.STEP, f"step 4 is waiting for 3 of 8 tasks that are leased to {of} for rollout", since_s, 0.0, of
     )
 
 
@@ -40,17 +40,17 @@ def test_no_problem_is_reported_while_the_tasks_of_a_step_are_being_sampled() ->
 
 
 def test_code_that_delays_the_step_is_reported_long_before_its_limit() -> None:
-    code = WaitRow(WaitKind.CODE, "process 7 works on 1 reward calls, at my.py:3", LONG, 600.0)
+    code = WaitRow(WaitKind.CODE, "process 7 is working on 1 reward calls, at my.py:3", LONG, 600.0)
     held_up = examined(scheduler=answer(step("rollout/0")), driver=answer(batch()), rollout=answer(code))
     [finding] = wrong(held_up)
-    assert finding.text == "rollout/0: process 7 works on 1 reward calls, at my.py:3"
-    assert finding.stalls[0].startswith("scheduler/0: step 4 waits for 3 of 8 tasks")
+    assert finding.text == "rollout/0: process 7 is working on 1 reward calls, at my.py:3"
+    assert finding.stalls[0].startswith("scheduler/0: step 4 is waiting for 3 of 8 tasks")
     assert finding.stalls[1].startswith("policy-trainer/0: NextBatch to scheduler/0 [8.0 s of 20 s]")
     assert wrong(examined(scheduler=answer(), rollout=answer(code))) == []
 
 
 def test_code_that_has_used_half_of_its_time_is_reported_even_if_nothing_waits_for_it() -> None:
-    code = WaitRow(WaitKind.CODE, "process 7 works on 1 reward calls, at my.py:3", LONG, 10.0)
+    code = WaitRow(WaitKind.CODE, "process 7 is working on 1 reward calls, at my.py:3", LONG, 10.0)
     assert [each.limit_s for each in wrong(examined(rollout=answer(code)))] == [10.0]
 
 
@@ -74,7 +74,7 @@ def test_starting_process_is_reported_only_after_a_while() -> None:
         assert len(wrong(run)) == count
 
 
-def test_full_store_is_reported_with_its_room_and_the_producers_that_wait() -> None:
+def test_full_store_is_reported_with_its_usage_and_the_producers_that_are_waiting() -> None:
     room = WaitRow(WaitKind.ROOM, "64.0 of 64.0 MiB in use", 0.0)
     refused = WaitRow(WaitKind.REFUSED, "PutBegin: no room", 3.0, 0.0, "batch-store/0")
     [finding] = wrong(examined(store=answer(room), rollout=answer(refused)))
@@ -84,7 +84,7 @@ def test_full_store_is_reported_with_its_room_and_the_producers_that_wait() -> N
 
 
 def test_judge_outage_is_reported_with_the_tasks_that_are_not_leased() -> None:
-    outage = WaitRow(WaitKind.OUTAGE, "the judge of my:fn does not answer", 2.0, 600.0)
+    outage = WaitRow(WaitKind.OUTAGE, "the judge of my:fn is not responding", 2.0, 600.0)
     paused = WaitRow(WaitKind.OUTAGE, "nothing is leased", 0.0, 0.0, "rollout/0")
     [finding] = wrong(examined(scheduler=answer(paused), rollout=answer(outage)))
     assert finding.service == "rollout/0"
@@ -103,7 +103,7 @@ def test_computation_is_reported_only_if_it_makes_no_progress() -> None:
 
 
 def test_lease_without_progress_and_failing_rewards_are_reported() -> None:
-    lease = WaitRow(WaitKind.LEASE, "lease 7 (rollout, 4 tasks) makes no progress", LONG, 30.0, "rollout/0")
+    lease = WaitRow(WaitKind.LEASE, "lease 7 (rollout, 4 tasks) is making no progress", LONG, 30.0, "rollout/0")
     assert len(wrong(examined(scheduler=answer(lease), rollout=answer()))) == 1
     run = examined(scheduler=answer(), rollout=answer())
     run.troubles.append(TroubleRow("rollout", 0, "rewards", "rewards failing: 8 of 8"))
@@ -111,13 +111,13 @@ def test_lease_without_progress_and_failing_rewards_are_reported() -> None:
 
 
 def test_step_that_waits_for_a_service_without_processes_is_reported() -> None:
-    row = WaitRow(WaitKind.STEP, "step 4 waits for 8 of 8 tasks that no rollout has leased", LONG, 0.0, "rollout")
+    row = WaitRow(WaitKind.STEP, "step 4 is waiting for 8 of 8 tasks that no rollout has leased", LONG, 0.0, "rollout")
     [finding] = wrong(examined(scheduler=answer(row), driver=answer(batch())))
     assert "no rollout is running" in finding.text
 
 
 def test_a_host_without_an_agent_is_reported_after_a_while() -> None:
     for since_s, count in ((5.0, 0), (45.0, 1)):
-        row = WaitRow(WaitKind.PROCESS, "host b is LOST: no agent reports from it", since_s)
+        row = WaitRow(WaitKind.PROCESS, "host b is LOST: no agent is reporting from it", since_s)
         found = wrong(examined(supervisor=answer(row)))
         assert [each.text for each in found] == [row.what] * count

@@ -21,7 +21,7 @@ WEIGHTS = {"embed": np.ones((4, 3), np.float32), "layer.0": np.ones((3, 3), np.f
 
 
 def model(folder: Path, **changed: Array | None) -> Path:
-    """Write a model folder with WEIGHTS. `changed` replaces tensors, or removes them where its value is None."""
+    """Write a model folder with WEIGHTS. `changed` replaces tensors, or removes those whose value is None."""
     folder.mkdir(parents=True)
     weights = {name: each for name, each in {**WEIGHTS, **changed}.items() if each is not None}
     save_file(weights, folder / MODEL)

@@ -33,7 +33,7 @@ def topology(folder: Path, *overrides: str) -> Topology:
     return load(folder / "t.yaml", [*gpus, *overrides], check_supported=False)
 
 
-def test_services_that_do_not_share_see_their_own_gpus(folder: Path) -> None:
+def test_services_that_do_not_share_gpus_see_their_own(folder: Path) -> None:
     pieces = ["services.reference.backend=megatron", "services.reference.parallel.tp=2"]
     made = topology(folder, *pieces, *TP)
     seen = visible_gpus(made)
@@ -171,7 +171,9 @@ TP = (VLLM, "services.rollout.parallel.tp=2")
 
 
 def qwen7b(folder: Path) -> Path:
-    """Make a model directory with the configuration and the shapes of Qwen2.5-7B, and no data in its sparse file."""
+    """Make a model directory with the configuration and shapes of Qwen2.5-7B; its weights file is sparse and holds no
+    data.
+    """
     shutil.copytree(TOPOLOGIES / "models" / "tiny-qwen3", folder)
     hidden, inner, layers, keys, vocabulary = 3584, 18944, 28, 512, 152_064
     config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32_768}

@@ -96,7 +96,9 @@ def test_processes_of_a_lost_host_move_to_other_hosts_with_enough_gpus(folder: P
         "spare": {("batch-store", 3): [], ("rollout", 0): [0, 1]},
     }
     assert made.lose("b", "again", 2.0) == []
-    assert [(row.what, row.since_s) for row in made.waits(3.0)] == [("host b is LOST: no agent reports from it", 2.0)]
+    assert [(row.what, row.since_s) for row in made.waits(3.0)] == [
+        ("host b is LOST: no agent is reporting from it", 2.0)
+    ]
     rows = {(row.service, row.instance): row.state for row in made.rows()}
     assert rows["rollout", 2] == "WAITING"
 
@@ -129,7 +131,7 @@ def test_a_host_that_joins_late_takes_over_from_a_lost_host(folder: Path) -> Non
     assert runs(made.report(report("spare"), 1)[0]) == {("batch-store", 3): [], ("rollout", 0): [0, 1]}
 
 
-def test_a_host_is_lost_when_its_agent_ends_before_the_run(folder: Path) -> None:
+def test_a_host_is_lost_when_its_agent_exits_before_the_run_ends(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")
     _, effects = made.report(report("b", ended=True), 1.0)
@@ -183,7 +185,7 @@ def test_an_agent_for_an_unknown_host_or_for_a_host_that_has_an_agent_is_refused
     assert made.hosts["b"].state == HostState.JOINED
 
 
-def test_a_host_that_cannot_continue_ends_the_run_and_no_process_runs_on_an_ended_host(folder: Path) -> None:
+def test_a_host_that_cannot_continue_ends_the_run_and_runs_no_process_once_it_has_ended(folder: Path) -> None:
     made = book(folder)
     joined(made, "b")
     assert made.report(report("b", failed="rollout/0: no model"), 1)[1] == [Unable("host b: rollout/0: no model")]

@@ -53,7 +53,7 @@ def test_a_clock_counts_as_wrong_only_if_the_round_trip_cannot_explain_the_diffe
 
 
 @pytest.mark.slow
-def test_a_host_checks_itself_for_a_resolved_topology_and_names_missing_resources(tmp_path: Path) -> None:
+def test_a_host_checks_itself_against_a_resolved_topology_and_names_missing_resources(tmp_path: Path) -> None:
     topology = load(write(make(tmp_path)))
     text = topology.to_yaml()
     there = _checked(text)
@@ -63,7 +63,7 @@ def test_a_host_checks_itself_for_a_resolved_topology_and_names_missing_resource
     assert not [line for line in there.problems if "elsewhere" in line]
 
 
-def test_a_host_that_copies_the_model_and_the_data_from_home_needs_only_room_for_them(tmp_path: Path) -> None:
+def test_a_host_that_copies_the_model_and_the_data_from_home_needs_only_space_for_them(tmp_path: Path) -> None:
     hosts = ["placement.hosts={b: {}}", "transport.listen=10.0.0.1", "policy.distribute=true"]
     topology = load(write(make(tmp_path)), hosts)
     there = _checked(topology.to_yaml().replace(str(tmp_path), "/elsewhere"))

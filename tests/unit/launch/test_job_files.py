@@ -128,7 +128,7 @@ def test_the_compose_file_starts_the_run_that_it_describes(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_agents_read_the_access_file_where_home_writes_it(tmp_path: Path) -> None:
+def test_agents_read_the_access_file_where_the_home_host_writes_it(tmp_path: Path) -> None:
     services = document(ROOT / "docker" / "compose.yaml")["services"]
     home, agent = home_and_agent()
     [run] = [each.value for each in home.env if each.name == "RUN"]

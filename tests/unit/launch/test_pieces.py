@@ -220,7 +220,7 @@ def test_an_unusable_run_directory_gives_a_one_line_error(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(RpcError, match="--run-dir") as caught:
         lock(tmp_path / "file" / "run")
-    assert "cannot be a run directory (Not a directory)" in str(caught.value)
+    assert "cannot be used as a run directory (Not a directory)" in str(caught.value)
 
 
 def status(*troubles: TroubleRow, dropped: dict[str, int] | None = None, lost: dict[str, int] | None = None) -> Status:
@@ -242,7 +242,7 @@ def status(*troubles: TroubleRow, dropped: dict[str, int] | None = None, lost: d
     )
 
 
-def test_a_trouble_is_announced_when_it_starts_and_ends_and_stays_on_the_status_line_in_between() -> None:
+def test_a_problem_is_announced_when_it_starts_and_ends_and_stays_on_the_status_line_in_between() -> None:
     troubles = Troubles()
     assert (troubles.take(status()), troubles.text()) == ([], "")
     failing = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 1 of 4, x: late (at my_rewards.py:12)")

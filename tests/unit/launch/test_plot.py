@@ -1,4 +1,6 @@
-"""Tests the curves that `ctl plot` draws: chosen metrics, steps taken back, hostile names, long runs, and refusals."""
+"""Tests the curves that `ctl plot` draws: chosen metrics, steps that were rolled back, hostile names, long runs, and
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def test_higher_values_are_drawn_higher(tmp_path: Path) -> None:
     assert len(set(heights)) == 4
 
 
-def test_steps_that_were_taken_back_are_drawn_apart_from_the_curve(tmp_path: Path) -> None:
+def test_steps_that_were_rolled_back_are_drawn_apart_from_the_curve(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     gone = [{"lineage": 1, "step": 3, "reward/mean": 9.0}, {"lineage": 1, "step": 4, "reward/mean": 9.0}]
     write(run, gone, "metrics.discarded.jsonl")

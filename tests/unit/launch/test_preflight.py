@@ -118,7 +118,7 @@ def test_user_functions_are_tried_in_a_separate_process(tmp_path: Path, monkeypa
         ("import os\nos._exit(0)\n", "its module ends the process that imports it"),
     ],
 )
-def test_a_module_that_hangs_or_dies_is_ended_and_reported(
+def test_a_module_that_hangs_or_dies_is_reported_and_leaves_no_process(
     body: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = tmp_path / "pids"

@@ -1,4 +1,5 @@
-"""Tests report.html: its content, hostile text, its size, damaged files, and how long a run waits for it at the end."""
+"""Tests report.html: its content and size, how it deals with hostile text and damaged files, and how long a run waits
+for it at the end."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def start(rules: SpareRules, pid: int = 1) -> None:
         rules.warmed(kind)
 
 
-def test_a_spare_is_used_from_the_end_of_its_imports_until_it_is_lost(rules: SpareRules) -> None:
+def test_a_spare_can_be_used_after_its_imports_until_it_is_lost(rules: SpareRules) -> None:
     assert not rules.usable(TORCH)
     rules.started(TORCH, 7)
     assert not rules.usable(TORCH)
@@ -40,7 +40,7 @@ def test_a_spare_is_used_from_the_end_of_its_imports_until_it_is_lost(rules: Spa
     assert not rules.usable(VLLM)
     rules.lost(TORCH)
     assert not rules.usable(TORCH)
-    assert rules.missing == [VLLM]  # The lost one is being killed.
+    assert rules.missing == [VLLM]  # The lost spare is being killed.
 
 
 def test_spares_are_complete_when_every_kind_is_warm_or_given_up(rules: SpareRules) -> None:

@@ -80,7 +80,7 @@ def step(recording: Recording, number: int) -> None:
     recording.bench.ask(CommitStep(driver=1, step=number, metrics={"time/step": 0.25}))
 
 
-def test_story_of_an_undisturbed_task_has_every_event(recording: Recording) -> None:
+def test_story_of_an_uninterrupted_task_has_every_event(recording: Recording) -> None:
     step(recording, 1)
     recording.bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     recording.acknowledge_clears()
@@ -165,7 +165,7 @@ def test_reading_does_not_change_a_live_journal_and_reports_an_invalid_journal(
     with reading(recording.path) as recorded:
         before = len(list(recorded.events()))
         recording.bench.complete(recording.bench.granted())
-        recording.write()  # The reader does not block the writer, and it sees a single state.
+        recording.write()  # The reader does not block the writer and sees one fixed state.
         assert len(list(recorded.events())) == before
     (tmp_path / "other").write_text("not a database" * 100)
     with pytest.raises(RpcError, match="other: cannot be read"), reading(tmp_path / "other"):

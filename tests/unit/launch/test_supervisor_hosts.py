@@ -1,4 +1,4 @@
-"""Tests the end of a run that has processes on other hosts."""
+"""Tests how a run ends if it has processes on other hosts."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_failures_far_apart_do_not_add_up() -> None:
     assert world.state.phase == RunPhase.RUNNING
 
 
-def test_kills_do_not_fail_the_run_where_as_many_failures_would() -> None:
+def test_kills_do_not_fail_the_run_even_if_as_many_failures_would() -> None:
     world = World().run()
     for _ in range(2 * s.FAILURE_LIMIT):
         world.exit(ROLLOUT, SIGKILL)
@@ -381,7 +381,7 @@ def test_silence_of_an_earlier_incarnation_is_ignored() -> None:
     assert world.killed == []
 
 
-def test_process_killed_by_order_of_the_scheduler_counts_as_failed() -> None:
+def test_process_killed_on_the_schedulers_orders_counts_as_failed() -> None:
     world = World().run()
     world.feed(e.KillOrdered(ROLLOUT, world.pids[ROLLOUT], "hung on shared devices"))
     assert world.killed == [ROLLOUT]

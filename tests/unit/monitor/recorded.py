@@ -28,7 +28,7 @@ from shared.warnings import WarningRecord
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "warnings"
 AVAILABLE_BYTES = 16 << 30
-"""Assumed available memory of the machine, in bytes."""
+"""Memory that is assumed to be available on the machine, in bytes."""
 _KEPT = {
     "cluster/status": ("step",),
     "cluster/services": ("pid", "rss_bytes"),
@@ -36,7 +36,7 @@ _KEPT = {
     "reward": ("samples", "samples_failed", "seconds", "last_failure"),
     "store": ("bytes", "limit_bytes", "spilled_bytes", "busy"),
 }
-"""The values that detectors use, by topic. Each value is given by the end of its name."""
+"""The values that detectors use, by topic. Each value is identified by the end of its name."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _events(rows: list[dict[str, Any]], topics: Path) -> Iterator[dict[str, Any]
 
 
 def _short(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values rounded to six significant digits, which makes the file a third as large."""
+    """Return the values rounded to six significant digits, which reduces the file to a third of its size."""
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in values.items()}
 
 

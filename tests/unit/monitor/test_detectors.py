@@ -1,5 +1,5 @@
-"""Each kind of warning is given only for its own change in a metric and names the observed values; healthy runs do not
-cause warnings."""
+"""Each change in a metric causes only its own kind of warning, which states the observed values; healthy runs cause no
+warnings."""
 
 from __future__ import annotations
 

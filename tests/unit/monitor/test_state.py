@@ -1,4 +1,4 @@
-"""Tests the monitor's state without a socket: last values, one sequence, bounded memory."""
+"""Tests the monitor's state without a socket: the latest values, a single sequence of updates, and bounded memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def telemetry(topic: str, value: float, *, incarnation: int = 1, dropped: int = 
     )
 
 
-def test_snapshot_holds_the_last_value_of_every_topic_of_every_instance() -> None:
+def test_snapshot_holds_the_latest_value_of_every_topic_of_every_instance() -> None:
     state = MonitorState()
     for message in (telemetry("a", 1), telemetry("a", 2), telemetry("b", 3), telemetry("a", 4, instance=1)):
         state.take(message)
@@ -93,7 +93,7 @@ def test_snapshot_can_be_sent_however_large_its_rows_are(wide: int) -> None:
     assert sum(map(len, frames)) > 512 << 10, "and is not empty either"
 
 
-def test_row_too_large_for_subscribers_queues_is_refused_and_the_old_row_stays() -> None:
+def test_row_too_large_for_subscribers_queues_is_refused_and_the_old_row_is_kept() -> None:
     state = MonitorState()
     assert state.take(telemetry("a", 1)) is not None
     large = {"text": "x" * module.MAX_ROW_BYTES}
@@ -102,7 +102,7 @@ def test_row_too_large_for_subscribers_queues_is_refused_and_the_old_row_stays()
     assert [row.values for row in state.snapshot().rows] == [telemetry("a", 1).values]
 
 
-def test_row_that_shrinks_frees_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_shrinks_frees_space(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", module.MAX_ROW_BYTES)
     state = MonitorState()
     large = {"text": "x" * (module.MAX_BYTES - 1000)}

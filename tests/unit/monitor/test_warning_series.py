@@ -41,7 +41,7 @@ SICK: dict[str, list[tuple[int, str]]] = {
 }
 """Warnings of each recording, with their steps."""
 NOT_RECORDED = {"learning-rate"}
-"""Kinds that were seen in no recorded run. A small real run causes the warning
+"""Kinds that occur in no recorded run. A small real run causes the warning
 (tests/integration/monitor/test_warned_runs.py)."""
 
 
@@ -60,7 +60,7 @@ def test_every_recording_of_a_run_that_went_wrong_is_tested() -> None:
     assert sorted(each.name for each in recordings("sick")) == sorted(SICK)
 
 
-def test_the_kinds_that_no_recording_has_are_known() -> None:
+def test_the_kinds_that_occur_in_no_recording_are_listed() -> None:
     assert set(WarningKind) - {kind for warnings in SICK.values() for _, kind in warnings} == NOT_RECORDED
 
 

@@ -98,7 +98,7 @@ def test_a_restarted_monitor_reports_what_happened_while_it_was_down() -> None:
     assert taken(Watch(FACTS, []), cut(1, 40)) == [(10, "truncation")]
 
 
-def test_steps_that_are_trained_again_after_a_return_do_not_repeat_their_warnings() -> None:
+def test_steps_that_are_trained_again_after_a_rewind_do_not_repeat_their_warnings() -> None:
     watch = Watch(FACTS)
     assert taken(watch, [*map(row, range(1, 31)), *cut(31, 50)]) == [(35, "truncation")]
     watch.start_over()
@@ -139,7 +139,7 @@ def ticks(watch: Watch, begin: float, seconds: int) -> list[str]:
     return [each.kind for second in range(seconds) for each in watch.tick(begin + second, None)]
 
 
-def test_a_condition_of_the_telemetry_is_reported_once_and_again_only_after_it_has_ended() -> None:
+def test_a_condition_in_the_telemetry_is_reported_once_and_again_only_after_it_has_ended() -> None:
     watch = Watch(FACTS)
     watch.take_topic(failing(0.0))
     assert ticks(watch, 0.0, 300) == ["reward-failing"]

@@ -54,7 +54,8 @@ def loss(cur, anchor, tokens, *, factor=1.0):
 """
 
 SUPERVISED = "cross_entropy"
-"""Loss that one key alone cannot select, because it needs a group of one, which the default advantage refuses."""
+"""A loss that cannot be selected by one key alone, because it needs a group of one, which the default advantage
+refuses."""
 CHANGES: dict[str, tuple[str, ...]] = {
     "tasks_per_step": ("8",),
     "group_size": ("3",),
@@ -151,7 +152,7 @@ class Table:
         tokens = int(self.lengths.sum())
         self.logits = torch.from_numpy(rng.normal(scale=0.5, size=(tokens, VOCABULARY))).requires_grad_()
         self.shift = torch.zeros(VOCABULARY, dtype=torch.float64, requires_grad=True)
-        """Parameter that all tokens share, so that a ratio may rise where the advantage is negative."""
+        """Parameter that all tokens share, so that a ratio can rise where the advantage is negative."""
         self.rollout, self.ref = (
             self.scores()[0].detach() + 0.4 * torch.randn(tokens, generator=_seeded(i)) for i in (1, 2)
         )
@@ -256,7 +257,7 @@ def another_name(first: Topology, second: Topology) -> bool:
     """Return whether the two topologies are known to be equivalent."""
     one, other = first.algorithm, second.algorithm
     undivided = all(each.advantage.name == "dr_grpo" or each.advantage.scale == "none" for each in (one, other))
-    # At a ratio of 1 every loss has the plain policy gradient.
+    # At a ratio of 1, every loss has the plain policy gradient.
     gradient = one.ratio_is_one and other.ratio_is_one and one.loss.name != other.loss.name
     return undivided or gradient
 
@@ -270,7 +271,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread, because with tensors of a hundred numbers several threads would only wait for one
+    """Limit torch to one thread, because with tensors of a hundred numbers, several threads would only wait for one
     another."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
-"""Tests that the checkpoint with the best evaluation is kept and exported, with the real driver, publisher and
-checkpoints, and a client that answers in place of the scheduler and the worker.
+"""Tests that the checkpoint with the best evaluation is kept and exported. The driver, publisher and checkpoints are
+real; a client answers in place of the scheduler and the worker.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class World:
         match request:
             case CommitStep():
                 self.committed = max(self.committed, request.step)
-                # If steps took no time, all of them would be over before the first choice.
+                # If steps took no time, all of them would be complete before the first choice.
                 while any(self.committed >= _end_of(step) for step in self.best.undecided):
                     await asyncio.sleep(0)
             case SaveCheckpoint():
@@ -134,7 +134,7 @@ class World:
 
 
 def _end_of(step: int) -> int:
-    """Return the step by whose commit the evaluation at `step` is complete."""
+    """Return the step at whose commit the evaluation of `step` is complete."""
     return min(step + LATE, STEPS)
 
 

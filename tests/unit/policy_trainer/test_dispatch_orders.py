@@ -1,4 +1,5 @@
-"""Tests that each order number is used for one call per driver incarnation, regardless of the state of the ranks."""
+"""Tests that each order number is used for only one call per driver incarnation, regardless of the state of the
+ranks."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ from tests.unit.shared.topology.small_topology import edited, make
 STEPS = 5
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 TURNS = 20
-"""Number of turns of the event loop before an answer arrives, so that work that does not wait for it can get ahead."""
+"""Number of turns of the event loop before an answer arrives, so that work that does not wait for the answer can get
+ahead."""
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Only the thread that polls a communicator aborts it. The tests use a stand-in for NCCL's library.
 
-tests/integration/policy_trainer/test_transfer_gpu.py runs the library itself.
+tests/integration/policy_trainer/test_transfer_gpu.py uses the real library.
 """
 
 from __future__ import annotations

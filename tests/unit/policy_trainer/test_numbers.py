@@ -88,7 +88,7 @@ def step_batch(rewards: list[float]) -> StepBatch:
 
 @pytest.mark.parametrize("check", [check_rewards, check_advantages])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_non_finite_number_is_refused_and_its_task_named(
+def test_a_non_finite_number_is_refused_and_its_task_is_named(
     bad: float, check: Callable[[StepBatch, Array], None]
 ) -> None:
     check(step_batch([1, 0, 1, 0]), np.array([1, 0, 1, 0]))

@@ -1,5 +1,5 @@
-"""Tests that a worker refuses shards that do not match, and log-probs that are not finite, before it computes
-anything."""
+"""Tests that a worker refuses shards that do not match one another, and log-probs that are not finite, before it
+computes anything."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_shard_of_the_wrong_shape_is_reported_with_its_task(key: str, values: 
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_non_finite_log_probs_are_refused_and_all_their_tasks_named(value: float) -> None:
+def test_non_finite_log_probs_are_refused_and_all_their_tasks_are_named(value: float) -> None:
     given = tasks()
     given[0]["rollout_logprobs"][4] = value
     given[2]["ref_logprobs"][0] = value

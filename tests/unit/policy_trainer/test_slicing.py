@@ -36,7 +36,8 @@ def test_every_task_is_assigned_once_in_order_and_no_rank_exceeds_grahams_bound(
     loads = [sum(sizes[index] for index in part) for part in chosen]
     fullest = max(loads)
     assert fullest - min(loads) <= max(sizes, default=0)
-    # When the fullest rank got its last task, no rank had fewer tokens, and no task is larger than the largest.
+    # When the fullest rank got its last task, no rank had fewer tokens. The last task is at most as large as the
+    # largest task.
     assert fullest * parts <= sum(sizes) + (parts - 1) * max(sizes, default=0)
 
 

@@ -253,7 +253,7 @@ def test_an_export_produces_the_same_logits_and_replaces_an_earlier_export(folde
 
 class Workers:
     """A worker group at `step`. It holds the snapshots in `held` (lineage, step); states in `damaged` cannot be loaded.
-    A checkpoint is named by its step, a snapshot by its lineage and step."""
+    A checkpoint is identified by its step, a snapshot by its lineage and step."""
 
     def __init__(
         self, step: int, *, damaged: Sequence[int | tuple[int, int]] = (), held: Sequence[tuple[int, int]] = ()
@@ -370,7 +370,7 @@ def test_without_a_snapshot_of_the_committed_step_an_earlier_state_is_loaded_und
     assert (standing.version, standing.committed, standing.lineage) == (int(calls[0][-1]), 3, 1)
 
 
-def test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_taken_back() -> None:
+def test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_rolled_back() -> None:
     bench = three_steps(collect_at_commit=True)
     assert resumed(bench, Workers(-1), [1]).committed == 1
     bench.publish_again(1)

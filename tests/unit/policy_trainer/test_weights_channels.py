@@ -1,6 +1,6 @@
 """Tests which memory and weights a channel keeps, and for how long. Where needed, a stand-in replaces the GPU library.
 
-tests/integration/policy_trainer/test_transfer_gpu.py runs the library itself.
+tests/integration/policy_trainer/test_transfer_gpu.py uses the real library.
 """
 
 from __future__ import annotations

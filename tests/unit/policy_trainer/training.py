@@ -1,4 +1,5 @@
-"""A torch backend on one rank, and a function that runs one mini-batch through it as the worker's calls do."""
+"""Provides tests with a torch backend on one rank, and with a function that runs one mini-batch through it as the
+worker's calls do."""
 
 from __future__ import annotations
 

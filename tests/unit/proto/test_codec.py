@@ -255,7 +255,7 @@ def test_inline_arrays_are_exchanged_with_msgpack_numpy_in_both_directions() -> 
 
 
 class Bomb:
-    """An object whose pickle, when it is unpickled, calls a function that fails the test."""
+    """An object that, when it is unpickled, calls a function that fails the test."""
 
     def __reduce__(self) -> Any:
         return (pytest.fail, ("something was unpickled",))

@@ -94,7 +94,7 @@ def test_log_probs_that_the_trainer_did_not_compute_are_left_out() -> None:
     assert [each.train_logprobs for each in records(ENDED, {**shards(), **more}, 9.0)] == [None, None]
 
 
-def test_a_task_without_shards_has_one_record_with_its_reason() -> None:
+def test_a_task_without_shards_has_one_record_that_gives_the_reason() -> None:
     record = bare(EndedTask("held/4/7", 1, "dropped", 4, 0, reason="too_long: 9 tokens"), 9.0)
     assert (record.split, record.sample, record.state) == ("eval/held", -1, SampleState.DROPPED)
     assert record.reason == "too_long: 9 tokens"

@@ -78,7 +78,7 @@ def test_a_single_file_does_not_exceed_the_limit(tmp_path: Path) -> None:
     assert kept.left_out == 4
 
 
-def test_samples_of_steps_taken_back_are_moved_away_and_those_of_repeated_steps_stay(tmp_path: Path) -> None:
+def test_samples_of_rolled_back_steps_are_moved_away_and_those_of_repeated_steps_are_kept(tmp_path: Path) -> None:
     store = files(tmp_path)
     for step in (1, 2, 3):
         store.append(group(step, step))

@@ -1,4 +1,4 @@
-"""The frozen model's log-probs equal those of a plain forward pass per sequence at the sampling temperature."""
+"""The frozen model's log-probs equal those of a plain forward pass over each sequence at the sampling temperature."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def scorer_of(folder: Path, max_tokens: int, temperature: float = 1.0) -> Frozen
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_reference_values_equal_those_of_each_sequence_alone(temperature: float, tmp_path: Path) -> None:
+def test_reference_values_equal_those_of_each_sequence_scored_alone(temperature: float, tmp_path: Path) -> None:
     scorer = scorer_of(tmp_path, 4096, temperature)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     shards = tasks()

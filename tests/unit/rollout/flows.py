@@ -1,4 +1,4 @@
-"""Workflows for tests, which workflow processes import by path. This module avoids slow imports."""
+"""Provides workflows for tests, which workflow processes import by path. This module avoids slow imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends the endpoint HTTP requests that no OpenAI client makes, over plain sockets."""
+"""Tests the endpoint with HTTP requests that no OpenAI client makes, sent over plain sockets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class _Waits:
 
 
 def ask(*requests: tuple[str, str, bytes]) -> list[tuple[int, dict[str, Any]]]:
-    """Send each (method, path below the base URL, body) on one connection; return statuses and errors."""
+    """Send a request for each (method, path below the base URL, body) on one connection; return the statuses and
+    errors."""
 
     async def scenario() -> list[tuple[int, dict[str, Any]]]:
         endpoint = OpenAIEndpoint("m")
@@ -108,7 +109,7 @@ def test_a_failed_call_is_a_server_error_that_names_only_its_kind() -> None:
 
 
 @pytest.mark.parametrize("leaves", ["client", "endpoint"])
-def test_a_call_ends_when_its_client_or_the_endpoint_does(leaves: str) -> None:
+def test_a_call_ends_when_its_client_disconnects_or_the_endpoint_stops(leaves: str) -> None:
     async def scenario() -> None:
         endpoint = OpenAIEndpoint("m")
         await endpoint.start()

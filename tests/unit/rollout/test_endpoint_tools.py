@@ -1,7 +1,7 @@
 """Tests tool calls between the real `openai` client and the endpoint.
 
-A model of 0.8M parameters makes no tool calls, so the sampled tokens are given; everything between the tokens and the
-client is real.
+A model of 0.8M parameters makes no tool calls, so the tests supply the sampled tokens; everything between the tokens
+and the client is real.
 """
 
 from __future__ import annotations

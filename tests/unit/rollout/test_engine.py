@@ -80,10 +80,10 @@ def test_the_same_seed_gives_bit_identical_samples_and_a_different_seed_gives_di
     assert tokens[0] != tokens[1]
 
 
-def test_a_task_samples_the_same_tokens_whatever_else_is_in_the_block(
+def test_a_task_gets_the_same_tokens_whatever_else_is_in_the_block(
     tiny: TransformersEngine, prompts: list[Prompt]
 ) -> None:
-    wanted = prompts[3]  # This prompt is the longest, so that the padded length stays the same.
+    wanted = prompts[3]  # This is the longest prompt, so both blocks have the same padded length.
     alone = generate(tiny, [wanted, *prompts[:2]], sampling(samples=8, block_rows=40))[0]
     last = generate(tiny, [prompts[4], prompts[2], wanted], sampling(samples=8, block_rows=40))[2]
     for a, b in zip(alone, last, strict=True):

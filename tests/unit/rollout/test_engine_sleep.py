@@ -40,7 +40,7 @@ async def sampled(engine: TransformersEngine) -> list[Array]:
 
 
 async def weigh(folder: Path) -> None:
-    """Sleep and wake twice, and assert the effect on this process's memory."""
+    """Put the engine to sleep and wake it, twice, and assert the effect on this process's memory."""
     engine = engine_of(folder, hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
     await engine.start()
     weights = {name: value.copy() for name, value in (await engine.base_weights()).items()}
@@ -61,7 +61,7 @@ async def weigh(folder: Path) -> None:
     await engine.stop()
 
 
-def test_memory_falls_by_the_weights_and_comes_back_with_the_next_version(tmp_path: Path) -> None:
+def test_memory_falls_by_the_size_of_the_weights_and_grows_back_with_the_next_version(tmp_path: Path) -> None:
     # A separate process is used, as for a rollout service, because in this process's heap, garbage from other tests
     # lies between the weights.
     code = "import asyncio, pathlib, sys; from tests.unit.rollout.test_engine_sleep import weigh; "

@@ -1,4 +1,5 @@
-"""Tests what happens when the process that makes reasoning-gym's rows is killed, is late, or cannot make a row."""
+"""Tests what happens when the process that makes reasoning-gym's rows is killed, answers too late, or cannot make a
+row."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def test_a_row_without_an_answer_is_a_bad_row(library: Path, monkeypatch: pytest
     process = maker._process
     with pytest.raises(DataError, match="row 4: its process gave no answer"):
         maker.entry(4)
-    assert maker._process is process  # The row is known to be bad; asking the process would have ended it.
+    assert maker._process is process  # The row is known to be bad; a request for it would have ended the process.
     assert not process.ended
 
 

@@ -222,7 +222,7 @@ def test_a_computation_that_ignores_its_cancellation_does_not_keep_the_service_r
 
 
 @pytest.mark.parametrize("why", ["moves", "others have the devices"])
-def test_pipeline_waits_for_an_abandoned_computation_that_makes_progress_or_lacks_the_devices(why: str) -> None:
+def test_pipeline_waits_for_an_abandoned_computation_that_makes_progress_or_waits_for_the_devices(why: str) -> None:
     async def scenario() -> list[int]:
         async def slow(lease: Lease) -> None:
             if lease.grant.lease_id == 2:

@@ -43,9 +43,9 @@ def model_of(step: int) -> Any:
 
 
 def expected_logprobs(prompt: list[int], ids: list[int], swap: int, temperature: float) -> Array:
-    """Return log-probs for `ids`: from `swap` on, version 1 samples with the keys and values of version 0."""
+    """Return log-probs for `ids`. From `swap` on, version 1 samples with the keys and values of version 0."""
     old, new = model_of(0), model_of(1)
-    # Pass t reads token t - 1: version 0 has read the prompt and all tokens before swap - 1.
+    # Pass t reads token t - 1, so version 0 has read the prompt and all tokens before swap - 1.
     read = prompt + ids[: swap - 1]
     with torch.inference_mode():
         before = old(input_ids=torch.tensor([read]), use_cache=True)
@@ -123,7 +123,7 @@ def test_a_token_from_weights_without_a_version_is_refused(swaps: int) -> None:
         versions.of(np.array([swaps], np.int32))
 
 
-def test_weights_are_set_and_scored_while_paused_without_a_block() -> None:
+def test_weights_are_set_and_tokens_are_scored_while_paused_without_a_block() -> None:
     async def scenario(made: TransformersEngine) -> Array:
         await made.pause()
         await made.set_weights(weights_of(1))

@@ -58,7 +58,7 @@ class Half(nn.Module):
             self.embed_tokens.weight[: len(mine)].data.copy_(mine)
             self.embed_tokens.weight[len(mine) :].data.fill_(0)
         elif name == "norm.weight":
-            staged = torch.empty_like(self.norm.weight)  # Like vLLM, this loads into a buffer, then copies into place.
+            staged = torch.empty_like(self.norm.weight)  # Like vLLM, this fills a buffer, then copies it into place.
             staged.copy_(tensor)
             self.norm.weight.data.copy_(staged)
             self.norm.weight.data.copy_(self.norm.weight)  # vLLM does this with biases.

@@ -1,5 +1,5 @@
-"""Interrupted samples are resumed with the same first tokens, true log-probs and versions, and no token that is too
-old."""
+"""Interrupted samples are resumed with the same first tokens, correct log-probs and versions, and without any token
+that is too old."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_sample_that_is_interrupted_twice_keeps_both_parts(tiny: TransformersE
 @pytest.mark.parametrize(
     "lease",
     [{"oldest": 5}, {"lineage": 1}, {"exact": True}, {"version": 3}],
-    ids=["too old", "taken back", "exact", "later"],
+    ids=["too old", "rolled back", "exact", "later"],
 )
 def test_tokens_that_the_lease_may_not_use_are_sampled_again(
     tiny: TransformersEngine, tmp_path: Path, lease: dict[str, int]
@@ -208,7 +208,7 @@ def test_a_stale_note_of_a_completed_task_is_deleted(tmp_path: Path) -> None:
         journal.note({task_id: numbered(2)}, 0, HOT)
     journal.close()
     for name, age_s in (("train-0-0", 2 * partial.STALE_S), ("train-0-1", partial.STALE_S / 2), ("train-0-2", 0.0)):
-        at = time.time() - 1e6 - age_s  # Time during which the run was stopped does not age notes.
+        at = time.time() - 1e6 - age_s  # Notes do not age while the run is stopped.
         os.utime(tmp_path / f"{name}.msgpack", (at, at))
     PartialJournal(tmp_path, 0.0).close()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["train-0-1.msgpack", "train-0-2.msgpack"]

@@ -87,7 +87,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenised(how: str) -
 
 
 def test_a_prompt_of_few_tokens_is_not_refused_for_its_number_of_characters(prompts: PromptBuilder) -> None:
-    text = "<eos>" * 3000  # A token has five characters.
+    text = "<eos>" * 3000  # Each token is five characters long.
     assert len(prompts.token_ids({"prompt": text}, 3000)) == 3000
     assert prompts.token_ids({"prompt": text}, 3000) == prompts.token_ids({"prompt": text})
 

@@ -38,12 +38,12 @@ def test_terms_are_summed_by_weight(folder: Path) -> None:
     assert values(score([[sample("abc", answer="abc"), sample("ab", answer="x")]], *lines)) == [[5.0, 4.0]]
 
 
-def test_a_sum_beyond_float32_loses_only_its_sample(folder: Path) -> None:
+def test_only_the_sample_whose_sum_exceeds_float32_is_lost(folder: Path) -> None:
     lines = [Line("my_rewards:plain", 1e38), Line("my_rewards:plain", 1e38)]
     ((small, large),) = score([[sample("a"), sample("abc")]], *lines)
     assert small.value == pytest.approx(2e38)
     assert (large.value, large.kind) == (None, ANSWER)
-    assert large.failure.startswith("the weighted rewards add up to 6e+38, but float32 holds 3.4e+38 at most")
+    assert large.failure.startswith("the weighted rewards add up to 6e+38, but float32 holds at most 3.4e+38")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_unknown_parameters_of_a_function_are_refused_at_the_start(folder: Path)
         score([], Line("my_rewards:plain", params={"bogus": 1}))
 
 
-def test_an_exception_or_a_nan_loses_only_its_sample(folder: Path) -> None:
+def test_only_a_sample_with_an_exception_or_a_nan_is_lost(folder: Path) -> None:
     group = [sample("", reward=1.0), sample("", reward="raise"), sample("", reward=math.nan), sample("", reward="x")]
     ((good, raised, nan, text),) = score([group], Line("my_rewards:by_row"))
     assert good.value == 1.0
@@ -154,7 +154,7 @@ def test_slow_plain_functions_run_in_all_processes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["my_rewards:slow", "my_rewards:later"])
-def test_a_hanging_call_loses_its_sample_after_the_timeout(folder: Path, function: str) -> None:
+def test_the_sample_of_a_hanging_call_is_lost_after_the_timeout(folder: Path, function: str) -> None:
     started = time.monotonic()
     group = [sample("a"), sample("hang"), sample("b")]
     ((first, hung, last),) = score([group], Line(function), timeout_s=0.3)

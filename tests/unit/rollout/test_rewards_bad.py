@@ -41,7 +41,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("function", "what", "kind", "says"), BAD)
-def test_a_bad_call_loses_only_its_sample(folder: Path, function: str, what: str, kind: str, says: str) -> None:
+def test_only_the_sample_of_a_bad_call_is_lost(folder: Path, function: str, what: str, kind: str, says: str) -> None:
     told: list[Any] = []
     groups = [[sample("fine"), sample(what, 1), sample("fine")], [sample("fine") for _ in range(24)]]
     (first, rest) = score(groups, Line(f"my_rewards:{function}"), timeout_s=1, told=told)
@@ -81,7 +81,7 @@ def test_a_sample_that_cannot_be_sent_to_a_process_is_reported(folder: Path) -> 
     assert "the sample cannot be handed to a process" in bad.failure
 
 
-def test_output_that_cannot_be_printed_does_not_lose_samples(folder: Path) -> None:
+def test_no_sample_is_lost_if_output_cannot_be_printed(folder: Path) -> None:
     """Standard error goes to a full disk, as can happen to a service's log file."""
     kept, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
     try:

@@ -56,7 +56,7 @@ def test_regex_checks_the_form_or_compares_the_captured_answer(pattern: str, com
     assert values(score([[sample(completion, answer=7)]], line)) == [[value]]
 
 
-def test_a_regex_that_never_ends_loses_its_sample() -> None:
+def test_the_sample_of_a_regex_that_never_ends_is_lost() -> None:
     line = Line("builtin:regex", params={"pattern": "(a+)+$"})
     ((hung, good),) = score([[sample("a" * 64 + "!"), sample("aa")]], line, timeout_s=0.5)
     assert (hung.kind, good.value) == ("timeout", 1.0)

@@ -145,7 +145,7 @@ def test_samples_wait_for_an_unreachable_judge_and_none_is_lost(port: int, funct
             await until(lambda: not made.reachable.is_set())
             [told] = made.troubles()
             assert (told.kind, told.ends_run) == (TroubleKind.JUDGE, False)
-            assert "a judge does not answer, and rewards wait for it" in told.text
+            assert "a judge is not responding; rewards are waiting for it" in told.text
             assert "my_judged.py:" in told.text
             assert not scoring.done()
             with judge(port):

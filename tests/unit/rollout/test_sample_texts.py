@@ -1,4 +1,5 @@
-"""Tests the text of samples that a rollout puts for the recorder: conversations, tool calls, and each turn's tokens."""
+"""Tests the text of samples that a rollout puts into the store for the recorder: conversations, tool calls, and each
+turn's tokens."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.slow
 
 EOS = 2
 HOT = 3.0
-"""Temperature at which lengths are spread widely."""
+"""Temperature at which lengths vary widely."""
 PROMPTS = [Prompt(f"train/0/{i}", [3 + i, 4, 5, 6 + i, 7][: 3 + i % 3]) for i in range(9)]
 
 
 class Watched:
-    """A table over the tiny model that counts its steps and runs each callback of `at` at its step."""
+    """A table over the tiny model that counts its steps and runs each callback in `at` at its step."""
 
     def __init__(self, slots: int, *, steady: bool = False) -> None:
         self.model = load_model(MODEL, "float32").eval().requires_grad_(False)

@@ -148,7 +148,7 @@ def test_a_completion_is_cut_before_the_first_stop_text(sets: TaskSets, prompts:
     assert sets.texts([ids], sampling) == ["90+"]
 
 
-def test_a_lease_is_prepared_a_few_tasks_at_a_time_with_progress(sets: TaskSets) -> None:
+def test_a_lease_is_prepared_a_few_tasks_at_a_time_and_reports_progress(sets: TaskSets) -> None:
     lease = Lease(grant("train", 0, 1, 2, 0, 1, 3, 0, 1, 0), lambda: 0)
     seen: list[int] = []
 

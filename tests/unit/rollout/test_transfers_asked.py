@@ -1,7 +1,7 @@
-"""Tests an engine's end of a transfer that is requested first and taken later: interruptions between the two, and the
+"""Tests the engine's side of a transfer that is requested first and taken later: interruptions between the two, and the
 reports about them.
 
-The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py uses a real trainer.
+The trainer's side is simulated; tests/integration/policy_trainer/test_transfer.py uses a real trainer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tests newer weights for running samples: each token keeps the version that sampled it, whenever the weights arrive;
-leases of one exact version are not affected; no token is sampled with weights that fail verification.
+"""Tests what happens when running samples get newer weights: each token keeps the version that sampled it, whenever the
+weights arrive; leases of one exact version are not affected; no token is sampled with weights that fail verification.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def test_weights_of_a_version_other_than_the_announced_one_fail_the_canary() -> 
     asyncio.run(engine.stop())
 
 
-def test_a_short_canary_refuses_one_wrong_parameter_and_passes_the_right_ones() -> None:
+def test_a_short_canary_refuses_one_wrong_parameter_and_accepts_the_right_ones() -> None:
     """A model with at least `SHORT_CANARY_BYTES` of float32 weights has a short canary."""
     engine = started(deterministic=False)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
@@ -215,7 +215,7 @@ def test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested(
 
 
 @pytest.mark.parametrize(("length", "margin"), [(CANARY_TOKENS, 50), (SHORT_CANARY_TOKENS, 9)])
-def test_every_parameter_of_the_model_is_seen_by_the_drill(length: int, margin: int) -> None:
+def test_a_stale_value_of_any_parameter_is_revealed_by_the_drill(length: int, margin: int) -> None:
     start = base()
     drill = {name: perturb(name, values, SEED) for name, values in start.items()}
     wanted = canary(drill, length)

@@ -1,6 +1,6 @@
 """Tests the route by which weights reach an engine, the drill of each route before it is used, and failed transfers.
 
-The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py and whole runs use a real trainer.
+The trainer's side is simulated; tests/integration/policy_trainer/test_transfer.py and whole runs use a real trainer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class InPlace(TransformersEngine):
         return offer
 
     def leave(self) -> None:
-        """Do nothing: no group was joined."""
+        """Do nothing, because no group was joined."""
 
     async def base_weights(self) -> dict[str, Array]:
         return base()
@@ -189,7 +189,7 @@ def test_the_service_and_the_engine_make_progress_during_the_drill(monkeypatch: 
     engine, heard = started(), threading.Event()
 
     def slow(name: str, values: Array, seed: int, factor: float) -> Array:
-        assert heard.wait(10), "the event loop stands still"
+        assert heard.wait(10), "the event loop is blocked"
         return perturb(name, values, seed, factor)
 
     monkeypatch.setattr(weights_source, "perturb", slow)

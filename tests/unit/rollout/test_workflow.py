@@ -218,7 +218,7 @@ def test_only_the_sample_that_kills_its_process_is_lost(bench: Bench) -> None:
     options = {"tasks": len(DEATHS), "samples": 3, "memory_bytes": 256 << 20, "processes": 2}
     made = bench.run("bad", params={"kinds": list(DEATHS)}, **options)
     check_lost_alone(made, DEATHS)
-    # Each bad sample killed its process alone, after at least one death among other samples.
+    # Each bad sample killed a process in which it ran alone, after at least one shared process had died.
     assert bench.rig.lost_processes >= len(DEATHS) + 1
 
 
@@ -313,7 +313,7 @@ def test_a_continuation_begins_after_the_sampled_end_of_turn_token(prompts: Prom
     history = [{"role": "user", "content": "1+1="}]
     held = [*builder.token_ids({"prompt": history}), *tokenizer("<think>hm</think>2")["input_ids"], end]
     new = [{"role": "user", "content": "and 2?"}]
-    # The template would drop the reasoning of an earlier answer, but the sampled tokens stay.
+    # The template would drop the reasoning of an earlier answer, but the sampled tokens are kept.
     whole = held + builder.continuation(new, None, held)
     assert tokenizer.decode(whole) == (
         "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>hm</think>2<|im_end|>\n"

@@ -1,4 +1,4 @@
-"""Callers that leave at any moment: their calls free the room that they held and are not trained on."""
+"""When a caller leaves, at whatever moment, its call frees the room that it held and is not trained on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Answers:
 
 
 class _Thread:
-    """A text thread that begins the `stop_at`-th piece of work and stops before it is done."""
+    """A text thread that pauses before the `stop_at`-th piece of work until `go_on` is set."""
 
     def __init__(self, stop_at: int) -> None:
         self._left = stop_at

@@ -1,5 +1,5 @@
-"""An engine that has no model. Its token ids are the policy versions that sampled them. It is meant for tests of the
-code around an engine, not for tests of engines.
+"""Provides an engine that has no model. Its token ids are the policy versions that sampled them. It is meant for tests
+of the code around an engine, not for tests of engines.
 """
 
 from __future__ import annotations

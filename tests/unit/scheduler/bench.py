@@ -218,7 +218,7 @@ class Bench:
         return dict(self.ask(GetStatus()).tasks)
 
     def acknowledge(self) -> set[tuple[str, int]]:
-        """Have the store acknowledge every clear that it was sent, and return the cleared tasks."""
+        """Have the store acknowledge every clear that was sent to it, and return the cleared tasks."""
         done: set[tuple[str, int]] = set()
         seen = 0
         while seen < len(self.effects):

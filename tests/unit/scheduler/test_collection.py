@@ -52,7 +52,7 @@ def test_reconciliation_clears_only_shards_that_no_peer_may_read() -> None:
     assert [each.tasks for each in cleared] == [[PutTask(ids(lost)[0], 1), PutTask("train/0/77", 1)]]
 
 
-def test_a_version_is_collected_when_no_lease_and_no_evaluation_names_it() -> None:
+def test_a_version_is_collected_when_no_lease_and_no_evaluation_refers_to_it() -> None:
     bench = Bench().start()
     grant = bench.granted()
     old = bench.granted(most=1)
@@ -65,8 +65,8 @@ def test_a_version_is_collected_when_no_lease_and_no_evaluation_names_it() -> No
 
 
 def test_slow_leases_keep_no_more_versions_alive_than_the_staleness_allows() -> None:
-    """Steps 1 to 4 are trained. One task in each of steps 5 to 9 never ends, and each of these tasks is leased under a
-    different version."""
+    """Steps 1 to 4 are trained. One task in each of steps 5 to 9 is never completed, and each of these tasks is leased
+    under a different version."""
     bench = Bench(plan(staleness=4, tasks_per_step=2), Configure(20, 3, 2, False)).start()
     slow: list[LeaseGrant] = []
     for newest in range(5):

@@ -202,7 +202,7 @@ def test_uncovered_bytes_are_those_of_trained_tasks_that_wait_for_a_checkpoint()
 
 
 def test_the_row_of_an_undone_step_that_waits_for_an_evaluation_is_never_written() -> None:
-    """Step 3 is taken back while its row waits for the evaluation of version 2. Then this evaluation ends."""
+    """Step 3 is rolled back while its row waits for the evaluation of version 2. Then this evaluation completes."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0], samples=1, every=2),)), AT_COMMIT).start()
 
     def train(step: int, loss: float) -> None:

@@ -40,7 +40,7 @@ def test_a_kill_between_any_two_parts_of_a_snapshot_leaves_a_complete_old_or_new
     more, number = True, 0
     seen: set[bytes] = set()
     while more:
-        journal.append(events[40 + number], 0.0)  # Events continue between the parts.
+        journal.append(events[40 + number], 0.0)  # Events keep arriving between the parts.
         journal.commit()
         more = journal.write_part()
         number += 1

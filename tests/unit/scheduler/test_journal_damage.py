@@ -43,7 +43,7 @@ class History:
     states: dict[int, list[bytes]]
     tables: dict[int, list[Any]]
     where: str = ""
-    """Place where SQLite keeps the history. Data that the log and the file both have ("copied") is read from the
+    """Place where SQLite keeps the history. Data that the log and the file both contain ("copied") is read from the
     log."""
 
     @property
@@ -128,7 +128,7 @@ def copy_log(path: Path, mode: str) -> None:
 
 @pytest.fixture(scope="module", params=["in the log", "in both", "copied", "in the file"])
 def history(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> History:
-    """Return the history of a run that has several steps, evaluations and checkpoints and goes back once.
+    """Return the history of a run that has several steps, evaluations and checkpoints and is rewound once.
 
     The test is repeated for each place where SQLite keeps the history.
     """

@@ -22,7 +22,7 @@ FEW, MANY = 4, 64
 
 
 def large(hosts: int, tasks_per_step: int = 8, staleness: int = 100) -> Bench:
-    """Return a run that has a store and a rollout on each host. Its driver waits for the first batch."""
+    """Return a run that has a store and a rollout on each host. Its driver is waiting for the first batch."""
     made = plan(tasks_per_step=tasks_per_step, staleness=staleness, task_bytes=1, rows=range(10_000))
     bench = Bench(made, Configure(1000, 3, 2, True)).start()
     for host in range(1, hosts + 1):
@@ -126,7 +126,7 @@ def test_clears_beyond_one_message_are_sent_once_the_message_is_acknowledged(
     assert {(task.task_id, task.fence) for task in step.batch.tasks} <= sent
 
 
-def test_a_trouble_that_ends_the_run_has_no_effect_once_its_service_withdraws_it() -> None:
+def test_a_problem_that_ends_the_run_has_no_effect_once_its_service_withdraws_it() -> None:
     bench = large(FEW)
     ends = Trouble("rewards", "no judge", ends_run=True)
     beat(bench, 1, ends)

@@ -121,7 +121,7 @@ def beat(bench: Bench, *troubles: Trouble, instance: int = 0) -> None:
     bench.ask(Heartbeat(service="rollout", instance=instance, incarnation=7, state="READY", troubles=list(troubles)))
 
 
-def test_troubles_stay_in_the_status_until_a_heartbeat_no_longer_reports_them() -> None:
+def test_problems_stay_in_the_status_until_a_heartbeat_no_longer_reports_them() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     beat(bench, Trouble(TroubleKind.REWARDS, "rewards failing: 3 of 4"))
@@ -150,7 +150,7 @@ def evaluating() -> Bench:
     return Bench(plan(evals=(EvalPlan(name="held", rows=[0], samples=1, every=5),))).start()
 
 
-def test_too_many_troubles_in_a_heartbeat_are_refused() -> None:
+def test_too_many_problems_in_a_heartbeat_are_refused() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     many = Heartbeat(service="rollout", instance=0, incarnation=7, state="READY", troubles=[Trouble("x", "y")] * 17)

@@ -125,7 +125,7 @@ def test_the_rewind_is_reported_with_its_cause_even_if_the_journal_has_no_later_
     assert told == [Rewound(0, 2, LAST, TAIL_LOST), DiscardRows(0, 2, {})]
 
 
-def test_steps_whose_rows_are_from_another_history_are_also_taken_back() -> None:
+def test_steps_whose_rows_are_from_another_history_are_also_rolled_back() -> None:
     bench, _ = whole(PLANS["in order"])
     short = shortened(bench, len(bench.journal) - 1, agreed=3)
     run = short.machine.run

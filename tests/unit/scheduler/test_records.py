@@ -1,4 +1,4 @@
-"""Tests on the state machine how ended tasks are kept for the recorder."""
+"""Tests, on the state machine, how tasks that have ended are kept for the recorder."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_task_dropped_without_shards_is_not_kept_but_its_reason_is_due() -> No
     assert (ended.state, ended.samples, ended.store) == ("dropped", 0, "")
 
 
-def test_an_ended_task_is_kept_only_for_a_limited_time() -> None:
+def test_a_task_that_has_ended_is_kept_only_for_a_limited_time() -> None:
     b = bench(filter_limit=4)
     assert ask(b) is None
     b.complete(b.granted(most=1), reward=1.0)
@@ -147,7 +147,7 @@ def test_a_request_from_the_recorder_expires_if_no_task_is_due() -> None:
     assert isinstance(b.answer(b.effects, waiting), Fail)
 
 
-def test_samples_of_steps_taken_back_are_not_due_and_the_recorder_is_told_once_to_discard_them() -> None:
+def test_samples_of_rolled_back_steps_are_not_due_and_the_recorder_is_told_once_to_discard_them() -> None:
     b = bench(filter_limit=1)
     b.complete(b.granted(most=1), reward=1.0)
     b.step(1)

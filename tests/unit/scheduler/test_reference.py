@@ -1,4 +1,4 @@
-"""Tests on the state machine which policy version the scheduler names with each lease when the reference is
+"""Tests, on the state machine, which policy version the scheduler includes in each lease when the reference is
 refreshed."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_the_version_of_the_reference_is_kept_while_those_of_the_policy_are_coll
     run = made.machine.run
     assert run.versions.at_step(4) is not None
     assert run.versions.at_step(3) is None
-    # Until a checkpoint covers the steps, a return to the first step may need the older refresh again.
+    # Until a checkpoint covers the steps, a rewind to the first step may need the older refresh again.
     assert run.versions.at_step(2) is not None
     made.ask(CheckpointSaved(driver=1, step=5, kept=[5]))
     roll_out(made)

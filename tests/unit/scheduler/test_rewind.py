@@ -35,7 +35,7 @@ def begun(made: Plan, config: Configure = AT_CHECKPOINT, limit_bytes: int = 1 <<
 
 
 def resumed(bench: Bench, loaded: int = -1, **store: Any) -> None:
-    """Kill everything. Then the stores restart empty, and the driver loads a checkpoint (-1: the newest)."""
+    """Kill everything, restart the stores empty, and have the driver load a checkpoint (-1: the newest)."""
     life = bench.machine.run.registry["batch-store", 0].incarnation + 1
     bench.register("batch-store", 0, life, data_id=f"{life}", **{"limit_bytes": 1 << 30, **store})
     bench.ask(GetRunInfo(driver=1))
@@ -141,8 +141,8 @@ def test_earlier_checkpoints_remain_after_a_checkpoint_made_at_a_stop() -> None:
 def test_reopened_tasks_always_fit_into_a_store_of_the_smallest_accepted_size(
     config: Configure, steps: int, *, by_completion: bool
 ) -> None:
-    """The store has exactly the room that `worst_case_bytes` requires: for the tasks of two steps, and for those of one
-    step that waits for its checkpoint."""
+    """The store has exactly the space that `worst_case_bytes` requires: for the tasks of two steps, and for those of
+    one step that waits for its checkpoint."""
     limit_bytes = 3 * WEIGHT_BYTES + steps * 4 * TASK_BYTES
     made = plan(task_bytes=TASK_BYTES, weight_bytes=WEIGHT_BYTES, by_completion=by_completion)
     bench = begun(made, config, limit_bytes)
@@ -209,7 +209,7 @@ def test_a_run_at_its_checkpoint_does_not_go_back() -> None:
     assert names(bench.step(2)) == ids(grant)
 
 
-def test_a_rewind_replays_to_the_same_state() -> None:
+def test_replaying_a_rewind_gives_the_same_state() -> None:
     bench = begun(plan(), AT_COMMIT)
     for step in (1, 2, 3, 4):
         bench.step(step)

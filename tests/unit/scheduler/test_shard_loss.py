@@ -1,4 +1,5 @@
-"""When a store has lost shards, it confirms the loss, and the tasks are sampled again without counting an attempt."""
+"""If a store has lost shards, it confirms the loss, and the tasks are sampled again, which does not count as an
+attempt."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def test_a_report_that_the_store_does_not_confirm_changes_nothing() -> None:
     assert snapshot.dump(bench.machine.run) == before
 
 
-def test_a_report_is_answered_once_the_store_has_checked_and_fails_if_the_store_is_away() -> None:
+def test_a_report_is_answered_once_the_store_has_checked_its_shards_and_fails_if_the_store_is_away() -> None:
     bench = Bench().start()
     bench.complete(grant := bench.granted())
     assert bench.ask(ReportShards(store=STORE, tasks=named(grant.batch.tasks))) is None
@@ -233,7 +234,7 @@ def test_deterministic_mode_samples_the_whole_block_again_with_the_version_of_it
 # ------------------------------------------------------------------------------------------------ trained steps
 
 
-def test_a_lost_shard_of_a_trained_task_orders_a_checkpoint_and_the_run_continues() -> None:
+def test_a_checkpoint_is_ordered_if_a_shard_of_a_trained_task_is_lost_and_the_run_continues() -> None:
     bench = Bench().start()
     first = bench.step(1)
     report(bench, named(first.batch.tasks[:1]), ids(first)[0])

@@ -66,7 +66,7 @@ def test_unfinished_tasks_whose_data_is_lost_are_sampled_again_under_a_higher_fe
     assert {task.fence for task in again.batch.tasks} == {2}
 
 
-def test_lost_data_returns_the_run_to_the_checkpoint_and_trains_the_same_tasks_again() -> None:
+def test_after_a_loss_of_data_the_run_returns_to_the_checkpoint_and_trains_the_same_tasks_again() -> None:
     bench = started()
     first = bench.step(1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -93,7 +93,7 @@ def test_an_open_step_whose_shards_are_lost_is_abandoned() -> None:
     assert bench.ask(CommitStep(driver=1, step=1, metrics={})).code == "conflict"
 
 
-def test_lost_data_replays_to_the_same_state() -> None:
+def test_replaying_a_loss_of_data_gives_the_same_state() -> None:
     bench = started()
     bench.step(1)
     register(bench, "b", 2)

@@ -86,17 +86,17 @@ def steps(bench: TwoHosts, store: str) -> list[bool]:
 # ------------------------------------------------------------------------------------------------ room
 
 
-def test_a_full_store_orders_a_checkpoint_even_if_the_other_is_empty() -> None:
+def test_a_checkpoint_is_ordered_if_one_store_is_full_even_if_the_other_is_empty() -> None:
     """A step puts 200 bytes; 400 bytes are reserved for live tasks, and 300 for weights or their copies."""
     made = plan(task_bytes=50, weight_bytes=100)
     away = steps(TwoHosts(made, NINE).begin(1 << 20, 300 + 400 + 1000), AWAY)
-    # After five steps, 1000 of 1000 bytes are in use, which is more than a share of 0.8.
+    # After five steps, 1000 of 1000 bytes are in use, which is more than a fraction of 0.8.
     assert away == [False] * 4 + [True] * 5
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), AWAY) == [False] * 9
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), STORE) == [False] * 2 + [True] * 7
 
 
-def test_log_probs_from_the_trainer_count_in_its_own_store() -> None:
+def test_log_probs_from_the_trainer_are_counted_in_its_own_store() -> None:
     """20 tokens per task are 80 bytes per step; the rollouts are in the other store."""
     made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1)
     bench = TwoHosts(made, NINE).begin(300 + 400 + 200, 1 << 20)
@@ -104,7 +104,7 @@ def test_log_probs_from_the_trainer_count_in_its_own_store() -> None:
     assert bench.machine.run.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
 
 
-def test_log_probs_from_ranks_on_two_hosts_count_in_the_stores_of_both(tmp_path: Path) -> None:
+def test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both(tmp_path: Path) -> None:
     made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1, replay_bytes=10)
     bench = TwoHosts(made, NINE).begin()
     bench.register("policy-trainer-worker", 0, 21, host_id="home")
@@ -127,7 +127,7 @@ def test_log_probs_from_ranks_on_two_hosts_count_in_the_stores_of_both(tmp_path:
     run.validate()
 
 
-def test_results_of_each_stage_count_in_the_store_where_they_were_put() -> None:
+def test_results_of_each_stage_are_counted_in_the_store_where_they_were_put() -> None:
     bench = TwoHosts(plan(overhead_bytes=3, stages=train_graph(with_reference=True))).begin()
     run = bench.machine.run
     bench.complete(bench.granted(), store=AWAY)
@@ -258,7 +258,7 @@ def test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(grant)]
 
 
-def test_unfinished_tasks_of_a_gone_store_are_sampled_again_and_other_tasks_are_kept() -> None:
+def test_unfinished_tasks_of_a_store_declared_gone_are_sampled_again_and_other_tasks_are_kept() -> None:
     bench = TwoHosts(plan(stages=train_graph(with_reference=True))).begin()
     here = bench.granted(most=2)
     bench.complete(here, store=STORE)
@@ -276,7 +276,7 @@ def test_unfinished_tasks_of_a_gone_store_are_sampled_again_and_other_tasks_are_
     assert replays_alike(bench)
 
 
-def test_leases_on_the_host_of_a_gone_store_are_reassigned_although_their_holder_is_alive() -> None:
+def test_leases_on_the_host_of_a_store_declared_gone_are_reassigned_although_their_holder_is_alive() -> None:
     bench = TwoHosts().begin()
     here = bench.granted(most=2)
     there = bench.granted(most=2, instance=1, life=8)
@@ -308,7 +308,7 @@ def test_a_host_with_another_store_keeps_its_leases() -> None:
     assert bench.machine.run.leases.get(there.lease_id) is not None
 
 
-def test_a_result_in_a_gone_store_is_computed_again() -> None:
+def test_a_result_in_a_store_declared_gone_is_computed_again() -> None:
     bench = TwoHosts().begin()
     quiet(bench)
     grant = bench.granted(instance=1, life=8)
@@ -318,7 +318,7 @@ def test_a_result_in_a_gone_store_is_computed_again() -> None:
     assert {task.fence for task in again.batch.tasks} == {2}
 
 
-def test_trained_tasks_of_a_gone_store_order_a_checkpoint_and_the_run_continues() -> None:
+def test_a_checkpoint_is_ordered_for_trained_tasks_of_a_store_declared_gone_and_the_run_continues() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1, AWAY)
     quiet(bench)
@@ -344,7 +344,7 @@ def test_a_trainer_that_reloads_before_the_ordered_checkpoint_is_saved_rewinds_t
     assert replays_alike(bench)
 
 
-def test_an_open_step_that_reads_from_a_gone_store_is_abandoned() -> None:
+def test_an_open_step_that_reads_from_a_store_declared_gone_is_abandoned() -> None:
     bench = TwoHosts().begin()
     bench.complete(bench.granted(), store=AWAY)
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
@@ -369,7 +369,7 @@ def test_a_store_that_comes_back_late_is_reconciled_without_pending_clears() -> 
     assert replays_alike(bench)
 
 
-def test_a_gone_store_that_comes_back_without_needed_shards_rewinds_the_run() -> None:
+def test_a_store_declared_gone_that_comes_back_without_needed_shards_rewinds_the_run() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1, AWAY)
     quiet(bench)

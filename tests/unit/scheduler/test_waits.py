@@ -1,4 +1,4 @@
-"""Tests the waits in a run that the scheduler reports."""
+"""Tests what the scheduler reports about the waits in a run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_waits_of_a_step_list_its_tasks_by_holder_and_stage_with_the_time_since_
     bench.ask(NextBatch(driver=1, step=1), wait_s=2.0)
     leased, waiting = waits(bench, WaitKind.STEP)
     assert (leased.of, waiting.of) == ("rollout/1", "rollout")
-    assert leased.what == "step 1 waits for 1 of 4 tasks that are leased to rollout/1 for rollout (train/0/0)"
-    assert waiting.what.startswith("step 1 waits for 3 of 4 tasks that no rollout has leased for rollout")
+    assert leased.what == "step 1 is waiting for 1 of 4 tasks that are leased to rollout/1 for rollout (train/0/0)"
+    assert waiting.what.startswith("step 1 is waiting for 3 of 4 tasks that no rollout has leased for rollout")
     assert leased.since_s == waiting.since_s == 3.0
 
 
@@ -45,7 +45,7 @@ def test_the_wait_for_a_lease_without_progress_names_its_holder_and_limit() -> N
     assert (row.of, row.since_s, row.limit_s) == ("rollout/0", 4.0, LEASE_S)
 
 
-def test_unacknowledged_clears_and_troubles_are_reported_as_waits() -> None:
+def test_unacknowledged_clears_and_problems_are_reported_as_waits() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Provides a server of streams and readers of it, which tests drive by hand over real sockets."""
+"""Provides a stream server and its readers, which tests drive by hand over real sockets."""
 
 from __future__ import annotations
 

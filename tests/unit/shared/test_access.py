@@ -114,7 +114,7 @@ def test_a_host_joins_its_run_again_once_its_processes_have_ended(home: RunDir, 
     first = RunDir.rejoin(tmp_path / "away", access_file, shm_root=tmp_path / "shm2")
     (first.logs / "rollout-0.jsonl").write_text("{}\n")
     held = first.hold()
-    with pytest.raises(RpcError, match="its services are still running; end them first"):
+    with pytest.raises(RpcError, match="its services are still running; stop them first"):
         RunDir.rejoin(first.path, access_file, shm_root=tmp_path / "shm2")
     release(held)
     second = RunDir.rejoin(first.path, access_file, shm_root=tmp_path / "shm2")

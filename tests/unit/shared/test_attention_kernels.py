@@ -66,7 +66,7 @@ def packed_and_padded(
     mask[np.cumsum(lengths) - lengths] = 0
     batch = tree.plan(np.arange(lengths.sum()), lengths, mask, max_tokens=1 << 12, hidden_size=8)[0]
     assert len(batch.blocks) > 1
-    # As with sequence parallelism, three more nodes make the number of nodes a multiple of the ranks.
+    # As with sequence parallelism, three more nodes make the number of nodes a multiple of the number of ranks.
     padded = {"scatter": np.append(batch.scatter, [0, 0, 0]), "depths": np.append(batch.depths, [0, 0, 0])}
     batch = replace(batch, **padded)
     nodes = len(batch.scatter)
@@ -87,7 +87,7 @@ def packed_and_padded(
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("shares_keys", [True, False])
-def test_packed_chains_are_described_to_the_kernel_as_the_padded_ones(
+def test_packed_chains_described_to_the_kernel_give_the_results_of_padded_ones(
     window: int | None, shares_keys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch has no kernel for packed sequences on a CPU, so a loop over the sequences stands in for it."""

@@ -61,7 +61,7 @@ def test_error_for_a_bad_row_names_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"), [(None, "cannot be read"), (b"PAR1 is not enough", "cannot be read"), (b"", "cannot be read")]
 )
-def test_a_file_that_is_not_parquet_is_a_one_line_error(tmp_path: Path, content: bytes | None, says: str) -> None:
+def test_a_file_that_is_not_parquet_causes_a_one_line_error(tmp_path: Path, content: bytes | None, says: str) -> None:
     pytest.importorskip("pyarrow")
     path = tmp_path / "rows.parquet"
     if content is not None:
@@ -102,7 +102,7 @@ def test_a_saved_data_set_is_read_without_the_library_that_wrote_it() -> None:
         ("nowhere", "give a folder written by Dataset.save_to_disk"),
     ],
 )
-def test_a_folder_that_is_not_a_saved_data_set_is_a_one_line_error(source: str, says: str) -> None:
+def test_a_folder_that_is_not_a_saved_data_set_causes_a_one_line_error(source: str, says: str) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(DataError) as caught:
         open_source(f"datasets:{SAVED / source}", where=WHERE)
@@ -144,7 +144,7 @@ def test_reasoning_gym_generates_the_same_rows_in_every_process() -> None:
         ("chain_sum?size=many", "refuses its parameters"),
     ],
 )
-def test_an_unknown_reasoning_gym_data_set_or_option_is_a_one_line_error(source: str, says: str) -> None:
+def test_an_unknown_reasoning_gym_data_set_or_option_causes_a_one_line_error(source: str, says: str) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError) as caught:
         open_source(f"reasoning-gym:{source}", where=WHERE)
@@ -161,7 +161,7 @@ def test_a_package_that_is_not_installed_is_reported_with_the_extra_that_install
     ("source", "module"),
     [("parquet:x.parquet", "pyarrow"), ("datasets:x", "pyarrow"), ("reasoning-gym:chain_sum", "reasoning_gym")],
 )
-def test_each_source_checks_first_that_its_package_is_installed(
+def test_each_source_first_checks_that_its_package_is_installed(
     source: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import importlib.util

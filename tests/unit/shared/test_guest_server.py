@@ -152,7 +152,7 @@ def test_a_response_in_two_pieces_does_not_wait_for_an_acknowledgement() -> None
         took = []
         async with serving(application(at_once)) as connect:
             reader, writer = await connect(b"")
-            for _ in range(60):  # At first Linux acknowledges at once, later after 40 ms.
+            for _ in range(60):  # At first, Linux acknowledges at once; later, it waits 40 ms.
                 began = time.perf_counter()
                 writer.write(REQUEST)
                 await answer_of(reader)

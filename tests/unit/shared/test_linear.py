@@ -86,7 +86,7 @@ def test_factors_that_are_not_contiguous_have_the_same_gradients() -> None:
 def test_only_requested_gradients_are_computed(products: list[tuple[int, ...]]) -> None:
     rows, inputs, outputs = LARGE
     _, fast = layers(inputs, outputs, bias=True)
-    fast(torch.randn(rows, inputs)).sum().backward()  # a first layer: its input needs no gradient
+    fast(torch.randn(rows, inputs)).sum().backward()  # the input of a first layer needs no gradient
     assert products == [(rows, inputs), (inputs, rows)]
     products.clear()
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_replaced_weights_take_effect_in_the_next_pass(products: list[tuple[int,
 
 
 def test_a_dropped_model_is_freed_at_once() -> None:
-    """A model that waits for a garbage collection takes up memory beside its successor, or forever after
+    """A model that waits for garbage collection takes up memory alongside its successor, or forever after
     `gc.freeze`."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     accelerate(model)

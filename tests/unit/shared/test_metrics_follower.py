@@ -1,4 +1,4 @@
-"""The follower of metrics.jsonl sees new rows and rows that were taken back, however the file has changed."""
+"""The follower of metrics.jsonl sees new rows and rows that were rolled back, however the file has changed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_file_that_was_truncated_or_removed_is_read_again(tmp_path: Path) -> N
     assert follower.poll() == NewRows([], restarted=True, more=False)
 
 
-def test_rows_that_the_scheduler_takes_back_are_noticed_even_if_the_file_has_grown_since(tmp_path: Path) -> None:
+def test_rows_that_the_scheduler_rolls_back_are_noticed_even_if_the_file_has_grown_since(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, lambda _: [], 0, 1)
     for step in range(1, 11):

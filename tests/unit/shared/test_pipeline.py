@@ -18,7 +18,7 @@ from tests.unit.rollout.told_engine import ref_of
 
 
 class Rig:
-    """A pipeline whose leases compute until the test ends them."""
+    """A pipeline whose leases are computed until the test ends the computations."""
 
     def __init__(self, side_by_side: int) -> None:
         self.leased = 0
@@ -117,7 +117,7 @@ def test_leases_are_computed_side_by_side_and_one_more_is_held_ahead(side_by_sid
 
 
 async def full(made: Rig) -> asyncio.Task[None]:
-    """Return a running pipeline: two leases are being finished, one waits to be finished, and one waits to be
+    """Return a running pipeline: two leases are being finished, one is waiting to be finished, and one is waiting to be
     computed."""
     made.may_finish.clear()
     running = asyncio.create_task(made.pipeline.run())
@@ -251,7 +251,7 @@ def test_leasing_can_be_paused_and_a_grant_during_the_pause_is_handed_back() -> 
         acquire = made.pipeline._acquire
 
         async def late() -> Lease:
-            made.may_lease.clear()  # The scheduler holds the request back at this moment.
+            made.may_lease.clear()  # At this moment, the scheduler is holding the request back.
             return await acquire()
 
         made.pipeline._acquire = late

@@ -282,7 +282,7 @@ def test_a_locked_endpoint_does_not_admit_peers_while_no_gate_answers() -> None:
         context.destroy(0)
 
 
-def test_a_peer_cannot_name_its_own_role() -> None:
+def test_a_peer_cannot_choose_its_own_role() -> None:
     """Metadata in a client's handshake, including a User-Id, does not replace the metadata from the gate."""
     roles: list[Role] = []
 

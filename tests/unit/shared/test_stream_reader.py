@@ -1,4 +1,4 @@
-"""Tests the reader's end of lines on real sockets: windows, turns, broken lines, and stores that send false data."""
+"""Tests the reader's side of lines on real sockets: windows, turns, broken lines, and stores that send false data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[StreamServer]:
 
 
 class Lines:
-    """The reader's end of each of several lines, with their common counts."""
+    """The reader's side of several lines, with their common counts."""
 
     def __init__(self, inflight_bytes: int = 16 << 20) -> None:
         self.counts = Counts()
@@ -205,7 +205,7 @@ def test_blanks_in_an_id_or_a_secret_are_refused(lines: Lines, line_id: str, sec
 
 @contextmanager
 def lying(lines: Lines, total_bytes: int) -> Iterator[tuple[socket.socket, Taken, StreamLine]]:
-    """Yield the store's end of a plaintext line after the hello, and a stream that its reader wants."""
+    """Yield the store's side of a plaintext line after the hello, and a stream that its reader wants."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         line = lines.line(LineOpened(line_id="ab" * 16, endpoint=endpoint))

@@ -1,4 +1,4 @@
-"""Tests the store's end of lines on real sockets: turns, windows, seals, stalled and hostile readers."""
+"""Tests the store's side of lines on real sockets: turns, windows, seals, stalled and hostile readers."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_connections_are_limited_and_silent_ones_are_closed(
     for reader in readers:
         reader.ask(reader.take(source), 0)
         reader.receive()
-    assert ended(connected(readers[0].opened.endpoint))  # Readers that have proven themselves occupy all places.
+    assert ended(connected(readers[0].opened.endpoint))  # Proven readers occupy all places.
     assert server.stats().turned_away == 1
     monkeypatch.setattr(stream_places, "IDLE_S", 0.1)
     assert readers[0].raw() == readers[1].raw() == (b"", b"")
@@ -282,7 +282,7 @@ def test_strangers_cannot_take_every_place_from_readers(
     for number in range(60):
         reader.ask(stream, number * CHUNK)
         assert reader.receive()[1] == b"".join(source.pieces(number * CHUNK, CHUNK))
-        if number < 20:  # More strangers arrive; the reader evicted the first one.
+        if number < 20:  # More strangers arrive after the reader has evicted the first one.
             strangers.append(connected(endpoint))
             until(lambda expected=number + 2: server.stats().evicted == expected)  # type: ignore[misc]
     assert ended(strangers[0])
@@ -312,7 +312,7 @@ def test_stranger_that_sends_its_hello_too_slowly_is_evicted(
     assert server.stats().refused == 0
 
 
-def test_newcomer_evicts_the_oldest_stranger_of_the_host_with_most_strangers(
+def test_newcomer_evicts_the_oldest_stranger_of_the_host_with_the_most_strangers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream_places, "MOST", 4)

@@ -1,4 +1,5 @@
-"""Tests turns on shared devices in a process; tests/property/test_device_turns.py tests the scheduler's side."""
+"""Tests the turns that a process takes on shared devices; tests/property/test_device_turns.py tests the scheduler's
+side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The history of a run consists of all committed rows, in commit order, whichever steps were taken back."""
+"""The history of a run consists of all committed rows, in commit order, whichever steps were rolled back."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Run:
         self.committed.append((self.lineage, step, float(self._count)))
 
     def rewind(self, step: int) -> None:
-        """Return to `step`; later rows move to the file of discarded rows, under the lineage that ended."""
+        """Rewind to `step`; later rows move to the file of discarded rows, under the lineage that ended."""
         had_rows = self.file.step > step
-        self.next_lineage += 1  # a reload begins a lineage even if it takes nothing back
+        self.next_lineage += 1  # a reload begins a lineage even if it rolls nothing back
         self.file.discard(self.next_lineage - 1, step, {})
         if had_rows:
             self.lineage = self.next_lineage

@@ -1,4 +1,4 @@
-"""Tests without a socket which requests reach the page's application."""
+"""Tests, without a socket, which requests reach the page's application."""
 
 from __future__ import annotations
 

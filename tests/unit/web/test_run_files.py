@@ -1,4 +1,4 @@
-"""Tests the data that the page reads from a run directory: growing files, rows that are taken back, and hostile
+"""Tests the data that the page reads from a run directory: growing files, rows that are rolled back, and hostile
 content."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_the_end_of_a_long_file_begins_with_a_complete_line(tmp_path: Path) -> N
     assert FollowedFile(path, last_bytes=9).poll() == ([b"third"], False)
 
 
-def test_rows_that_a_rewind_takes_back_disappear_from_the_curves(tmp_path: Path) -> None:
+def test_rows_that_a_rewind_rolls_back_disappear_from_the_curves(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, *({"step": step, "reward/mean": 0.1 * step} for step in range(5)))
     files = RunFiles(tmp_path)
@@ -74,7 +74,7 @@ def test_rows_that_a_rewind_takes_back_disappear_from_the_curves(tmp_path: Path)
     assert files.epoch == 1
 
 
-def test_damaged_rows_and_endless_names_are_left_out(tmp_path: Path) -> None:
+def test_damaged_rows_and_overlong_names_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, {"step": 1, "good": 1.0, "x" * (MAX_NAME + 1): 1.0})
     append(path, '{"step": 2, "good": "text"}\nnot json\n\x00\xff\n[1]\n{"step": 3, "good": null}\n')

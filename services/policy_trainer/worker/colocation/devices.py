@@ -1,4 +1,4 @@
-"""Residency of this rank's training state on a device that other services may share.
+"""Manages the residency of this rank's training state on a device that other services may share.
 
 Whole parts are moved, bit for bit, on the compute thread and only between calls. If the devices belong to the trainer
 alone, nothing needs to be moved. On CUDA, an offloaded part is in host memory. On a CPU, where that would free nothing,
@@ -24,7 +24,7 @@ OnCompute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Devices:
-    """The devices of one rank. This object belongs to the event loop. Before `loaded`, only `share` and `acquire_room`
+    """The devices of one rank. Use this object only on the event loop. Before `loaded`, only `share` and `acquire_room`
     are called."""
 
     def __init__(self, on_compute: OnCompute, settled: Callable[[], Awaitable[None]]) -> None:
@@ -75,7 +75,7 @@ class Devices:
     async def drop_gradients(self) -> None:
         """Drop the accumulated gradients, because a driver is taking over and no step is under way."""
         if self._backend is None:
-            return  # the model is being loaded, in a turn that its loader ends
+            return  # the model is being loaded, and its loader will end the turn
         if "gradients" in self._residency.on_host:
             self._drop_later = True  # another service may have its turn
         else:

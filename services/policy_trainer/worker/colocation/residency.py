@@ -38,7 +38,7 @@ gradients."""
 
 
 class Residency:
-    """The location of each part. All parts begin on the device."""
+    """The location of each part. Initially, all parts are on the device."""
 
     def __init__(self) -> None:
         self.on_host: frozenset[Part] = frozenset()

@@ -12,7 +12,7 @@ from shared.colocation.shelf import Shelf
 
 
 class PartShelves:
-    """One shelf for each part of this rank's state. They belong to the compute thread."""
+    """One shelf for each part of this rank's state. Use them only on the compute thread."""
 
     def __init__(self, folder: Path, tensors: Callable[[Part], list[Tensor]]) -> None:
         """`tensors` returns the current tensors of a part. Those on a CPU are written to files in `folder`."""

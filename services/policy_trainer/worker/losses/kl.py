@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(policy || reference) from one sampled token, differentiable in `cur`."""
+"""Provides per-token estimators of KL(policy || reference) from one sampled token, differentiable in `cur`."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ def k3(cur: Tensor, ref: Tensor) -> Tensor:
 
 
 KL_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType({"k2": k2, "k3": k3})
-"""Estimators by name. k1 is absent: its expected gradient in a loss is zero (E[grad log p] = 0)."""
+"""Estimators by name. k1 is absent, because its expected gradient in a loss is zero (E[grad log p] = 0)."""

@@ -1,4 +1,4 @@
-"""User-defined policy losses, imported once when a worker starts. Import paths in messages are not followed."""
+"""Imports user-defined policy losses, once, when a worker starts. Import paths in messages are not followed."""
 
 from __future__ import annotations
 

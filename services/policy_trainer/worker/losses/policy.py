@@ -1,4 +1,5 @@
-"""Policy losses by name. Each returns unweighted `(loss [M], whether the ratio was clipped [M])` for M tokens.
+"""Provides the policy losses by name. Each returns unweighted `(loss [M], whether the ratio was clipped [M])` for M
+tokens.
 
 `cur` [M] are the current log-probs (with a gradient), `anchor` [M] are those in the denominator of the ratio
 r = exp(cur - anchor), and A are the advantages.

@@ -1,4 +1,5 @@
-"""The data from which every term of the loss is computed: the tokens of one micro-batch that count in the loss."""
+"""Holds the data from which every term of the loss is computed: the tokens of one micro-batch that count in the
+loss."""
 
 from __future__ import annotations
 

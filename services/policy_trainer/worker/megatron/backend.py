@@ -1,4 +1,4 @@
-"""The megatron backend: Llama, Qwen2 and Qwen3 with tp, pp, cp and dp. It does not normalise gradients.
+"""Implements the megatron backend for Llama, Qwen2 and Qwen3 with tp, pp, cp and dp. It does not normalise gradients.
 
 Transformer Engine is used automatically if it is installed and CUDA is available, together with sequence parallelism
 if tp > 1. On a CPU the same layers run on gloo through `cpu_shims`.
@@ -142,7 +142,7 @@ class MegatronBackend:
         """Sum the gradients over ranks, clip, step, and zero the gradients. The training step `step`, counted from 1,
         determines the warm-up.
 
-        Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then stay unchanged.
+        Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then remain unchanged.
         """
         self._trained.reduce()
         grad_norm = self._trained.norm()

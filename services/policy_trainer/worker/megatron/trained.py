@@ -1,4 +1,5 @@
-"""The model, its gradient buffers and megatron-core's distributed optimizer, with their state under Hugging Face names.
+"""Holds the model, its gradient buffers and megatron-core's distributed optimizer, with their state under Hugging Face
+names.
 
 Gradients are unscaled sums over data and context ranks.
 """
@@ -37,7 +38,7 @@ class Trained:
         self._grad_dtype = torch.float32 if self._low else config.params_dtype
         self._params: dict[str, nn.Parameter] = dict(model.named_parameters())
         for weight in pieces.weights:
-            # megatron-core sets this attribute during initialisation. Without it, a norm omits the shards of other
+            # megatron-core sets this attribute during initialisation. Without it, a norm would omit the shards of other
             # ranks.
             cast(Any, self._params[weight.name]).tensor_model_parallel = weight.rule != "whole"
         self.model = DistributedDataParallel(
@@ -112,7 +113,7 @@ class Trained:
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Return full weights on the host on rank 0 and {} elsewhere."""
+        """Return the full weights, in host memory, on rank 0 and {} elsewhere."""
         return self._whole(lambda name: self._params[name].detach(), next(iter(self._params.values())).dtype)
 
     @torch.no_grad()
@@ -174,7 +175,7 @@ class Trained:
         return found
 
     def _filled(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return parameter `name`, merged from the pieces `part` of data-parallel ranks. Some ranks may have no
+        """Return parameter `name`, merged from the pieces (`part`) of the data-parallel ranks. Some ranks may have no
         piece."""
         param = self._params[name]
         flat = torch.zeros(param.numel(), dtype=dtype, device=param.device)

@@ -1,1 +1,1 @@
-"""Publishes the policy's weights: puts and canaries, the start-up drill, earlier versions, and sending to engines."""
+"""Publishes the policy's weights: puts, canaries, the start-up drill, earlier versions, and transfers to engines."""

@@ -1,6 +1,7 @@
-"""Channels for each route, which open, use and close a communicator to one engine. The caller decides when.
+"""Provides a channel for each route, which opens, uses and closes a communicator with one engine. The caller decides
+when.
 
-Except for `give_up`, a channel belongs to one thread. In particular, only that thread destroys the communicator.
+Except for `give_up`, a channel is used by only one thread. In particular, only that thread destroys the communicator.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class NcclChannel:
 
 
 class MemoryChannel:
-    """CUDA IPC sends nothing: both processes use the same GPU, where a copy stays until the engine has read it."""
+    """CUDA IPC sends nothing: both processes use the same GPU, where a copy is kept until the engine has read it."""
 
     def __init__(self, device: str) -> None:
         self._device = device

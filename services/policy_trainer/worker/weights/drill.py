@@ -1,5 +1,5 @@
-"""The trainer's side of the start-up drill: a copy of the model whose weights carry enough noise to show in the
-log-probs, and the answers expected from engines. The copy is separate from the model in training and is not kept.
+"""Implements the trainer's side of the start-up drill: a copy of the model whose weights carry enough noise to show in
+the log-probs, and the answers expected from engines. The copy is separate from the model in training and is not kept.
 
 The amount of noise follows from one backward pass over the perturbed copy. To first order, a weight that kept its old
 values changes the sum of c_t * logprob_t by <gradient, noise>, with random signs c_t, and hence a log-prob by
@@ -33,7 +33,7 @@ SEEN = 16.0
 MAX_FACTOR = 16.0
 """Maximum factor of the noise, which is then at most 0.8 of a weight's mean."""
 BACKWARD_LIMIT_S = 30.0
-"""Maximum seconds for the backward pass. Its duration is estimated as that of three forward passes."""
+"""Maximum time, in seconds, for the backward pass. Its duration is estimated as that of three forward passes."""
 
 
 @dataclass(frozen=True)

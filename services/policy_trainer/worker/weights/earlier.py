@@ -1,4 +1,4 @@
-"""Read-only copies of the last few policy versions, kept alongside the version in training (`run.deterministic`).
+"""Keeps read-only copies of the last few policy versions alongside the version in training (`run.deterministic`).
 
 Step s is sampled with version s - 1 - staleness. A run that goes back to the checkpoint of step c after losing samples
 needs the versions from c - staleness onwards, which later training does not reproduce. They are therefore kept here,

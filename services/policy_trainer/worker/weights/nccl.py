@@ -1,8 +1,8 @@
-"""The trainer's end (rank 0) of an NCCL communicator with the ranks of one engine, over libnccl's C interface. Every
-wait has a deadline, which NCCL itself lacks.
+"""Implements the trainer's end (rank 0) of an NCCL communicator with the ranks of one engine, over libnccl's C
+interface. Every wait has a deadline, which NCCL itself lacks.
 
-torch's NCCL groups kill their process when a peer is gone, but a trainer must survive that; and vLLM must not be
-imported in the training process. This module therefore calls a few functions of
+torch's NCCL groups kill their process when a peer is gone, but a trainer must survive that. Moreover, vLLM must not be
+imported into the training process. This module therefore calls a few functions of
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html directly. The communicator is non-blocking
 (`ncclConfig_t.blocking` 0): calls are polled with `ncclCommGetAsyncError` and abandoned with `ncclCommAbort`. The other
 end is vLLM's PyNcclCommunicator, which begins with an all-reduce of one element.
@@ -67,8 +67,8 @@ def new_unique_id(interface: str) -> bytes:
 
 
 class NcclGroup:
-    """A communicator that the first `broadcast` joins. It belongs to one thread, which alone may abort it, because an
-    abort frees memory that a polling thread reads."""
+    """A communicator that the first `broadcast` joins. Use it on one thread only. No other thread may abort it, because
+    an abort frees memory that a polling thread reads."""
 
     def __init__(
         self, unique_id: bytes, ranks: int, *, device: str, deadline_s: float, given_up: threading.Event | None = None

@@ -1,4 +1,4 @@
-"""A version's tensors on their way to an engine, in chunks of bounded size.
+"""Provides a version's tensors for the transfer to an engine, in chunks of bounded size.
 
 While the trainer's own weights are still this version, copies of them are sent from GPU to GPU. Afterwards, the weights
 in the store are sent. Training waits at most for the copy of one chunk, never for an engine.
@@ -18,8 +18,8 @@ from proto.messages import TransferParameter
 from shared.weights import table
 
 CHUNK_BYTES = 256 * 1024**2
-"""Maximum bytes of a chunk that is not a single tensor. A transfer takes the memory of one chunk in addition to the
-weights."""
+"""Maximum size, in bytes, of a chunk that is not a single tensor. A transfer takes up the memory of one chunk in
+addition to the weights."""
 Version = tuple[int, int]
 """Lineage and step."""
 
@@ -42,7 +42,7 @@ class LiveWeights:
             self._version, self._weights = (version, weights) if here else (None, {})
 
     def withdraw(self) -> None:
-        """Stop new copies, and return once none is being made, so that the weights may change."""
+        """Prevent new copies, and return once no copy is in progress, so that the weights can be changed."""
         with self._lock:
             self._version, self._weights = None, {}
 
@@ -65,7 +65,7 @@ class LiveWeights:
 
 @dataclass
 class OutgoingWeights:
-    """The tensors of one version, in the order of `parameters`. It belongs to the thread of one transfer."""
+    """The tensors of one version, in the order of `parameters`. Use it only on the thread of one transfer."""
 
     parameters: list[TransferParameter]
     stored: Callable[[], Mapping[str, Tensor]]

@@ -27,24 +27,24 @@ from shared.weights.digests import as_int, digest_whole
 from shared.weights.drill import canary_error, canary_length, canary_tokens
 
 TOLERANCE = 1e-4
-"""Maximum absolute difference of a canary log-prob between trainer and engine for float32 weights. It is eight times
-the largest difference, over 20 canaries of the quickstart's model, between the trainer's scoring and transformers' own
-prefill and token-by-token decode."""
+"""Maximum absolute difference between the trainer's and the engine's log-prob of a canary token, for float32 weights.
+It is eight times the largest difference, over 20 canaries of the quickstart's model, between the trainer's scoring and
+transformers' own prefill and token-by-token decode."""
 FLOOR = {"bfloat16": 0.02, "float16": 0.003}
 """Minimum tolerance, for the median difference, that an engine calibrates for 16-bit weights. It is eight (bfloat16)
 or three (float16) times the median difference between the passes that `TOLERANCE` compares. Larger models show larger
 differences, so engines calibrate."""
 MEDIAN = 0.5
 SIGNAL = 2.0
-"""Minimum number of tolerances by which the drill moves the median log-prob. It bounds the calibrated tolerance."""
+"""Minimum number of tolerances by which the drill moves the median log-prob. This bounds the calibrated tolerance."""
 PUT_S = 300.0
 
 
 class Canaries:
-    """The fixed token sequence of a run, and the run's start-up drill. This object belongs to the compute thread."""
+    """The fixed token sequence of a run, and the run's start-up drill. Use this object only on the compute thread."""
 
     def __init__(self, backend: Backend, model_dir: Path, dtype: str, seed: int, *, with_digests: bool) -> None:
-        """`seed` is the run's seed. Rank 0 makes the drill from the weights in the model directory. If `with_digests`
+        """`seed` is the run's seed. Rank 0 creates the drill from the weights in the model directory. If `with_digests`
         is true, every version is published with the digests of its weights."""
         self._backend = backend
         self._text = _sequence(backend.vocab_size, seed, canary_length(backend.parameters, dtype))

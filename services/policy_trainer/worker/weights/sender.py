@@ -60,14 +60,15 @@ class _ChannelThread:
     thread: ThreadPoolExecutor
 
     def close(self) -> None:
-        """Have the thread destroy the communicator as soon as it no longer uses it. This method does not wait."""
+        """Have the thread destroy the communicator as soon as the thread no longer uses it. This method does not
+        wait."""
         self.channel.give_up()
         self.thread.submit(self.channel.close)
         self.thread.shutdown(wait=False)
 
 
 class WeightsSender:
-    """Answers AskTransfer and EndTransfer. It belongs to the event loop, which it does not block."""
+    """Answers AskTransfer and EndTransfer. Use it only on the event loop, which it does not block."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class WeightsSender:
         self._live: LiveWeights | None = None
         self._drill: asyncio.Task[dict[str, Tensor]] | None = None
         self._drill_taken = False
-        """Whether the drill's weights were handed out. An engine that did not get them in time asks again."""
+        """Whether the drill's weights have been handed out. An engine that did not get them in time asks again."""
         self._timer: asyncio.TimerHandle | None = None
         self._log = structlog.get_logger("transfer")
 

@@ -1,4 +1,5 @@
-"""The trainer's side of weight transfers as a pure state machine: which engine gets a version over which communicator.
+"""Implements the trainer's side of weight transfers as a pure state machine: it decides which engine gets a version
+over which communicator.
 
 A failing engine does not affect the transfers of others. An engine has one communicator, which belongs to one life
 (incarnation) of that engine, carries one transfer at a time, and is closed at the first failure or missed deadline.
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TransferAsked:
-    """A life of an engine asks for a transfer. `communicator` is the one that the engine holds, or 0 for none."""
+    """An incarnation of an engine asks for a transfer. `communicator` is the one that the engine holds, or 0 for
+    none."""
 
     engine: int
     incarnation: int
@@ -23,7 +25,7 @@ class TransferAsked:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """A life of an engine reports how transfer `number` ended there."""
+    """An incarnation of an engine reports how transfer `number` ended there."""
 
     engine: int
     incarnation: int
@@ -66,7 +68,7 @@ class AbortTransfer:
 
 @dataclass(frozen=True, slots=True)
 class RefuseTransfer:
-    """Refuse a life of an engine that was replaced by a later life."""
+    """Refuse an incarnation of an engine that has been replaced by a later one."""
 
     why: str
 
@@ -87,13 +89,14 @@ class _EngineLink:
 
 @dataclass
 class TransferState:
-    """All transfers. `new_communicator` returns unique ids; `deadline_s` covers joining and transfer together."""
+    """All transfers. `new_communicator` returns unique ids; `deadline_s` is the time limit for joining and the transfer
+    together."""
 
     new_communicator: Callable[[], int]
     deadline_s: float
     _links: dict[int, _EngineLink] = field(default_factory=dict)
     _replaced: dict[int, set[int]] = field(default_factory=dict)
-    """Lives of each engine that were replaced by later lives."""
+    """Incarnations of each engine that have been replaced by later ones."""
     _lives: dict[int, int] = field(default_factory=dict)
 
     def handle(self, event: Event, now: float) -> Sequence[Effect]:

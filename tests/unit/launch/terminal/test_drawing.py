@@ -76,7 +76,7 @@ def test_bars_are_filled_in_proportion_to_their_values() -> None:
     assert [bar(share, 4) for share in (-1, 0, 0.5, 1, 7)] == ["░░░░", "░░░░", "██░░", "████", "████"]
 
 
-def test_the_lane_of_a_process_draws_work_on_top_of_waits() -> None:
+def test_the_lane_of_a_process_shows_work_on_top_of_waits() -> None:
     view = RunView()
     for what, at, seconds, of in (("generate", -5, 5.0, ""), ("lease", 0, 10.0, "scheduler/0")):
         values: dict[str, float | str] = {"what": what, "seconds": seconds, **({"of": of} if of else {})}
@@ -90,7 +90,7 @@ def test_the_lane_of_a_process_draws_work_on_top_of_waits() -> None:
 
 def test_the_overview_can_be_drawn_before_anything_is_known_about_the_run() -> None:
     lines = panes.overview(RunView(), NOW, 76, 19)
-    assert any("no step is done yet" in line.plain for line in lines)
+    assert any("no step has completed yet" in line.plain for line in lines)
 
 
 def test_control_characters_become_visible_and_line_breaks_are_kept() -> None:

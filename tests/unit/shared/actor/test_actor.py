@@ -121,7 +121,7 @@ def test_service_stopped_during_start_exits_with_success(run: RunDir) -> None:
     asyncio.run(main())
 
 
-def test_neither_a_missing_supervisor_nor_an_unclosed_socket_delays_the_end_of_a_service(run: RunDir) -> None:
+def test_neither_a_missing_supervisor_nor_an_unclosed_socket_delays_the_exit_of_a_service(run: RunDir) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         service = Quiet(run, 0, run.endpoint("supervisor", 0))

@@ -26,7 +26,7 @@ def undone() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def test_lines_without_room_on_the_disk_are_lost_and_counted(mount: Path) -> None:
+def test_lines_that_do_not_fit_on_the_disk_are_lost_and_counted(mount: Path) -> None:
     path = mount / "logs" / "a.jsonl"
     logging.configure(path, service="a")
     log = structlog.get_logger("a")

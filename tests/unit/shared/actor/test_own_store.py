@@ -1,4 +1,4 @@
-"""Tests a service on a joined host, which needs the store of that host as long as it puts shards."""
+"""Tests a service on a joined host, which needs that host's store for as long as it puts shards."""
 
 from __future__ import annotations
 

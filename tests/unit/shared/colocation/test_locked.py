@@ -1,4 +1,4 @@
-"""Tests the host memory that receives tensors from a GPU, without locking it, because that needs a GPU."""
+"""Tests the host memory that receives tensors from a GPU. The memory is not locked, because locking needs a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Provides peers for the rpc and actor tests: a small mailbox and a small service, as objects or as processes.
 
-Run as a script: `rpc_actors.py mailbox ENDPOINT` or `rpc_actors.py service --run DIR [--instance N] [...]`.
-The peers do not replace the product's real services.
+Run as a script: `rpc_actors.py mailbox ENDPOINT` or `rpc_actors.py service --run DIR [--instance N] [...]`. The peers
+do not stand in for the product's real services.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def line_of(child: subprocess.Popen[str], within_s: float = 20.0) -> str:
 
 
 class Echo(Service):
-    """A service that prints a line when it serves, and doubles numbers. `ECHO_FAIL` makes its start fail with that
-    message."""
+    """A service that prints a line when it begins to serve, and doubles numbers. `ECHO_FAIL` makes its start fail with
+    that message."""
 
     NAME = "echo"
     HEARTBEATS = False

@@ -53,7 +53,8 @@ def test_second_owner_of_an_endpoint_is_refused_with_a_one_line_error_and_the_fi
 
 
 def test_quick_change_of_owner_never_deletes_the_new_owners_socket(ipc: str) -> None:
-    """libzmq unlinks the path of a closed socket some time later, which must not delete the next owner's file."""
+    """libzmq unlinks the path of a socket some time after the socket is closed; this must not delete the next owner's
+    file."""
 
     async def main() -> None:
         for _ in range(20):

@@ -436,7 +436,7 @@ def test_client_reports_unanswered_requests_and_repeated_refusals(ipc: str) -> N
                     await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
                 [row] = client.waits()
                 since.append(row.since_s)
-                await asyncio.sleep(0.05)  # `since_s` must grow by this time.
+                await asyncio.sleep(0.05)  # `since_s` must grow by at least this much.
             assert (row.kind, row.what) == (WaitKind.REFUSED, "Ping: no room")
             assert since[1] >= since[0] + 0.05
             full = False

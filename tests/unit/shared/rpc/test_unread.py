@@ -30,7 +30,7 @@ def left_unread(unread: Unread, who: Sender, nbytes: int = ANSWER_BYTES) -> int:
 @pytest.mark.parametrize("connections", [1, 4, 100])
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 def test_guests_that_never_read_leave_room_for_the_next_guest(hosts: int, connections: int) -> None:
-    """Each host gets at most half of the room that earlier hosts left, plus the answer that exceeds this half."""
+    """Each host gets at most half of the room left by earlier hosts, plus the answer that exceeds this half."""
     unread = Unread()
     for host in range(hosts):
         assert max(left_unread(unread, guest(host, connection)) for connection in range(connections)) <= GUEST_BYTES

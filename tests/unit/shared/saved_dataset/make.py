@@ -13,7 +13,7 @@ import datasets
 folder = Path(sys.argv[1])
 rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a), "id": a} for a in range(10)]
 every = datasets.Dataset.from_list(rows)
-# After a shuffle and a selection the library keeps an index of rows, which saving must apply.
+# After a shuffle and a selection, the library keeps an index of rows, which saving must apply.
 train = every.select([3, 1, 2]).shuffle(seed=1)
 datasets.DatasetDict({"train": train, "test": every.select(range(5, 7))}).save_to_disk(folder / "splits")
 chat = [

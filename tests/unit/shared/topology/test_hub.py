@@ -106,7 +106,7 @@ def test_folder_with_the_name_of_a_hub_model_takes_precedence(cache: Path, folde
     assert hub_names(path, ["policy.model=models/other"]) == {("policy", "model"): HubName("model", "models/other")}
 
 
-def test_data_set_that_is_not_in_the_cache_is_a_one_line_error(cache: Path, folder: Path) -> None:
+def test_data_set_that_is_not_in_the_cache_causes_a_one_line_error(cache: Path, folder: Path) -> None:
     [line] = problems(edited(folder, "jsonl:rows.jsonl", "hub:a/b@v1/main/train"))
     assert line.endswith(
         f"a/b@v1/main/train is not in the local Hugging Face cache {cache}; fetch it with: "

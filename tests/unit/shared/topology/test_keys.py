@@ -137,7 +137,7 @@ NUMERIC = {
     "reward.params": "{function: builtin:numeric}",
     "reward.functions.*.params": "{functions: [{function: builtin:numeric}]}",
 }
-"""Settings before the change, by the key that is changed, where they are not the exact_match of BASE."""
+"""Reward settings before the change, by the key that is changed, where they differ from the exact_match of BASE."""
 
 TRAINER, ROLLOUT = "services/policy_trainer", "services/rollout/service.py"
 EXPORTER = "services/exporter/server.py"
@@ -171,7 +171,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         for key, test in {
             "wandb.project": "test_wandb_files_name_the_project_and_the_entity",
             "wandb.entity": "test_wandb_files_name_the_project_and_the_entity",
-            "wandb.mode": "test_wandb_online_asks_the_server_and_offline_does_not",
+            "wandb.mode": "test_wandb_contacts_the_server_when_online_but_not_when_offline",
             "wandb.samples": "test_no_samples_are_sent_if_the_topology_says_so",
             "tensorboard.samples": "test_no_samples_are_sent_if_the_topology_says_so",
             "trackio.samples": "test_no_samples_are_sent_if_the_topology_says_so",
@@ -215,12 +215,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "reward.timeout_s": (
         ROLLOUT,
         "topology.reward.timeout_s",
-        "unit/rollout/test_rewards.py::test_a_hanging_call_loses_its_sample_after_the_timeout",
+        "unit/rollout/test_rewards.py::test_the_sample_of_a_hanging_call_is_lost_after_the_timeout",
     ),
     "reward.memory": (
         ROLLOUT,
         "topology.reward.memory",
-        "unit/rollout/test_rewards_bad.py::test_a_bad_call_loses_only_its_sample",
+        "unit/rollout/test_rewards_bad.py::test_only_the_sample_of_a_bad_call_is_lost",
     ),
     "reward.processes": (
         ROLLOUT,
@@ -398,7 +398,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "checkpoint.every": (
         f"{TRAINER}/publisher.py",
         "self._checkpoint.every",
-        "integration/policy_trainer/test_bad_steps.py::test_a_bad_step_stops_the_run_which_can_be_resumed_without_it",
+        "integration/policy_trainer/test_bad_steps.py::test_a_bad_step_stops_the_run_which_can_be_resumed_to_skip_it",
     ),
     "checkpoint.keep_every": (
         f"{TRAINER}/worker/calls.py",

@@ -27,7 +27,7 @@ HOME = Place(None, "")
 
 
 def write_header(file: Path, shapes: dict[str, list[int]]) -> None:
-    """Write a safetensors file of bfloat16 tensors, which takes up no room on the disk."""
+    """Write a safetensors file of bfloat16 tensors, which takes up no disk space."""
     offset, header = 0, {}
     for name, shape in shapes.items():
         size = 2 * math.prod(shape)
@@ -40,7 +40,7 @@ def write_header(file: Path, shapes: dict[str, list[int]]) -> None:
 
 
 def qwen2(folder: Path, hidden: int, inner: int, layers: int, groups: int, *, tied: bool = True) -> Path:
-    """Write the files of a Qwen2 whose weights take up no room on the disk, because only their header is read."""
+    """Write the files of a Qwen2 whose weights take up no disk space, because only their header is read."""
     head, vocabulary = 64 if hidden < 1000 else 128, 151_936
     shapes = {"model.embed_tokens.weight": [vocabulary, hidden], "model.norm.weight": [hidden]}
     for layer in range(layers):

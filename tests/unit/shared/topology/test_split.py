@@ -76,7 +76,7 @@ def test_a_torch_reference_is_not_divided_and_a_megatron_reference_accepts_divis
         assert f"{reference}.parallel.{degree}: 5 does not divide" in line
 
 
-def test_ranks_are_a_multiple_of_the_degrees(folder: Path) -> None:
+def test_the_number_of_ranks_must_be_a_multiple_of_the_product_of_the_degrees(folder: Path) -> None:
     [line] = problems(model(folder), MEGATRON, f"{PARALLEL}.tp=2", "services.policy-trainer.workers=3")
     assert "services.policy-trainer.workers: 3 is not a multiple of tp*pp*cp = 2; use 4" in line
 

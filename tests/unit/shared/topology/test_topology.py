@@ -339,7 +339,7 @@ def test_quickstart_loads_unchanged(folder: Path) -> None:
     assert topology.data.eval["heldout"].temperature == 0
 
 
-def test_an_unknown_kind_of_warning_is_refused_and_the_nearest_suggested(folder: Path) -> None:
+def test_an_unknown_kind_of_warning_is_refused_and_the_nearest_is_suggested(folder: Path) -> None:
     [line] = problems(write(folder), "monitor.warnings.off=[truncation, reward-slwo]")
     assert line.startswith("--set monitor.warnings.off=[truncation, reward-slwo]: services.monitor.warnings.off: ")
     assert "'reward-slwo' is not one of" in line
@@ -426,7 +426,7 @@ def test_the_trainers_host_has_the_store_that_the_trainer_uses(folder: Path, tra
         ("rollout", "services.rollout={host: [b, c], instances: 3}", "bcb"),
     ],
 )
-def test_copies_alternate_between_hosts_and_ranks_of_one_copy_are_divided_in_blocks(
+def test_copies_alternate_between_hosts_and_ranks_of_one_copy_are_divided_into_blocks(
     folder: Path, service: str, settings: str, hosts: str
 ) -> None:
     places = "placement.hosts={a: {gpus: 8}, b: {gpus: 8}, c: {gpus: 8}}"

@@ -52,7 +52,7 @@ def test_progress_keeps_the_steps_when_the_scheduler_falls_silent() -> None:
     assert view.progress().step == 4
 
 
-def test_curves_replace_the_points_that_the_run_takes_back() -> None:
+def test_curves_replace_the_points_that_the_run_rolls_back() -> None:
     curves = Curves()
     for step in range(1, 6):
         curves.add(metrics(step, reward=step))
