@@ -76,7 +76,7 @@ async function load(run) {
     const grows = names.every((name) => known.points.has(name));
     const query = { run, name: names, ...(grows ? { epoch: known.epoch, after: known.last } : {}) };
     const found = await get("metrics", query);
-    if (grows && found.whole) known.points.clear(); // steps were taken back
+    if (grows && found.whole) known.points.clear(); // steps were rolled back
     known.names = found.names;
     for (const [name, points] of Object.entries(found.points)) {
       const columns = grows && !found.whole ? known.points.get(name) : [[], []];
