@@ -65,7 +65,7 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
         total = model_memory.per_place(topology, elements, gpus).get(model_memory.Place(topology.home, ""), 0)
         print(f"model memory   {format_size(total)} of host memory, without activations and libraries")
     except (OSError, ValueError):
-        model = {}  # the model has not been fetched yet
+        model = {}  # the model is not on this machine yet, or cannot be read
     print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  {'model':>9}  {'host' if hosts else '':<{far}}module")
     for spec in plan:
         threads, seen = preflight.threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"

@@ -52,7 +52,7 @@ _KEYS: dict[Order, Callable[[Record], float]] = {
 
 
 def ordered(records: Sequence[Record], order: Order | None) -> list[Record]:
-    """Return the records in the given order, or in the order in which they were written if that is None."""
+    """Return the records in the given order or, if `order` is None, in the order in which they were written."""
     return list(records) if order is None else sorted(records, key=_KEYS[order])
 
 

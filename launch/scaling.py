@@ -72,7 +72,7 @@ def _check(topology: Topology, service: str, instances: int) -> None:
         text = f"{service} cannot be scaled: in this run only {', '.join(_scalable(topology))} can"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     if topology.run.deterministic:
-        raise _refused(service, instances, "run.deterministic fixes the plan; begin another run with that number")
+        raise _refused(service, instances, "run.deterministic fixes the plan; start a new run with that number")
     if service in topology.colocated_services:
         raise _refused(service, instances, "it takes turns on devices (placement.colocate), in a fixed plan")
     size = ranks(topology).get(service, 1)

@@ -68,8 +68,8 @@ def encode(arrays: Sequence[Array], limits: Limits) -> tuple[bytes, list[memoryv
     total = sum(array.nbytes for array in arrays)
     if len(arrays) > limits.frames or total > limits.total_bytes:
         raise WireError(
-            f"{len(arrays)} tensors of {total} bytes: limits are {limits.frames} and {limits.total_bytes}; "
-            "send them in parts or as shards"
+            f"{len(arrays)} tensors totalling {total} bytes: limits are {limits.frames} tensors and "
+            f"{limits.total_bytes} bytes; send them in parts or as shards"
         )
     rows: list[bytes] = []
     frames: list[memoryview] = []

@@ -1,4 +1,5 @@
-"""Keeps a compute thread busy with leases: while some are computed, the next is prepared and earlier ones are finished.
+"""Keeps a compute thread busy with leases: while some are being computed, the next is prepared
+and earlier ones are finished.
 
 At most one lease is held in advance. Errors while finishing a block are reported, and a computation that hangs ends the
 service.

@@ -5,8 +5,8 @@
 `llm.chat` calls the policy. Its tokens are kept as they were sampled. A history that begins with the history of an
 earlier call (including the policy's answer) continues that call's sequence; any other history starts a new one.
 
-Workflows run in separate processes, with many samples in one event loop. Samples share only module state. If the
-process fails, its samples are produced again from scratch.
+Workflows run in separate processes, with many samples in one event loop. Samples share only module state. If a process
+fails, its samples are produced again from scratch.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Host:
     """The last report of the agent's current incarnation."""
     heard_at: float = 0.0
     given_up: set[int] = field(default_factory=set)
-    """Incarnations of agents that must join again under a new incarnation."""
+    """Incarnations that count as lost. Their agents must join again under new ones."""
 
 
 class HostBook:

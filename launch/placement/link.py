@@ -1,5 +1,5 @@
-"""Joins the run on behalf of a host's agent, reports to it, and has the host's supervisor run the processes that it
-orders."""
+"""Joins the run on behalf of a host's agent, reports to the run, and has the host's supervisor run the processes that
+the run orders."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ AGAIN_S = 5.0
 LOOK_AGAIN_S = 1.0
 """Seconds before the next attempt to place a host that could not be placed."""
 USAGE = 2
-"""Exit status of an agent that it would not help to start again."""
+"""Exit status of an agent for which another start would not help."""
 END_S = 5.0
 
 
@@ -177,7 +177,7 @@ class Keeper:
             call = placed.actor.check.remote(ROOT, FOLDER, self._order.topology.encode())
             status, output, errors = self._ray.get(call, timeout=2 * START_S)
         except self._ray.exceptions.RayError as error:
-            return News("refused", f"host {name}: it could not be checked: {_line(error)}", name)
+            return News("refused", f"host {name} could not be checked: {_line(error)}", name)
         if status:
             why = (errors.strip().splitlines() or ["no output"])[-1]
             text = f"`python -m launch.host --check` fails there: {why}; install rlbus at {ROOT}, or as a package"

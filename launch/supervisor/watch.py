@@ -72,7 +72,7 @@ class MailboxWatch:
         """The longest time that an answer has taken, by service."""
         self._seen_at = time.monotonic()
         self._now = 0.0
-        """Number of seconds that this process has been running."""
+        """Seconds that this process has run since the watch was created; time when it was stopped hardly counts."""
 
     async def watch(self) -> None:
         """Run until cancelled."""

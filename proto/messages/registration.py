@@ -54,11 +54,11 @@ class LeaseProgress(Record, frozen=True, array_like=True):
 class TroubleKind(StrEnum):
     """The subject of a `Trouble`."""
 
-    REWARDS = "rewards"  # reward functions are failing; ends when all samples of a lease are scored without a failure
-    WORKFLOWS = "workflows"  # workflows are failing; ends as for `rewards`
+    REWARDS = "rewards"  # reward functions are failing, until all samples of a lease are scored without a failure
+    WORKFLOWS = "workflows"  # workflows are failing, until all samples of a lease succeed
     JUDGE = "judge"  # a judge is not responding, so rewards are waiting and nothing is leased
     OVERRIDDEN = "overridden"  # an agent asked for sampling settings that differ from the topology's
-    TRACKER = "tracker"  # an experiment tracker is not accepting steps; they are kept in metrics.jsonl until it does
+    TRACKER = "tracker"  # an experiment tracker is not accepting the run's steps, so they wait in metrics.jsonl
 
 
 class Trouble(Record, frozen=True, array_like=True):

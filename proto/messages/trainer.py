@@ -71,7 +71,7 @@ class ForwardDone(Message, frozen=True, kw_only=True):
 @message(83, reply=ForwardDone)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
     """Run the model over a batch at the temperature at which training samples are drawn, and put the results into the
-    stores as shards.
+    store on the worker's host as shards.
 
     The shards have the keys `<key>:<driver in hexadecimal>-<order>`.
     """

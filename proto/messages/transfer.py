@@ -20,7 +20,8 @@ class TransferParameter(Record, frozen=True, array_like=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU memory that another process can open on the same GPU, described by CUDA IPC values with torch's names."""
+    """GPU memory that another process on the same GPU can open: the CUDA IPC handle and offsets that torch exports for
+    it, the GPU's UUID and the size."""
 
     gpu: str  # UUID of the GPU
     nbytes: int  # size of the memory, in bytes

@@ -449,7 +449,7 @@ class StoreService(Service):
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must name at least one task, each only once")
         if len(set(request.keys)) != len(request.keys):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream can have each key only once")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream may name each key only once")
         if len(tasks) == 1 and not request.keys and self._relay.is_coming(tasks[0]):
             filling = self._relay.source(tasks[0])
             if filling is None:
@@ -516,7 +516,7 @@ class StoreService(Service):
         except OSError as error:
             if error.errno not in DISK_FULL_ERRNOS:
                 raise
-            raise self._mount_full("cannot find out whether a reader shares its memory", error) from None
+            raise self._mount_full("cannot determine whether a reader shares its memory", error) from None
 
 
 def _is_deleted(path: str) -> bool:

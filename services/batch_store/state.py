@@ -134,8 +134,7 @@ class StoreState:
         """Return whether a written file has shards that the store lacks. If it has, rename the file, then call `seal`.
 
         Raises RpcError: bad_request (not what was granted), collected, conflict (same fence, different bytes). If it
-        raises
-        or returns False, call `abandon`.
+        raises or returns False, call `abandon`.
         """
         grant = self._grants[put_id]
         written = list(zip(table.task_ids, table.fences, strict=True))

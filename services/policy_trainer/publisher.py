@@ -36,10 +36,10 @@ class Publisher:
         on_stop: Callable[[int], None] = lambda step: None,
         best: BestCheckpoint | None = None,
     ) -> None:
-        """`earlier` is the number of earlier versions to publish again before the first version is published. In
-        deterministic mode, lost tasks are sampled again with the version that first sampled them. `on_stop` is called
-        with the step that is being saved because the run is stopping. `best` keeps the best checkpoint, if one is to be
-        kept."""
+        """`earlier` is the number of earlier versions to publish again before the first version that `begin` publishes.
+        In deterministic mode, lost tasks are sampled again with the version that first sampled them. `on_stop` is
+        called with the step that is being saved because the run is stopping. `best` keeps the best checkpoint, if one
+        is to be kept."""
         self._scheduler = scheduler
         self._workers = workers
         self._checkpoint = checkpoint

@@ -1,6 +1,6 @@
 """The recorder process: asks the scheduler for tasks that have ended, reads their shards and writes their samples.
 
-Nothing waits long for the recorder: the scheduler keeps tasks that have ended for only a few seconds
+Nothing waits long for the recorder: after a task has ended, the scheduler keeps it for only a few seconds
 (`services/scheduler/records.py`).
 """
 

@@ -216,7 +216,7 @@ class ReferenceWorker:
             self.rest(but=lease)
 
     def rest(self, but: Lease | None = None) -> None:
-        """End the turn on the devices if no lease needs the model, apart from `but`, which is done."""
+        """End the turn on the devices if no lease needs the model. `but` is not counted, because it is done."""
         if not self._computing and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
 

@@ -79,7 +79,7 @@ class Generation:
 class GenerationWatch:
     """Asks an engine for the state of a block every `every_s` seconds, and once more when the block is cancelled.
 
-    `note(groups)` receives the generations so far for all prompts, some of which are UNFINISHED. It is called on the
+    `note(groups)` receives the generations so far for all prompts; some may be UNFINISHED. It is called on the
     engine's compute thread, so it must be quick and must not raise.
     """
 

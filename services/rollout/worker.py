@@ -144,7 +144,7 @@ class RolloutWorker:
             self.rest(but=lease)
 
     def rest(self, but: Lease | None = None) -> None:
-        """Release the devices if no lease needs the engine, apart from `but`, which is done."""
+        """Release the devices if no lease needs the engine. `but` is not counted, because it is done."""
         if not self._sampling and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
 

@@ -91,7 +91,7 @@ class DeviceTurns:
             self._members[holder] = _Member(request.incarnation, request.pid, now, known=True)
 
     def gone(self, holder: Holder, incarnation: int) -> None:
-        """Remove a life of a process, because the supervisor has reported that it ended."""
+        """Remove one life of a process, because the supervisor has reported that it has ended."""
         member = self._members.get(holder)
         if member is not None and member.incarnation == incarnation:
             self._leave(holder)

@@ -65,7 +65,8 @@ class _Head(msgspec.Struct):
 
 
 def begin(run: RunState) -> Iterator[bytes]:
-    """Return an iterator over the parts of a snapshot of the run as it is now. Only one snapshot may be in progress."""
+    """Return an iterator over the parts of a snapshot of the run as it is now. Only one snapshot may be in progress at
+    a time."""
     return _parts(_head(run), run.tasks.begin_copy(), run.clears.entries())
 
 

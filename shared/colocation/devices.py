@@ -105,7 +105,7 @@ class DeviceLedger:
 
     @property
     def resident(self) -> Parts:
-        """The parts that any process holds."""
+        """All parts that are held by at least one process."""
         return frozenset().union(*self._held.values())
 
     def of(self, holder: Holder) -> Parts:

@@ -129,7 +129,7 @@ class _Process:
             _pipe(self._process.stdin).write(f"{index}\n".encode())
             _pipe(self._process.stdin).flush()
         except OSError:
-            pass  # reading the answer then raises the error
+            pass  # reading the answer then raises _ProcessEnded
         return self.answer(ANSWER_S)
 
     def answer(self, limit_s: float) -> dict[str, Any]:

@@ -199,8 +199,8 @@ class DataClient:
 
         Shards in stores on this host are mapped copy-on-write, and verified when this process reads them for the first
         time. Others are streamed, and every byte is verified. Without keys, all shards in the tasks' stores are
-        returned in put order, as for the weights of a version. Raises DeadlineExceeded, RpcError(missing) for missing
-        or damaged shards (`names` holds `task_id#key`), after reporting them, and RpcError(collected). When data
+        returned in put order, as for the weights of a version. Raises DeadlineExceeded, RpcError(collected), and, for
+        missing or damaged shards (`names` holds `task_id#key`), RpcError(missing) after reporting them. When data
         arrives, `on_progress` is called and a stream's deadline is extended: a stream ends after `deadline_s` without
         data, not because it is slow.
         """

@@ -23,7 +23,7 @@ def plain(text: str) -> str:
 
 
 def conversation(prompt: str | list[dict[str, Any]]) -> str:
-    """Return a raw prompt, or the messages in a conversation one after another, each after its role."""
+    """Return a raw prompt unchanged, or the messages of a conversation in order, each preceded by its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{each.get('role', '')}: {each.get('content', '')}" for each in prompt)

@@ -51,7 +51,8 @@ class _TcpConnection:
 
 
 class Connections:
-    """The connections of one socket. Create it before the bind. It belongs to the event loop that created it."""
+    """The connections of one socket. Create it before the bind. It belongs to the event loop on which it was
+    created."""
 
     def __init__(self, socket: zmq.Socket[bytes], name: str) -> None:
         self.ended = 0

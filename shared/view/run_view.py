@@ -94,10 +94,10 @@ class RunView:
         self._curves = curves
 
     def load_history(self, history: History) -> None:
-        """Load the monitor's answer to `GetHistory`. If the stream extends the curves, the curves in the answer replace
-        all of them.
+        """Load the monitor's answer to `GetHistory`. If the metrics come from the stream, replace all curves with those
+        in the answer.
 
-        A row that arrived while the answer was on its way is then missing. The next row reveals the gap.
+        This drops a row that arrived while the answer was on its way. The next row reveals the gap.
         """
         for row in history.spans:
             self.apply(row)

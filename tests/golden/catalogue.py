@@ -251,7 +251,7 @@ def _route(cls: type[Message]) -> tuple[str, str]:
 
 
 def _message(cls: type[Message], shown: set[type[Message]]) -> list[str]:
-    """Return the section of a request with its answer, or of a one-way message, as paragraphs."""
+    """Return the catalogue section on a request and its answer, or on a one-way message, as a list of paragraphs."""
     title = f"`{cls.__name__}` ({cls.TYPE})"
     sender, taker = _route(cls)
     role = LEAST_ROLE.get(cls, Role.SERVICE).label

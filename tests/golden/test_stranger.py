@@ -120,7 +120,7 @@ def test_our_reference_reads_the_task_that_the_stranger_completed(exchange: Exch
     }  # fmt: skip
 
 
-def test_the_stranger_maps_a_shard_that_our_reference_put(exchange: Exchange) -> None:
+def test_the_stranger_maps_a_shard_put_by_our_reference(exchange: Exchange) -> None:
     np.testing.assert_array_equal(exchange.mapped, exchange.put_by_ours)
 
 

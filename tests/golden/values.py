@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def tensor(array: Array) -> dict[str, Any]:
-    """Return a tensor in JSON. `hex` holds its bytes in C order, little-endian."""
+    """Return an array as a JSON tensor. `hex` holds its bytes in C order, little-endian."""
     row = dtypes.by_numpy(array.dtype)
     data = np.ascontiguousarray(array).astype(row.numpy, copy=False).tobytes()
     return {"dtype": row.name, "shape": list(array.shape), "hex": data.hex()}

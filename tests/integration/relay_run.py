@@ -135,7 +135,8 @@ class RelayRun:
 def relay_run(
     folder: Path, hosts: Sequence[Host], *, memory: int = 256 << 20, scheduler: Sequence[str] = ("services.scheduler",)
 ) -> Iterator[RelayRun]:
-    """Start the scheduler and the store on the home host, the first one. The test starts the other stores.
+    """Start the scheduler and the store on the home host, which is the first host. The test starts the other
+    stores.
 
     `scheduler` is the scheduler's module, followed by its arguments.
     """

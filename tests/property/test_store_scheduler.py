@@ -763,7 +763,7 @@ class Both(RuleBasedStateMachine):
                 task = view.find(self.machine.run, entry.task_id)
                 assert task is not None
                 assert task.fence == entry.fence
-                assert task.made  # Every lease has expired, so all other tasks were accepted.
+                assert task.made  # Every lease has expired, so each task still in the store has an accepted result.
         assert self.machine.run.clears.pending() == 0
         self.last_mappings_go()
         assert not self.granted

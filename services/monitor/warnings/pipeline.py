@@ -39,7 +39,7 @@ AT_BOUND = 0.9
 old."""
 
 IDLE = 0.8, 0.7
-"""Fraction of the time during which rollouts sample nothing and the trainer is not waiting for them."""
+"""Fraction of the time during which rollouts sample nothing, while the trainer hardly ever waits for them."""
 TRAINER_BUSY = 0.1
 """If the trainer spends at most this fraction of its time waiting, it is the trainer that limits the pace."""
 BLOCKS, BLOCKS_S = 10, 60.0

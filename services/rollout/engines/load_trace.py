@@ -219,7 +219,7 @@ class LoadTrace:
             del model.load_weights
 
     def proof(self, model: nn.Module) -> Proof:
-        """Return the proof for every parameter, loaded buffer and handle that a module of `model` holds now."""
+        """Return the proof for every parameter, loaded buffer and handle that a module of `model` now holds."""
         parts: list[Digested] = []
         faults: list[str] = []
         found: list[tuple[Part, Tensor]] = []

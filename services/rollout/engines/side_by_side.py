@@ -21,7 +21,7 @@ from services.rollout.engines.compute import ComputeThread, given_up
 
 
 class EngineCall:
-    """One call of `Engine.generate`. Once it is submitted, only the compute thread uses it."""
+    """One call of `Engine.generate`. Once it is submitted, the loop uses only its `answer` and `cancel`."""
 
     def __init__(
         self,

@@ -29,8 +29,8 @@ _CLIENTS = frozenset(
     {"aiohttp", "anthropic", "httpcore", "httpcore2", "httpx", "httpx2", "openai", "requests", "urllib3"}
 )
 _CLIENT_NAMES = ("Timeout", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError")
-"""Suffixes of error class names that show this only in the packages `_CLIENTS`. Elsewhere, such an error may come from
-a program that the function runs."""
+"""Suffixes of error class names that show an unavailable judge only in the packages `_CLIENTS`. Elsewhere, such an
+error may come from a program that the function runs."""
 
 
 def unavailable(error: BaseException) -> float | None:
@@ -142,7 +142,8 @@ class Judge(Generic[C]):
         again.
 
         If the call is held, and it was a `probe` or began the outage, the next probe is due in `outage.delay_s`. The
-        call is not held if the judge answers other calls or if retries are off; the sample then fails.
+        call is not held if it has been refused `MOST_REFUSALS` times while the judge answered other calls, or if
+        retries are off; the sample then fails.
         """
         call.tries += 1
         call.refusals += call.answers not in (-1, self.answers)

@@ -22,7 +22,7 @@ READ_BYTES = 1 << 18
 
 
 class Link:
-    """A connection to the service. It reads messages on `loop`."""
+    """A connection to the service. Messages are passed to `take` on `loop`."""
 
     def __init__(
         self, socket_: socket.socket, loop: asyncio.AbstractEventLoop, take: Callable[[ToProcess], None]

@@ -106,7 +106,7 @@ def test_prometheus_scrapes_a_run_that_is_also_traced_and_reported(tools: tuple[
 
 
 def _check_traces(kept: Collector, path: Path) -> None:
-    """Check that all spans of some task are in one trace, and that the same is true of some step."""
+    """Check that some trace has every kind of span of a task, and that some trace has every kind of span of a step."""
     traces: dict[bytes, set[str]] = {}
     for span in kept.spans:
         traces.setdefault(span.trace_id, set()).add(span.name)

@@ -210,7 +210,7 @@ def test_the_time_limit_for_an_answer_grows_with_the_gaps_between_a_services_ans
         here.wait_ready()  # This wait leaves the service time to answer.
         pause(slow, 4.5)
         assert here.wait_ready()["rollout/0"]["restarts"] == 0
-        os.kill(other, signal.SIGSTOP)  # There was no gap between this service's answers.
+        os.kill(other, signal.SIGSTOP)  # This service's answers have had no long gap.
         wait_for("the end of the reference", lambda: not Path(f"/proc/{other}").exists(), 9)
         assert here.wait_ready()["reference/0"]["restarts"] == 1
 

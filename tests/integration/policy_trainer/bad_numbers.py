@@ -30,8 +30,8 @@ def advantage(rewards: Any, groups: Any, loss_tokens: Any) -> Any:
 
 
 def loss(cur: Any, anchor: Any, tokens: Any) -> Any:
-    """Return the REINFORCE loss, or NaN for the samples of LOSS_STEP, drawn with the version before its update
-    (staleness 0).
+    """Return the REINFORCE loss, or NaN if the newest token is from version LOSS_STEP - 1: with staleness 0, these
+    are the samples of LOSS_STEP.
     """
     found = -(cur - anchor).exp() * tokens.advantages
     return found * float("nan") if int(tokens.versions.max()) == LOSS_STEP - 1 else found

@@ -335,7 +335,9 @@ def test_missing_shards_fail_the_step_and_leave_the_weights_unchanged(run: RunDi
 
 
 @pytest.mark.long
-def test_waiting_for_an_absent_store_ends_when_it_returns_at_a_takeover_or_at_the_time_limit(run: RunDir) -> None:
+def test_waiting_for_an_absent_store_ends_at_a_takeover_at_the_time_limit_or_when_the_store_returns(
+    run: RunDir,
+) -> None:
     run.topology.write_text(
         run.topology.read_text().replace(
             "services: {", f"services: {{policy-trainer: {{collective_s: {2 * PATIENCE_S}}}, "

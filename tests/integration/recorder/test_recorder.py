@@ -128,7 +128,8 @@ async def recorded(run: RunDir) -> AsyncIterator[tuple[Bench, Process, DriverAct
             await driver.publish(0)
             rollout = await bench.actor("rollout")
             rollout.spread = True
-            async with asyncio.timeout(LIMIT_S):  # Tasks that have ended are kept only briefly until the recorder asks.
+            # Until the recorder asks, tasks that have ended are kept only briefly.
+            async with asyncio.timeout(LIMIT_S):
                 while not any(
                     (row.service, row.state) == ("recorder", "READY")
                     for row in (await rollout.ask(GetStatus(), Status)).services

@@ -73,7 +73,7 @@ def test_ranks_listen_only_on_loopback(case: Case) -> None:
     assert case.answer["listening"] == ["127.0.0.1"]
 
 
-def test_the_loss_of_a_rank_ends_generation_names_the_cause_and_leaves_no_process(case: Case) -> None:
+def test_generation_fails_with_the_cause_and_leaves_no_process_if_a_rank_is_lost(case: Case) -> None:
     assert case.answer["lost"].startswith("RpcError: ")
     assert "rank" in case.answer["lost"]
     assert case.answer["left"] == 0

@@ -203,7 +203,8 @@ def test_shards_of_a_killed_worker_are_collected_and_its_late_puts_are_refused(t
             grant = await granted(first)
             results = await first.make(grant)  # The put is sealed, but the tasks are never completed.
             assert {name for name, _ in await held(driver)} == names(grant)
-            second = await bench.actor("rollout")  # A new incarnation of the instance ends the lease of the old one.
+            # A new incarnation of the instance ends the lease of the old one at once.
+            second = await bench.actor("rollout")
             again = await granted(second)
             assert names(again) == names(grant)
             assert {task.fence for task in again.batch.tasks} == {2}

@@ -185,7 +185,7 @@ def test_an_agent_for_an_unknown_host_or_for_a_host_that_has_an_agent_is_refused
     assert made.hosts["b"].state == HostState.JOINED
 
 
-def test_a_host_that_cannot_continue_ends_the_run_and_runs_no_process_once_it_has_ended(folder: Path) -> None:
+def test_a_host_that_cannot_continue_ends_the_run_and_a_host_that_has_ended_runs_no_process(folder: Path) -> None:
     made = book(folder)
     joined(made, "b")
     assert made.report(report("b", failed="rollout/0: no model"), 1)[1] == [Unable("host b: rollout/0: no model")]

@@ -68,7 +68,7 @@ def test_unknown_parameters_of_a_function_are_refused_at_the_start(folder: Path)
         score([], Line("my_rewards:plain", params={"bogus": 1}))
 
 
-def test_only_a_sample_with_an_exception_or_a_nan_is_lost(folder: Path) -> None:
+def test_only_a_sample_whose_reward_raises_or_is_not_a_number_is_lost(folder: Path) -> None:
     group = [sample("", reward=1.0), sample("", reward="raise"), sample("", reward=math.nan), sample("", reward="x")]
     ((good, raised, nan, text),) = score([group], Line("my_rewards:by_row"))
     assert good.value == 1.0

@@ -234,7 +234,7 @@ def test_deterministic_mode_samples_the_whole_block_again_with_the_version_of_it
 # ------------------------------------------------------------------------------------------------ trained steps
 
 
-def test_a_checkpoint_is_ordered_if_a_shard_of_a_trained_task_is_lost_and_the_run_continues() -> None:
+def test_if_a_shard_of_a_trained_task_is_lost_a_checkpoint_is_ordered_and_the_run_continues() -> None:
     bench = Bench().start()
     first = bench.step(1)
     report(bench, named(first.batch.tasks[:1]), ids(first)[0])

@@ -90,7 +90,7 @@ def test_a_checkpoint_is_ordered_if_one_store_is_full_even_if_the_other_is_empty
     """A step puts 200 bytes; 400 bytes are reserved for live tasks, and 300 for weights or their copies."""
     made = plan(task_bytes=50, weight_bytes=100)
     away = steps(TwoHosts(made, NINE).begin(1 << 20, 300 + 400 + 1000), AWAY)
-    # After five steps, 1000 of 1000 bytes are in use, which is more than a fraction of 0.8.
+    # After five steps, 1000 of 1000 bytes are in use, which is more than 80 %.
     assert away == [False] * 4 + [True] * 5
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), AWAY) == [False] * 9
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), STORE) == [False] * 2 + [True] * 7

@@ -70,7 +70,7 @@ def test_only_canaries_of_large_float32_weights_are_short() -> None:
     assert canary_length(100 * large, "bfloat16") == LONG_CANARY_TOKENS  # A median needs many tokens.
 
 
-def test_the_noise_of_each_parameter_grows_by_its_factor() -> None:
+def test_the_noise_of_each_parameter_is_scaled_by_its_factor() -> None:
     values = np.full(60000, -2.0, np.float32)
     one, three = perturb("w", values, 0) - values, perturb("w", values, 0, 3.0) - values
     assert np.allclose(three, 3 * one, atol=1e-5)

@@ -1,5 +1,5 @@
-"""Provides a channel for each route, which opens, uses and closes a communicator with one engine. The caller decides
-when.
+"""Provides one kind of channel for each route. A channel opens, uses and closes a communicator with one engine. The
+caller decides when.
 
 Except for `give_up`, a channel is used by only one thread. In particular, only that thread destroys the communicator.
 """

@@ -20,7 +20,7 @@ class Staging:
         self._locked: LockedMemory | None = None
 
     def arrays(self, weights: dict[str, Tensor]) -> dict[str, Array]:
-        """Return the weights by name, with the same bits. Arrays of tensors in host memory share that memory."""
+        """Return the weights by name, bit for bit unchanged. Arrays of tensors in host memory share that memory."""
         on_device = {name: tensor for name, tensor in weights.items() if tensor.device.type != "cpu"}
         if not on_device:
             return {name: to_numpy(tensor) for name, tensor in weights.items()}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TransferAsked:
-    """An incarnation of an engine asks for a transfer. `communicator` is the one that the engine holds, or 0 for
+    """A life of an engine asks for a transfer. `communicator` is the one that the engine holds, or 0 for
     none."""
 
     engine: int
@@ -25,7 +25,7 @@ class TransferAsked:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """An incarnation of an engine reports how transfer `number` ended there."""
+    """A life of an engine reports how transfer `number` ended there."""
 
     engine: int
     incarnation: int
@@ -68,7 +68,7 @@ class AbortTransfer:
 
 @dataclass(frozen=True, slots=True)
 class RefuseTransfer:
-    """Refuse an incarnation of an engine that has been replaced by a later one."""
+    """Refuse a life of an engine if a later life has replaced it."""
 
     why: str
 
@@ -96,7 +96,7 @@ class TransferState:
     deadline_s: float
     _links: dict[int, _EngineLink] = field(default_factory=dict)
     _replaced: dict[int, set[int]] = field(default_factory=dict)
-    """Incarnations of each engine that have been replaced by later ones."""
+    """Lives of each engine that have been replaced by later lives."""
     _lives: dict[int, int] = field(default_factory=dict)
 
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
