@@ -45,7 +45,7 @@ class Placed(Section):
         "the one on which the run is started; default: that host",
     )
     gpus: int = Field(default=0, ge=0, description="total GPUs (rollout: per instance); 0: compute on the CPU")
-    threads: Count | None = Field(default=None, description="CPU threads of each process; default: a share of the CPUs")
+    threads: Count | None = Field(default=None, description="CPU threads of each process; default 1")
     parallel: Parallel = Field(default_factory=Parallel, description="how a copy of the model is split")
 
     @property
