@@ -1,7 +1,7 @@
 """Tests vLLM in a whole run, with weights sent over gloo: the run learns, log-probs match the trainer's, and the engine
 survives a kill, refuses wrong weights, and drops and names a prompt that is longer than its context.
 
-One run serves all tests except the last ones. This process never imports vLLM.
+One run serves all tests except those at the end of the file. This process never imports vLLM.
 """
 
 from __future__ import annotations

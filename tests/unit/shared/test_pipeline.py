@@ -294,7 +294,7 @@ def test_a_retired_pipeline_finishes_the_leases_it_holds_and_ends_on_its_own() -
         made.book.retired.set()
         made.computing[1].set()
         await settle()
-        made.computing[2].set()  # This lease was held ahead.
+        made.computing[2].set()  # The pipeline already held this lease.
         await settle()
         assert not running.done()
         assert made.finished == []

@@ -1,4 +1,4 @@
-"""Tests the defaults in the section `algorithm`, and the refusal of options that would have no effect."""
+"""Tests the defaults in the `algorithm` section, and that options that would have no effect are refused."""
 
 from __future__ import annotations
 
