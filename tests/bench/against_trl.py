@@ -5,7 +5,8 @@ TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep
 alternates between generation and training. If it generates at most the samples of one step at a time, it is on policy,
 and our row at staleness 0 is the like-for-like comparison. If it generates the samples of two steps at a time, every
 second step uses samples that are one update stale. Our runs at staleness 1 are compared with the fastest of all
-settings, and those at staleness 0 with the fastest one that is on policy.
+settings, and those at staleness 0 with the fastest one that is on policy. At staleness 0, our trainer has as many
+threads as TRL's sweep may use: all CPUs.
 
 "others'" is the CPU time that neither this program nor the run used (steal included), in cores over the whole run.
 If it is much above zero, other programs distort the figures, most of all TRL's, whose threads busy-wait.
@@ -14,6 +15,7 @@ If it is much above zero, other programs distort the figures, most of all TRL's,
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -94,6 +96,8 @@ def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float) -> 
     """Measure one run from the row of the last warm-up step to the row of step `work.steps`. Raises BenchError."""
     settings = [f"staleness={staleness}", f"algorithm.tasks_per_step={work.tasks}", f"policy.model={model}"]
     settings.append(f"sampling.max_new_tokens={work.tokens}")
+    if not staleness:  # nothing else computes while the trainer works, so it gets all CPUs
+        settings.append(f"services.policy-trainer.threads={len(os.sched_getaffinity(0))}")
     if not work.trained:
         settings.append(f"optimizer.lr={KEEP_LENGTHS}")
     with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
