@@ -83,17 +83,21 @@ class SampleFiles:
     def discard(self, lineage: int, step: int) -> int:
         """Move the files of steps and versions after `step` to `discarded/`. Return the number of moved files.
 
-        Files of lineages after `lineage`, and files that an earlier call has moved, stay where they are.
+        Files of lineages after `lineage`, files whose first record is incomplete, and files that an earlier call has
+        moved stay where they are.
         """
         moved = 0
         for path in list(self._sizes):
             relative = path.relative_to(self._folder)
-            if relative.parts[0] == DISCARDED or _step(path) <= step or self._lineage(path) > lineage:
+            if relative.parts[0] == DISCARDED or _step(path) <= step or not self._is_of(path, lineage):
                 continue
             target = self._folder / DISCARDED / str(lineage) / relative
             target.parent.mkdir(parents=True, exist_ok=True)
             path.replace(target)
-            self._sizes[target] = self._sizes.pop(path)
+            size = self._sizes[path]
+            self._resize(path, 0)
+            del self._sizes[path]
+            self._resize(target, size)
             self._tasks.pop(path, None)
             moved += 1
         return moved
@@ -135,12 +139,13 @@ class SampleFiles:
         self.nbytes += nbytes - self._sizes.get(path, 0)
         self._sizes[path] = nbytes
 
-    def _lineage(self, path: Path) -> int:
+    def _is_of(self, path: Path, lineage: int) -> bool:
+        """Return whether the file's first record is of `lineage` or an earlier one."""
         try:
             with path.open("rb") as file:
-                return _line(file.readline()).lineage
+                return _line(file.readline()).lineage <= lineage
         except (OSError, msgspec.DecodeError):
-            return 0
+            return False
 
     def _trim(self, newest: Path) -> None:
         """Remove files until the limit is met: discarded files first, then the oldest steps. Never removes `newest`."""

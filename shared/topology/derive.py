@@ -12,9 +12,11 @@ from typing import Any, TypeGuard
 from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES
 from shared.topology.services import LeaseSettings
 
+# One lease keeps an engine busy with about this many samples or more.
+_LEASE_SAMPLES = 256
 # Measured on a CPU with the embedded engine: twice the samples per lease shorten a step of 64 groups of 8 by 7 %
 # (staleness 1 and 0), although the reference then scores no samples while others are generated.
-_LEASE_SAMPLES = 512
+_EMBEDDED_LEASE_SAMPLES = 512
 _PARTIAL_S = 10.0
 _TRANSFER_OF_LEASE = 2 / 3
 _LEASE_S: float = LeaseSettings.model_fields["lease_s"].default
@@ -46,10 +48,8 @@ def fill(data: dict[str, Any]) -> None:
         services["reference"] = {}
     rollout = _section(services, "rollout")
     if rollout is not None and _count(tasks) and _count(group) and _count(rollout.get("instances", 1)):
-        instances = rollout.get("instances", 1)
-        whole = rollout.get("engine") == "vllm" and _takes_turns(data)
-        block = lease_block(tasks, group, instances, samples=tasks * group if whole else _LEASE_SAMPLES)
-        rollout.setdefault("block_tasks", block)
+        samples = _lease_samples(data, rollout, step_samples=tasks * group)
+        rollout.setdefault("block_tasks", _lease_block(tasks, group, rollout.get("instances", 1), samples))
     if rollout is not None and _samples_single_answers(data, algorithm, rollout):
         rollout.setdefault("partial_s", _PARTIAL_S)
     if rollout is not None and rollout.get("weights", "shards") != "shards":
@@ -71,18 +71,20 @@ def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rol
     )
 
 
-def _takes_turns(data: dict[str, Any]) -> bool:
-    """Return whether the engines take turns with other services on the same devices.
+def _lease_samples(data: dict[str, Any], rollout: dict[str, Any], step_samples: int) -> int:
+    """Return the maximum number of samples per lease.
 
-    They sample one lease at a time and wait for its longest sample, so an engine that refills its own batch is given
-    its whole share of a step at once.
+    Engines that take turns with other services on the same devices sample one lease at a time and wait for its longest
+    sample, so an engine that refills its own batch is given its whole share of a step at once.
     """
-    placement = data.get("placement")
+    placement, engine = data.get("placement"), rollout.get("engine", "transformers")
     together = placement.get("colocate") if isinstance(placement, dict) else None
-    return isinstance(together, list) and "rollout" in together
+    if engine == "vllm" and isinstance(together, list) and "rollout" in together:
+        return step_samples
+    return _EMBEDDED_LEASE_SAMPLES if engine == "transformers" and data.get("workflow") is None else _LEASE_SAMPLES
 
 
-def lease_block(tasks_per_step: int, group_size: int, instances: int, samples: int = _LEASE_SAMPLES) -> int:
+def _lease_block(tasks_per_step: int, group_size: int, instances: int, samples: int) -> int:
     """Return the number of tasks per lease: the largest divisor of `tasks_per_step` that is at most an engine's equal
     share of the step (rounded up) and that keeps a lease within `samples` samples. Return 1 if a single group has more
     samples than that.

@@ -123,8 +123,8 @@ class Rollout(Placed):
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
         default=1,
-        description="tasks per lease; must divide tasks_per_step; default: enough for 512 samples, or the share of a "
-        "step for vllm in placement.colocate",
+        description="tasks per lease; must divide tasks_per_step; default: enough for 256 samples, for 512 with engine "
+        "transformers and no workflow, or the share of a step for vllm in placement.colocate",
     )
 
 

@@ -8,13 +8,14 @@ and the whole system against TRL on long and short answers. Both sides of a rati
 ahead  the quickstart without its reference, with one sampling and one training process of one thread each:
        samples/s with staleness 1 over samples/s with staleness 0.
 sync   a version of --sync-mib from the trainer's memory into the engine's: put into a real store, mapped, loaded and
-verified by its canary, over real messages. The ratio is the time of one copy of the same number of bytes divided by the
-time of a sync, taking the fastest of each; the target is 0.25 at 1 GiB. The same is measured with a vLLM engine,
-       which copies and packs the weights.
+       verified by its canary, over real messages. The ratio is the time of one copy of the same number of bytes
+       divided by the time of a sync, taking the fastest of each; the target is 0.25 at 1 GiB. The same is measured with
+       a vLLM engine, which copies and packs the weights.
 trl    GRPO on answers of up to 128 tokens with widely spread lengths: a random model of the quickstart's shape ends an
        answer after about 64 tokens, so lengths are nearly geometric. Both sides compute the KL to the reference; the
-       cluster has two processes of one thread, plus the reference. The learning rate is so low that lengths do not
-       change. The same is measured with answers of up to 8 tokens, nearly all of which are truncated.
+       cluster has two processes, plus the reference, with one thread each (but see `against_trl`). The learning rate
+       is so low that lengths do not change. The same is measured with answers of up to 8 tokens, nearly all of which
+       are truncated.
 """
 
 from __future__ import annotations

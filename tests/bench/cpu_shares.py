@@ -6,7 +6,7 @@ The quickstart runs without its evaluations. A figure is a process's user and sy
 divided by that of all processes of the run. "journal and supervision" is the launcher, its guard and the journal. The
 journal's figure is the CPU time that the production class needs to write the events and rows of the run into a new
 journal, with a commit wherever more than `BURST_S` lie between two events. It includes the encoding of the events, the
-checksums, the mark and the WAL checkpoints.
+checksums, the mark and the WAL checkpoints, but no snapshots, which a journal of this size does not have yet.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from launch import access
 from services.scheduler import snapshot
+from services.scheduler.events import LeaseExpired
 from services.scheduler.journal import reading
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
@@ -143,25 +144,27 @@ def _loss(cluster: RayCluster) -> Loss | None:
 
 
 def _leased_again(path: Path, killed_at: float) -> tuple[int, float]:
-    """Return the number of tasks that the victim held at `killed_at`, and the time at which the last of them was leased
-    again.
+    """Return the number of tasks whose leases the victim lost after `killed_at`, and the time at which the last of them
+    was leased again.
     """
     run = RunDir.open(path)
     plan, _ = make_plan(load(run.topology), run.topology)
-    lost: set[str] | None = None
+    lost: set[str] = set()
     count, last_at = 0, 0.0
     with reading(run.journal) as recorded:
         parts = recorded.snapshot()
         state = snapshot.load(plan, parts) if parts else RunState(plan)
         for at, event in recorded.events():
-            if lost is None and at > killed_at:
-                lost = {task for lease in state.leases.held_by(VICTIM) for task in lease.tasks}
-                count = len(lost)
+            if isinstance(event, LeaseExpired) and at > killed_at:
+                lease = state.leases.get(event.lease_id)
+                if lease is not None and lease.holder == VICTIM:
+                    lost |= lease.tasks.keys()
+                    count += len(lease.tasks)
             newest = state.leases.next_id
             state.apply(event)
             state.out.clear()
             granted = state.leases.get(newest)
-            if lost and granted is not None and lost & granted.tasks.keys():
+            if granted is not None and granted.stage == 0 and lost & granted.tasks.keys():
                 lost -= granted.tasks.keys()
                 last_at = at
     if lost:

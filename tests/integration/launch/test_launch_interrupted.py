@@ -58,7 +58,7 @@ def start(
     return subprocess.Popen(
         [
             *(sys.executable, "-m", LAUNCHER, str(QUICKSTART), "--run-dir", str(path)),
-            *("--set", "services.batch-store.memory=14MiB", "--set", f"services.batch-store.directory={shm}"),
+            *("--set", "services.batch-store.memory=16MiB", "--set", f"services.batch-store.directory={shm}"),
             *arguments,
         ],
         stdin=subprocess.DEVNULL,

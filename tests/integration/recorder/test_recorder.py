@@ -117,6 +117,16 @@ async def until(what: str, found: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)  # no event announces a new file
 
 
+async def recorder_ready(worker: Actor) -> None:
+    """Wait until the recorder is READY. Until it asks for them, tasks that have ended are kept only briefly."""
+    async with asyncio.timeout(LIMIT_S):
+        while not any(
+            (row.service, row.state) == ("recorder", "READY")
+            for row in (await worker.ask(GetStatus(), Status)).services
+        ):
+            await asyncio.sleep(0.05)
+
+
 @contextlib.asynccontextmanager
 async def recorded(run: RunDir) -> AsyncIterator[tuple[Bench, Process, DriverActor, list[Actor]]]:
     """Start the scheduler, the store and the recorder, and play a driver, a rollout and a reference."""
@@ -128,13 +138,7 @@ async def recorded(run: RunDir) -> AsyncIterator[tuple[Bench, Process, DriverAct
             await driver.publish(0)
             rollout = await bench.actor("rollout")
             rollout.spread = True
-            # Until the recorder asks, tasks that have ended are kept only briefly.
-            async with asyncio.timeout(LIMIT_S):
-                while not any(
-                    (row.service, row.state) == ("recorder", "READY")
-                    for row in (await rollout.ask(GetStatus(), Status)).services
-                ):
-                    await asyncio.sleep(0.05)
+            await recorder_ready(rollout)
             yield bench, recorder, driver, [rollout, await bench.actor("reference")]
         finally:
             recorder.kill()
@@ -158,6 +162,7 @@ async def kills(run: RunDir) -> None:
         recorder.kill()
         bench.scheduler.start()
         recorder.start()
+        await recorder_ready(workers[0])
         third = await train(bench, driver, workers, 3)
         await until("step 3", lambda: len(read(run.path, step=3)) == GROUP * TASKS_PER_STEP)
         for step, batch in ((1, first), (2, second), (3, third)):

@@ -59,7 +59,7 @@ def test_a_streamed_answer_equals_the_whole_answer() -> None:
     made = only(run(f"{AGENTS}:streaming", tasks=1, samples=1)[0])
     assert made.sample.state["text"] == made.sample.completion
     assert made.sample.state["finish"] == made.sample.finish_reason
-    assert made.sample.state["usage"] == made.rolled.sampled
+    assert made.sample.state["usage"] == len(made.sample.token_ids)
 
 
 def test_each_choice_is_a_sequence_and_any_of_them_can_be_continued() -> None:
@@ -75,8 +75,8 @@ def test_each_choice_is_a_sequence_and_any_of_them_can_be_continued() -> None:
 
 def test_max_tokens_and_stop_shorten_an_answer_and_sampling_follows_the_topology() -> None:
     made = only(run(f"{AGENTS}:shortened", tasks=1, samples=1)[0])
-    assert made.sample.state == {"overridden": "temperature,top_p,seed", "tokens": made.rolled.sampled}
-    assert made.rolled.sampled <= 2
+    assert made.sample.state == {"overridden": "temperature,top_p,seed", "tokens": len(made.sample.token_ids)}
+    assert len(made.sample.token_ids) <= 2
     assert logprob_error(made.rolled.sequences[0]) < 1e-4  # The tokens were sampled at the topology's temperature, 1.0.
 
 

@@ -62,7 +62,7 @@ def test_references_on_cpus_are_scaled_without_a_change_to_the_topology(make: Ma
         ),
         (["algorithm.kl=null", "services.reference=null"], "reference", 2, "only rollout can"),
         (["services.rollout.threads=2"], "rollout", 1000, f"use {THREADS_PER_CPU * CPUS // 2} or fewer"),
-        (["services.batch-store.memory=13800000"], "rollout", 4, "services.batch-store.memory"),
+        (["services.batch-store.memory=14700000"], "rollout", 4, "services.batch-store.memory"),
         ([], "batch-store", 2, "batch-store cannot be scaled"),
         ([], "rollout", -1, "use 1 or more"),
     ],

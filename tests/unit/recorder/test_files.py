@@ -128,3 +128,17 @@ def test_a_damaged_last_line_does_not_hide_later_tasks(tmp_path: Path) -> None:
     assert again.append(group(1, 1, samples=1))
     assert read(tmp_path) == [*group(1, 0), *group(1, 1, samples=1)]
     assert read(tmp_path)[0].state == SampleState.TRAINED
+
+
+def test_a_file_whose_first_record_is_incomplete_does_not_replace_discarded_samples(tmp_path: Path) -> None:
+    first = files(tmp_path)
+    first.append(group(3, 0))
+    assert first.discard(0, 2) == 1
+    first.append(group(3, 1, lineage=1))
+    path = tmp_path / "samples" / "train" / "3.jsonl"
+    path.write_bytes(path.read_bytes()[:40])  # as a kill may leave it
+    again = files(tmp_path)
+    assert again.discard(0, 2) == 0
+    assert again.append(group(3, 1, lineage=1))
+    assert read(tmp_path) == group(3, 1, lineage=1)
+    assert again.nbytes == sum(each.stat().st_size for each in (tmp_path / "samples").rglob("*.jsonl"))

@@ -85,6 +85,18 @@ def test_lease_is_the_largest_divisor_of_a_step_within_512_samples(
     assert topology.services.rollout.block_tasks == block
 
 
+@pytest.mark.parametrize(
+    ("engine", "workflow", "block"), [("vllm", "null", 32), ("transformers", "{function: m:f}", 32)]
+)
+def test_a_lease_for_vllm_or_a_workflow_has_at_most_256_samples(
+    folder: Path, engine: str, workflow: str, block: int
+) -> None:
+    sizes = ["algorithm.tasks_per_step=64", "algorithm.group_size=8", "services.batch-store.memory=1GiB"]
+    chosen = [f"services.rollout.engine={engine}", f"workflow={workflow}", "services.rollout.instances=1"]
+    topology = load(write(folder), [*sizes, *chosen], check_supported=False)
+    assert topology.services.rollout.block_tasks == block
+
+
 @pytest.mark.parametrize(("engine", "block"), [("vllm", 64), ("transformers", 32)])
 def test_an_engine_that_refills_its_batch_gets_its_share_of_a_step_in_one_lease_when_services_take_turns(
     folder: Path, engine: str, block: int
