@@ -94,11 +94,7 @@ class SampleFiles:
             target = self._folder / DISCARDED / str(lineage) / relative
             target.parent.mkdir(parents=True, exist_ok=True)
             path.replace(target)
-            size = self._sizes[path]
-            self._resize(path, 0)
-            del self._sizes[path]
-            self._resize(target, size)
-            self._tasks.pop(path, None)
+            self._resize(target, self._forget(path))
             moved += 1
         return moved
 
@@ -139,6 +135,13 @@ class SampleFiles:
         self.nbytes += nbytes - self._sizes.get(path, 0)
         self._sizes[path] = nbytes
 
+    def _forget(self, path: Path) -> int:
+        """Forget a file that has been moved or removed, and return its size."""
+        size = self._sizes.pop(path)
+        self.nbytes -= size
+        self._tasks.pop(path, None)
+        return size
+
     def _is_of(self, path: Path, lineage: int) -> bool:
         """Return whether the file's first record is of `lineage` or an earlier one."""
         try:
@@ -156,9 +159,7 @@ class SampleFiles:
             if self.nbytes <= self._limit_bytes or path == newest:
                 break
             path.unlink(missing_ok=True)
-            self._resize(path, 0)
-            del self._sizes[path]
-            self._tasks.pop(path, None)
+            self._forget(path)
             self.removed += 1
 
     def _top(self, path: Path) -> str:

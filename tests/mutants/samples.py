@@ -14,6 +14,20 @@ READ = "tests/unit/shared/test_samples_reader.py"
 
 SAMPLES = [
     Mutation(
+        "a samples file whose first record is incomplete replaces discarded samples",
+        FILES,
+        "            return False\n\n    def _trim",
+        "            return True\n\n    def _trim",
+        WRITTEN,
+    ),
+    Mutation(
+        "discarded samples count twice against the limit",
+        FILES,
+        "        self.nbytes -= size\n",
+        "",
+        WRITTEN,
+    ),
+    Mutation(
         "a filtered task is cleared before the recorder has its samples",
         COLLECTION,
         "if due is None or task.parts[0] is None:",
@@ -51,7 +65,7 @@ SAMPLES = [
     Mutation(
         "samples of a later lineage are discarded again by a restarted recorder",
         FILES,
-        " or self._lineage(path) > lineage:",
+        " or not self._is_of(path, lineage):",
         ":",
         f"{WRITTEN}::test_samples_of_rolled_back_steps_are_moved_away_and_those_of_repeated_steps_are_kept",
     ),

@@ -133,7 +133,9 @@ def test_a_damaged_last_line_does_not_hide_later_tasks(tmp_path: Path) -> None:
 def test_a_file_whose_first_record_is_incomplete_does_not_replace_discarded_samples(tmp_path: Path) -> None:
     first = files(tmp_path)
     first.append(group(3, 0))
+    written = first.nbytes
     assert first.discard(0, 2) == 1
+    assert first.nbytes == written
     first.append(group(3, 1, lineage=1))
     path = tmp_path / "samples" / "train" / "3.jsonl"
     path.write_bytes(path.read_bytes()[:40])  # as a kill may leave it
