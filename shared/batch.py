@@ -195,8 +195,8 @@ class Batch:
 
         Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens. The
         tokens of the largest chunk are at most 4/3 - 1/(3 count) times the optimum. Ties go to the lower index and the
-        lower chunk, so the result is deterministic. Tasks without tokens count as one token each, so that they are
-        spread, too.
+        lower chunk, so the result is deterministic. Tasks without tokens count as one token each, so that they
+        are distributed as well.
 
         Tasks are not divided: handles and fetches are per task, and the samples of a task share a prompt, which a rank
         computes once. Raises ValueError for a count below 1.

@@ -67,7 +67,7 @@ def assemble(
         if named is not None:
             known = zip(named[number], group_scores, strict=True)
             kept += [values for values, score in known if score.value is not None]
-    return Assembled(results, shards, dropped, _scalars(survivors), kept)
+    return Assembled(results, shards, dropped, _scalars(survivors, shards), kept)
 
 
 def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
@@ -119,13 +119,13 @@ def _done(handle: TaskHandle, shards: dict[str, Array], samples: int, failed: in
     )
 
 
-def _scalars(samples: Sequence[tuple[Rolled, float]]) -> dict[str, Array]:
+def _scalars(samples: Sequence[tuple[Rolled, float]], shards: Sequence[dict[str, Array]]) -> dict[str, Array]:
+    """Return the scalars of `samples`, whose tokens follow one another in `shards`."""
     # All samples at once: a block has hundreds, and for each one a numpy call takes longer than its work.
     tokens = [sum(len(each.token_ids) for each in sample.sequences) for sample, _ in samples]
     begins = np.cumsum([0, *tokens], dtype=np.intp)[:-1]
-    sequences = [each for sample, _ in samples for each in sample.sequences]
-    mask = np.concatenate([_NO_MASK, *(each.loss_mask for each in sequences)])
-    versions = np.concatenate([_NO_VERSIONS, *(each.versions for each in sequences)])
+    mask = np.concatenate([_NO_MASK, *(each["loss_mask"] for each in shards)])
+    versions = np.concatenate([_NO_VERSIONS, *(each["versions"] for each in shards)])
     length = np.add.reduceat(mask, begins, dtype=np.int32)
     return {
         "reward": np.array([reward for _, reward in samples], np.float32),

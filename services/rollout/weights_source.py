@@ -122,8 +122,7 @@ class ShardSource:
     """A source that reads from this host's store, which fetches versions from other hosts."""
 
     def __init__(self, data: DataClient, store: str = "") -> None:
-        """`store` is this host's store. If there is none, versions are read from the store where the trainer put
-        them."""
+        """`store` is this host's store. If it is empty, versions are read from the store that holds them."""
         self._data = data
         self._store = store
 

@@ -44,7 +44,7 @@ class Feeder:
         self.problem = ""
         """The reason why rows are waiting, in one line, or an empty string if none are waiting."""
         self.refused = ""
-        """The reason why the tracker will never accept this run, in one line, or an empty string if there is none."""
+        """Why the tracker will never accept this run, in one line; empty if it may accept the run."""
         self.busy_since: float | None = None
         """Monotonic time at which the current call to the tracker library began, or None if no call is in progress."""
         self.rows_sent = 0

@@ -68,8 +68,7 @@ def key_file(folder: Path, role: Role) -> Path:
 def create(folder: Path) -> None:
     """Create a key pair for each role in `folder`, unless the pairs already exist.
 
-    The list of public keys is written last, so if it exists, all pairs should exist, too. Raises RpcError if it exists
-    but a pair is missing.
+    The list of public keys is written after all pairs. Raises RpcError if the list exists but a pair is missing.
     """
     if (folder / PUBLIC_FILE).exists():
         for role in Role:

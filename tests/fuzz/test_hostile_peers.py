@@ -260,7 +260,7 @@ def settled(server: Server, least: int) -> int:
 
 @pytest.mark.parametrize("role", [Role.OBSERVER, Role.SERVICE])
 def test_large_unread_answers_are_bounded_in_bytes_and_others_get_their_answers(server: Server, role: Role) -> None:
-    """Of 1,500 answers to one peer, 200 kB each, only a bounded number of bytes is kept. The other answers are lost."""
+    """1,500 answers of 200 kB wait for one peer. They are kept up to a byte limit, and the rest are dropped."""
     bound = (GUEST_BYTES if role is Role.OBSERVER else SERVICE_BYTES) + CACHED_REPLY_BYTES
     with asking_in_thread(server.tcp) as ask:
         asyncio.run(take_snapshots(server.tcp, Role.SERVICE, 64))

@@ -122,7 +122,7 @@ def test_every_killed_service_is_restarted(tmp_path: Path) -> None:
             wait_for(f"the end of {name}", lambda old=row["pid"]: not Path(f"/proc/{old}").exists())
         after = here.wait_ready()
         ranks = [pid for pid in processes_of(here.path) if psutil.Process(pid).cmdline()[-1] == "rank"]
-        # The ranks of the killed service have exited, too.
+        # The ranks of the killed service have also exited.
         assert [psutil.Process(pid).ppid() for pid in ranks] == [after["rollout/0"]["pid"]]
     assert {name: row["restarts"] for name, row in after.items()} == dict.fromkeys(before, 1)
     assert all(after[name]["incarnation"] != row["incarnation"] for name, row in before.items())

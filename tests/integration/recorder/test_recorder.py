@@ -124,7 +124,7 @@ async def recorder_ready(worker: Actor) -> None:
             (row.service, row.state) == ("recorder", "READY")
             for row in (await worker.ask(GetStatus(), Status)).services
         ):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # only paces the requests
 
 
 @contextlib.asynccontextmanager
