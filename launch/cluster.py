@@ -323,7 +323,7 @@ async def _supervise(
     if len(topology.store_hosts()) > 1:
         every = {spec.service for spec in topology.services_plan()}
         away = {service: preflight.threads_of(topology, service) for service in every}
-        hosts = HostDesk(HostBook(topology, away), on_notice=console.notice)
+        hosts = HostDesk(topology, HostBook(topology, away), on_notice=console.notice)
     supervisor = Supervisor(
         run,
         plan,
@@ -357,7 +357,7 @@ async def _supervise(
         loop.create_task(_keep(run, lock, supervisor)),
     ]
     if engine is not None and hosts is not None:
-        engine.start(access_of(run, Role.SERVICE), run.path, hosts)
+        engine.start(access_of(run, Role.SERVICE), hosts)
     try:
         return await supervisor.run()
     finally:

@@ -20,9 +20,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import structlog
@@ -30,13 +31,13 @@ import typer
 
 from launch import distribution, place, preflight
 from launch.heavy import spare_kinds
-from launch.placement.facts import HostFacts, facts, lacking
+from launch.placement.facts import facts
 from launch.placement.link import HostLink
 from launch.supervisor.events import RunOutcome
 from launch.supervisor.plan import SUPERVISOR
 from launch.supervisor.server import Supervisor
 from proto.ids import new_incarnation
-from proto.messages import ErrorCode, HostOrders
+from proto.messages import ErrorCode, HostFacts
 from shared.actor import logging
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, release, sweep_abandoned
@@ -49,6 +50,7 @@ JOIN_S = 60.0
 of an earlier agent."""
 RETRY_S = 1.0
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+T = TypeVar("T")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -71,7 +73,9 @@ def main(
     address: Annotated[
         str,
         typer.Option(
-            "--address", help="address at which other hosts reach this one (default: that of the route to the run)"
+            "--address",
+            help="address at which other hosts reach this one (default: placement.hosts.NAME.address, or that of the "
+            "route to the run)",
         ),
     ] = "",
     check: Annotated[
@@ -83,7 +87,7 @@ def main(
 ) -> None:
     """Run the part of a run that belongs on this host."""
     if check:
-        print(msgspec.json.encode(_checked(sys.stdin.read())).decode())
+        print(msgspec.json.encode(msgspec.structs.asdict(_checked(sys.stdin.read()))).decode())
         return
     path = Path()
     try:
@@ -92,7 +96,7 @@ def main(
         given = _from_input() if access == "-" else _from_file(Path(access), wait_s)
         host = name or socket.gethostname()
         path = (run_dir or place.BASE / given.name / "hosts" / host).absolute()
-        status = _run(given, host, path, address or address_towards(given.endpoints[SUPERVISOR]), access == "-")
+        status = _run(given, host, path, address, held=access == "-")
     except RpcError as error:
         print("\n".join(f"launch.host: {line}" for line in str(error).splitlines()), file=sys.stderr)
         raise typer.Exit(EXIT_USAGE if error.code == ErrorCode.BAD_REQUEST else EXIT_FAILED) from None
@@ -118,9 +122,9 @@ def _checked(text: str) -> HostFacts:
     """Return the facts about this host, with the requirements of the topology `text` that it does not meet."""
     try:
         topology = _topology(text, check_files=False)
-        return facts(topology if topology.policy.distribute else _topology(text))
+        return facts(preflight.check_host(topology if topology.policy.distribute else _topology(text)))
     except RpcError as error:
-        return lacking(str(error).splitlines())
+        return facts(str(error).splitlines())
 
 
 def _topology(text: str, *, check_files: bool = True) -> Topology:
@@ -157,16 +161,18 @@ def _from_file(path: Path, wait_s: float) -> Access:
     return accesses.read(path)
 
 
-def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int:
+def _run(access: Access, host: str, path: Path, address: str, *, held: bool) -> int:
     """Take part in the run until it ends, and return the exit status.
 
-    `held` says whether the agent exits when its standard input ends.
+    `held` says whether the agent exits when its standard input ends. Raises RpcError(bad_request) with a line for each
+    reason why this host cannot take part.
     """
-    topology = _topology(access.topology, check_files=False)
-    if not topology.policy.distribute:
-        _topology(access.topology)
-    lock = place.lock(path)
     ends = _Ends(held)
+    asyncio.run(_introduce(access, host, _checked(access.topology), ends))
+    topology = _topology(access.topology, check_files=False)
+    there = topology.placement.hosts.get(host)
+    address = address or (there and there.address) or address_towards(access.endpoints[SUPERVISOR])
+    lock = place.lock(path)
     if topology.policy.distribute:
         access = asyncio.run(distribution.take(access, path / "files", host, lambda: ends.asked))
     topology = _topology(access.topology)
@@ -185,6 +191,28 @@ def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int
         if status is not None:
             return status
         print(f"host {host}: the run considers it lost; it joins again", file=sys.stderr)
+
+
+async def _introduce(access: Access, host: str, there: HostFacts, ends: _Ends) -> None:
+    """Have home decide whether this host can take part. Raises RpcError(bad_request) if it cannot."""
+    link = HostLink(access, host, [], new_incarnation())
+    try:
+        await _answer_to(lambda: link.introduce(there), ends)
+    finally:
+        await link.close()
+
+
+async def _answer_to(ask: Callable[[], Awaitable[T]], ends: _Ends) -> T:
+    """Repeat a request to home for up to JOIN_S seconds, and return the answer. Raises its last RpcError."""
+    until = time.monotonic() + JOIN_S
+    while True:
+        try:
+            return await ask()
+        except RpcError as error:
+            if error.code == ErrorCode.BAD_REQUEST or time.monotonic() >= until or ends.asked:
+                raise
+            structlog.get_logger("host").warning("not joined yet", error=str(error))
+            await asyncio.sleep(RETRY_S)
 
 
 class _Ends:
@@ -258,7 +286,7 @@ class _Life:
         names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
         link = HostLink(self._access, self._host, names, new_incarnation())
         try:
-            orders = await self._join(link)
+            orders = await _answer_to(link.join, self._ends)
             keys = {(each.service, each.instance): each for each in orders.processes}
             supervisor = Supervisor(
                 self._run,
@@ -288,18 +316,6 @@ class _Life:
             return EXIT_DONE if ended.cause == "the run ends" else EXIT_FAILED
         finally:
             await link.close()
-
-    async def _join(self, link: HostLink) -> HostOrders:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + JOIN_S
-        while True:
-            try:
-                return await link.join()
-            except RpcError as error:
-                if error.code == ErrorCode.BAD_REQUEST or loop.time() >= until or self._ends.asked:
-                    raise
-                self._log.warning("not joined yet", error=str(error))
-                await asyncio.sleep(RETRY_S)
 
 
 if __name__ == "__main__":

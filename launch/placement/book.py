@@ -104,6 +104,8 @@ class Host:
     report: HostReport | None = None
     """The last report of the agent's current incarnation."""
     heard_at: float = 0.0
+    cause: str = ""
+    """The last reason why an agent was lost or could not join."""
     given_up: set[int] = field(default_factory=set)
     """Incarnations that count as lost. Their agents must join again under new ones."""
 
@@ -129,6 +131,14 @@ class HostBook:
 
     # ---- questions
 
+    def host(self, name: str) -> Host:
+        """Return a host by its name. Raises RpcError(bad_request) if there is no such host."""
+        if name not in self.hosts:
+            there = ", ".join(self.hosts)
+            text = f"host {name!r} is not one of the hosts in this run's placement.hosts, which names {there}; give one"
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{text} of them with --name")
+        return self.hosts[name]
+
     def keys(self) -> Iterable[Key]:
         """Return every process that belongs on one of these hosts."""
         yield from (host.store for host in self.hosts.values())
@@ -153,7 +163,10 @@ class HostBook:
         """Return a row for each host that is currently not part of the run."""
         return [
             WaitRow(
-                WaitKind.PROCESS, f"host {host.name} is {host.state}: no agent is reporting from it", now - host.since
+                WaitKind.PROCESS,
+                f"host {host.name} is {host.state}: no agent is reporting from it"
+                + (f" (last: {host.cause})" if host.cause else ""),
+                now - host.since,
             )
             for host in self.hosts.values()
             if host.state in (HostState.AWAITED, HostState.LOST)
@@ -182,14 +195,10 @@ class HostBook:
 
         Raises RpcError if the agent cannot take part.
         """
-        host = self.hosts.get(report.host)
-        if host is None:
-            there = ", ".join(self.hosts)
-            text = f"host {report.host!r} is not one of the hosts in this run's placement.hosts, which names {there}"
-            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        host = self.host(report.host)
         if report.gpus < host.gpus:
             text = f"host {host.name}: placement.hosts gives it {host.gpus} GPUs, but its agent may use {report.gpus}"
-            raise RpcError(ErrorCode.BAD_REQUEST, text)
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; lower that, or check its CUDA_VISIBLE_DEVICES")
         if report.incarnation in host.given_up:
             raise RpcError(ErrorCode.LOST, f"host {host.name}: considered lost, because it was silent; join again")
         effects: list[Effect] = []
@@ -218,7 +227,11 @@ class HostBook:
         host = self.hosts[name]
         effects: list[Effect] = []
         if host.state != HostState.JOINED or host.report is None:
+            if host.state != HostState.ENDED and not self.ending and host.cause != cause:
+                host.cause = cause
+                effects.append(Told(f"host {name} cannot join: {cause}"))
             return effects
+        host.cause = cause
         host.state, host.since = HostState.LOST, now
         host.given_up.add(host.report.incarnation)
         lives = [row.incarnation for row in host.report.processes if row.incarnation]

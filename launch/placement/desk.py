@@ -8,21 +8,24 @@ another host go to the supervisor of that host's agent, which answers them just 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, assert_never
 
 import structlog
 import zmq
 
 from launch.placement.book import Effect, Host, HostBook, HostLost, HostState, Told, Unable
+from launch.placement.facts import facts, refusals
 from launch.supervisor.plan import SUPERVISOR, Key
-from proto.messages import Ack, ErrorCode, HostGone, HostOrders, HostReport
+from proto.messages import Ack, ErrorCode, HostCheck, HostGone, HostOrders, HostReport
 from proto.registry import Request
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import service_name
 from shared.security.keys import Keyring
+from shared.topology import Topology
 
 LOOK_S = 1.0
 GONE_CALL_S = 2.0
@@ -36,9 +39,13 @@ END_S = 40.0
 class HostDesk:
     """Serves the agents of a run's other hosts, on the event loop of the run's supervisor."""
 
-    def __init__(self, book: HostBook, *, on_notice: Callable[[str], None]) -> None:
+    def __init__(self, topology: Topology, book: HostBook, *, on_notice: Callable[[str], None]) -> None:
         """`on_notice` is called with each human-readable line."""
         self.book = book
+        self._topology = topology
+        self._home = facts()
+        self._refused: dict[str, str] = {}
+        """The last reasons for which each host was refused."""
         self.on_unable: Callable[[str], None] = lambda cause: None
         """Called once if the processes of a host cannot continue."""
         self._on_notice = on_notice
@@ -63,6 +70,7 @@ class HostDesk:
         for host in self.book.hosts.values():
             host.since = self._loop.time()
         self._context, self._incarnation, self._keys, self._scheduler = context, incarnation, keys, scheduler
+        mailbox.handle(HostCheck, self._on_check)
         mailbox.handle(HostReport, self._on_report)
         self._background(self._look())
 
@@ -97,10 +105,31 @@ class HostDesk:
         except TimeoutError:
             self._log.warning("agents have not ended", limit_s=END_S)
 
+    def _on_check(self, check: HostCheck, call: Call) -> Ack:
+        with self._telling_refusals(check.host):
+            self.book.host(check.host)
+            if problems := refusals(self._topology, self._home, check.host, check.facts):
+                raise RpcError(ErrorCode.BAD_REQUEST, "\n".join(problems))
+        return Ack()
+
     def _on_report(self, report: HostReport, call: Call) -> HostOrders:
-        orders, effects = self.book.report(report, self._loop.time())
+        with self._telling_refusals(report.host):
+            orders, effects = self.book.report(report, self._loop.time())
         self._carry_out(effects)
         return orders
+
+    @contextlib.contextmanager
+    def _telling_refusals(self, host: str) -> Iterator[None]:
+        """Show the user why an agent is refused, unless that was also the last reason."""
+        try:
+            yield
+        except RpcError as error:
+            text = str(error)
+            if error.code == ErrorCode.BAD_REQUEST and self._refused.get(host) != text:
+                self._refused[host] = text
+                for line in text.splitlines():
+                    self._on_notice(f"host {host} is refused: {line}")
+            raise
 
     async def _look(self) -> None:
         while True:

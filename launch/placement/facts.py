@@ -12,9 +12,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import msgspec
-
 from launch import preflight
+from proto.messages import HostFacts
 from shared.topology import Topology, distribution
 from shared.topology.fields import format_size
 
@@ -25,34 +24,8 @@ CLOCK_LIMIT_S = 2.0
 by time."""
 
 
-class HostFacts(msgspec.Struct, frozen=True):
-    """The facts that a host reports about itself."""
-
-    name: str
-    """Name of the host."""
-    code: str
-    """Digest of the rlbus code that is installed there."""
-    python: str
-    torch: str
-    """Version of torch, or an empty string if it is not installed."""
-    gpus: int
-    """GPUs that the agent may use."""
-    niceness: int
-    """Niceness of the host's processes."""
-    free_bytes: int
-    """Free space on the disk of the working directory, where agents keep the folders of their hosts."""
-    problems: list[str]
-    """Requirements of the topology that the host does not meet, one line each."""
-
-
-def facts(topology: Topology) -> HostFacts:
-    """Return the facts about this host, including the requirements of the topology's computing processes that it does
-    not meet."""
-    return lacking(preflight.check_host(topology))
-
-
-def lacking(problems: Sequence[str]) -> HostFacts:
-    """Return the facts about this host, with `problems` as the requirements that it does not meet."""
+def facts(problems: Sequence[str] = ()) -> HostFacts:
+    """Return the facts about this host, with `problems` as the requirements of the topology that it does not meet."""
     return HostFacts(
         name=socket.gethostname(),
         code=code_digest(),
@@ -65,8 +38,9 @@ def lacking(problems: Sequence[str]) -> HostFacts:
     )
 
 
-def compare(home: HostFacts, there: HostFacts) -> list[str]:
-    """Return the reasons why a host cannot take part in a run that was started at `home`, one line each."""
+def compare(home: HostFacts, there: HostFacts, gpus: int) -> list[str]:
+    """Return the reasons why a host that should have `gpus` GPUs cannot take part in a run that was started at `home`,
+    one line each."""
     found = []
     if there.code != home.code:
         found.append(f"a different rlbus (code {there.code}, here {home.code}); install the same release on both")
@@ -74,7 +48,24 @@ def compare(home: HostFacts, there: HostFacts) -> list[str]:
         found.append(f"Python {there.python}, here {home.python}; use the same on both")
     if there.torch != home.torch:
         found.append(f"torch {there.torch or 'missing'}, here {home.torch}; install the same on both")
+    if there.gpus < gpus:
+        found.append(
+            f"its agent may use {there.gpus} GPUs, but placement.hosts gives it {gpus}; lower that, or check its "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    if abs(there.clock_s) > CLOCK_LIMIT_S:
+        way = "ahead of" if there.clock_s > 0 else "behind"
+        found.append(
+            f"its clock is {abs(there.clock_s):.1f} s {way} home's (limit {CLOCK_LIMIT_S:g} s); synchronise them "
+            "(chrony, ntp)"
+        )
     return [*found, *there.problems]
+
+
+def refusals(topology: Topology, home: HostFacts, name: str, there: HostFacts) -> list[str]:
+    """Return the reasons why the host `name` cannot take part in a run that was started at `home`, one line each."""
+    room = room_problem(topology, there)
+    return [*compare(home, there, topology.placement.hosts[name].gpus), *([room] if room else [])]
 
 
 def room_problem(topology: Topology, there: HostFacts) -> str:
@@ -92,17 +83,13 @@ def room_problem(topology: Topology, there: HostFacts) -> str:
     )
 
 
-def clock_problem(sent_at: float, there_at: float, received_at: float) -> str:
-    """Return a line if a host's clock, which was read between `sent_at` and `received_at`, is wrong. Otherwise,
-    return an empty string.
+def clock_ahead(sent_at: float, there_at: float, received_at: float) -> float:
+    """Return by how many seconds another clock, which was read between `sent_at` and `received_at`, is ahead of this
+    one (negative: behind).
 
     Only the part of the difference that the round trip cannot explain counts.
     """
-    off = max(sent_at - there_at, there_at - received_at)
-    if off <= CLOCK_LIMIT_S:
-        return ""
-    way = "ahead of" if there_at > received_at else "behind"
-    return f"its clock is {off:.1f} s {way} this machine's (limit {CLOCK_LIMIT_S:g} s); synchronise them (chrony, ntp)"
+    return max(there_at - received_at, 0.0) + min(there_at - sent_at, 0.0)
 
 
 @cache

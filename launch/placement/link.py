@@ -4,15 +4,17 @@ the run orders."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import msgspec
 import structlog
 import zmq
 
+from launch.placement.facts import clock_ahead
 from launch.supervisor.plan import SUPERVISOR, Key
 from launch.supervisor.server import Supervisor
-from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport
+from proto.messages import Ack, ErrorCode, HostCheck, HostFacts, HostOrders, HostProcess, HostReport, Ping, Pong
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.security.access import Access
@@ -39,6 +41,13 @@ class HostLink:
         self.given_up = False
         """Whether the run considers this incarnation of the agent lost, so that the agent must join again under a new
         one."""
+
+    async def introduce(self, there: HostFacts) -> None:
+        """Ask home whether a host with the facts `there` can take part. Raises RpcError(bad_request) if it cannot."""
+        sent_at = time.time()
+        home = await self._client.call(Ping(), Pong, deadline_s=CALL_S)
+        facts = msgspec.structs.replace(there, clock_s=-clock_ahead(sent_at, home.at, time.time()))
+        await self._client.call(HostCheck(host=self._report.host, facts=facts), Ack, deadline_s=CALL_S)
 
     async def join(self) -> HostOrders:
         """Report for the first time, and return the orders. Raises RpcError."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,11 +23,11 @@ import msgspec
 import structlog
 
 from launch.placement.desk import HostDesk
-from launch.placement.facts import HostFacts, clock_problem, compare, facts, room_problem
+from launch.placement.facts import clock_ahead, facts, refusals
 from launch.placement.ray_messages import News, Order
 from launch.preflight import Findings
 from launch.supervisor.programs import child_environment
-from proto.messages import ErrorCode
+from proto.messages import ErrorCode, HostFacts
 from shared.rpc.errors import RpcError
 from shared.security import access as accesses
 from shared.security.access import Access
@@ -37,6 +39,8 @@ SILENCE_S = 45.0
 """Maximum time, in seconds, until the cluster gives its first answer."""
 AGAIN_S = 5.0
 """Seconds before a keeper that died is started again."""
+CLOSE_S = 20.0
+"""Maximum time, in seconds, for the keeper to stop the agents and to exit."""
 _LINE_BYTES = 1 << 16
 
 
@@ -57,26 +61,35 @@ class RayEngine:
         """The host name of the node of each host, once `check` has returned."""
 
     def check(self, path: Path) -> Findings:
-        """Connect to the cluster, find a node for each host and have it check itself. `path` is the run directory."""
+        """Connect to the cluster, find a node for each host and have it check itself. `path` is the run directory.
+
+        A host on which nothing has to run may have no node yet.
+        """
         findings = Findings()
-        order = self._open_order(path)
+        self._path = path.absolute()
+        needed = {spec.host for spec in self._topology.away_plan() if spec.service != "batch-store"}
         try:
-            self._spawn(order)
-            home = facts(self._topology)  # while the keeper connects
+            self._spawn(self._open_order())
+            home = facts()  # while the keeper connects
             for news in self._until_ready():
                 match news.kind:
                     case "opened":
                         self.address = news.address
                     case "failed" | "refused":
                         findings.errors.append(f"placement: {news.text}")
+                    case "missing" if news.host in needed:
+                        findings.errors.append(f"placement: {news.text}")
+                    case "missing":
+                        text = f"placement: {news.text}. The run can start without this host, which joins later"
+                        findings.warnings.append(text)
                     case "warning":
                         findings.warnings.append(f"placement: {news.text}")
                     case "checked":
-                        there = msgspec.json.decode(news.facts, type=HostFacts)
+                        there = HostFacts(**msgspec.json.decode(news.facts))
                         self.machines[news.host] = there.name
-                        room = room_problem(self._topology, there)
-                        problems = [*compare(home, there), room, clock_problem(*news.times)]
-                        findings.errors.extend(f"host {news.host}: {each}" for each in problems if each)
+                        there = msgspec.structs.replace(there, clock_s=clock_ahead(*news.times))
+                        problems = refusals(self._topology, home, news.host, there)
+                        findings.errors.extend(f"host {news.host}: {each}" for each in problems)
                         if there.niceness > home.niceness:
                             text = f"Ray runs its processes with niceness {there.niceness}, so others have priority"
                             remedy = "set RAY_worker_niceness=0 for `ray start`"
@@ -85,11 +98,11 @@ class RayEngine:
             findings.errors.append(str(error))
         return findings
 
-    def start(self, access: Access, path: Path, desk: HostDesk) -> None:
+    def start(self, access: Access, desk: HostDesk) -> None:
         """Keep an agent on every host from now on, and report losses to `desk`. Runs on the supervisor's event loop."""
         self._desk = desk
         secret = base64.b64encode(accesses.encode(access)).decode()
-        self._started = msgspec.structs.replace(self._open_order(path), kind="start", access=secret)
+        self._started = msgspec.structs.replace(self._open_order(), kind="start", access=secret)
         self._send(self._started)
         self._watch()
 
@@ -101,22 +114,19 @@ class RayEngine:
         self._unwatch(keeper)
         assert keeper.stdin is not None  # noqa: S101  # it is a pipe
         keeper.stdin.close()
-        try:
-            keeper.wait(20)
-        except subprocess.TimeoutExpired:
-            keeper.kill()  # Ray then kills its actors
-            keeper.wait()
+        _end(keeper, CLOSE_S)
 
-    def _open_order(self, path: Path) -> Order:
+    def _open_order(self) -> Order:
+        transport = self._topology.transport
         hosts = {name: host.gpus for name, host in self._topology.placement.hosts.items()}
         hosts = {name: gpus for name, gpus in hosts.items() if name != self._topology.home}
         return Order(
             "open",
-            run=path.name,
-            path=str(path.absolute()),
             address=self._address,
             hosts=hosts,
             home=self._topology.home or "",
+            listen=transport.listen or "",
+            ports=[transport.scheduler_port, transport.supervisor_port],
             topology=self._topology.to_yaml(),
         )
 
@@ -125,7 +135,7 @@ class RayEngine:
     def _spawn(self, order: Order) -> None:
         self._rest = b""
         self._keeper = subprocess.Popen(
-            [sys.executable, "-m", "launch.placement.ray_keeper"],
+            [sys.executable, "-m", "launch.placement.ray_keeper", str(self._path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -204,7 +214,7 @@ class RayEngine:
                     desk.tell(each.text)
                 case "refused" if desk.book.hosts[each.host].report is None:
                     desk.on_unable(each.text)  # another start would not help
-                case "failed" | "refused":
+                case "failed" | "refused" | "missing":
                     desk.tell(each.text)
                 case "opened" | "checked" | "ready":
                     pass
@@ -215,8 +225,7 @@ class RayEngine:
         if keeper is None or self._started is None:
             return
         self._unwatch(keeper)
-        keeper.kill()
-        keeper.wait()
+        _end(keeper, 0.0)
         for host in self._started.hosts:
             desk.lose(host, "the process that speaks to Ray died")
         asyncio.get_running_loop().call_later(AGAIN_S, self._restart, self._started)
@@ -225,3 +234,19 @@ class RayEngine:
         self._spawn(msgspec.structs.replace(started, kind="open", access=""))
         self._send(started)
         self._watch()
+
+
+def _end(keeper: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Wait for the keeper to exit, and kill it after `limit_s` seconds. Ray then kills its actors.
+
+    With `--detach`, the keeper is not a child of this process, so its exit shows only in the end of its output.
+    """
+    assert keeper.stdout is not None  # noqa: S101  # it is a pipe
+    output, until = keeper.stdout.fileno(), time.monotonic() + limit_s
+    while select([output], [], [], max(0.0, until - time.monotonic()))[0]:
+        if not os.read(output, _LINE_BYTES):
+            break
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(keeper.pid, signal.SIGKILL)
+    keeper.wait()

@@ -1,4 +1,5 @@
-"""Keeps the agents of a run on the nodes of a Ray cluster: `python -m launch.placement.ray_keeper`, for the launcher.
+"""Keeps the agents of a run on the nodes of a Ray cluster, for the launcher: `python -m launch.placement.ray_keeper
+RUN_DIR`. The directory of a host is `hosts/<name>` below the same path on its node.
 
 It is a separate process because a Ray driver has threads, signal handlers and memory that the launcher must not have,
 and because the launcher forks (`--detach`). It reads one JSON object per line from its input and writes one per line to
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -51,6 +54,7 @@ LOOK_AGAIN_S = 1.0
 USAGE = 2
 """Exit status of an agent for which another start would not help."""
 END_S = 5.0
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class HostKeeper:
@@ -68,6 +72,15 @@ class HostKeeper:
 
     def now(self) -> float:
         return time.time()
+
+    def unreachable(self, doors: list[tuple[str, int]]) -> str:
+        """Return the first address to which this node cannot connect, with the reason, or an empty string."""
+        for door in doors:
+            try:
+                socket.create_connection(door, timeout=5).close()
+            except OSError as error:
+                return f"{door[0]}:{door[1]} ({error.strerror or error})"
+        return ""
 
     def check(self, root: str, folder: str, topology: bytes) -> tuple[int, str, str]:
         """Return the exit status, the output and the errors of `launch.host --check` on this node.
@@ -140,8 +153,8 @@ class _Placed:
 class Keeper:
     """The Ray driver that keeps an agent on every host."""
 
-    def __init__(self, ray: Any, order: Order) -> None:
-        self._ray, self._order = ray, order
+    def __init__(self, ray: Any, order: Order, path: Path) -> None:
+        self._ray, self._order, self._path = ray, order, path
         self._placed: dict[str, _Placed] = {}
         self._access = b""
         self._again_at: dict[str, float] = {}
@@ -161,12 +174,15 @@ class Keeper:
             tell(News("refused", text))
         for name in self._order.hosts:
             if text := self._create(name, nodes):
-                tell(News("refused", f"host {name}: {text}", name))
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            for news in pool.map(self._checked, list(self._placed.values())):
+                self._say("missing", name, text)
+        with contextlib.ExitStack() as stack:
+            address = self._order.listen or self._ray.util.get_node_ip_address()
+            doors = _open_doors([(address, port) for port in self._order.ports], len(self._placed), stack)
+            pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
+            for news in pool.map(functools.partial(self._checked, doors=doors), list(self._placed.values())):
                 tell(news)
 
-    def _checked(self, placed: _Placed) -> News:
+    def _checked(self, placed: _Placed, doors: list[tuple[str, int]]) -> News:
         name = placed.name
         if text := self._begun(placed, START_S):
             return News("refused", f"host {name}: {text}", name)
@@ -174,10 +190,14 @@ class Keeper:
             sent_at = time.time()
             there_at = self._ray.get(placed.actor.now.remote(), timeout=START_S)
             times = (sent_at, there_at, time.time())
+            unreachable = self._ray.get(placed.actor.unreachable.remote(doors), timeout=START_S)
             call = placed.actor.check.remote(ROOT, FOLDER, self._order.topology.encode())
             status, output, errors = self._ray.get(call, timeout=2 * START_S)
         except self._ray.exceptions.RayError as error:
-            return News("refused", f"host {name} could not be checked: {_line(error)}", name)
+            return News("refused", f"host {name} could not be checked: {_line(error)}; see `ray status`", name)
+        if unreachable:
+            text = f"it cannot connect to this machine at {unreachable}; open that port, or set transport.listen"
+            return News("refused", f"host {name}: {text} to an address of this machine that it can reach", name)
         if status:
             why = (errors.strip().splitlines() or ["no output"])[-1]
             text = f"`python -m launch.host --check` fails there: {why}; install rlbus at {ROOT}, or as a package"
@@ -227,19 +247,21 @@ class Keeper:
             fit = [node for node in free if node["NodeID"] not in used and node["Resources"].get("GPU", 0) >= gpus]
         if not fit:
             there = ", ".join(sorted(node["Labels"].get(LABEL, node["NodeManagerAddress"]) for node in alive))
+            wanted = f" with {gpus} GPUs" if gpus else ""
             return (
-                f"no node has the label {LABEL}={name}, and no other free node has {gpus} GPUs (nodes: {there}); "
+                f"no node has the label {LABEL}={name}, and no other node{wanted} is free (nodes: {there}); "
                 f"label one with `ray start --address … --labels {LABEL}={name}`"
             )
         node = fit[0]
         if node["Resources"].get("GPU", 0) < gpus:
-            return f"its node has {node['Resources'].get('GPU', 0):g} GPUs, but placement.hosts.{name}.gpus is {gpus}"
+            has = f"its node has {node['Resources'].get('GPU', 0):g} GPUs"
+            return f"{has}, but placement.hosts.{name}.gpus is {gpus}; lower that, or label another node"
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         actor_name = f"host-{node['NodeID']}"
         try:
             actor = self._actor_class.options(
                 name=actor_name, num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_concurrency=2
-            ).remote(self._order.run)
+            ).remote(self._path.name)
         except ValueError:  # the name is taken
             return f"its node is already a host of run {self._whose(actor_name)!r}; end that run first"
         self._placed[name] = _Placed(name, node["NodeID"], actor)
@@ -268,8 +290,7 @@ class Keeper:
             text = f"its actor cannot start: {_line(error)}"
         else:
             return ""
-        self._ray.kill(placed.actor)
-        del self._placed[placed.name]
+        self._give_up(placed)
         return text
 
     def _whose(self, actor_name: str) -> str:
@@ -279,7 +300,7 @@ class Keeper:
             return "(unknown)"
 
     def _start(self, placed: _Placed) -> str:
-        path = str(Path(self._order.path) / "hosts" / placed.name)
+        path = str(self._path / "hosts" / placed.name)
         try:
             self._ray.get(placed.actor.start.remote(ROOT, FOLDER, placed.name, path, self._access), timeout=START_S)
         except self._ray.exceptions.RayTaskError as error:
@@ -306,26 +327,53 @@ class Keeper:
         status, output = ended
         why = (output.strip().splitlines() or [f"exit status {status}"])[-1]
         self._again_at[placed.name] = time.monotonic() + AGAIN_S
-        self._lose(placed, f"its agent ended: {why}" if status else "its agent ended")
         if status == USAGE:
+            self._give_up(placed)
             self._say("refused", placed.name, why)
+        else:
+            self._lose(placed, f"its agent ended: {why}" if status else "its agent ended")
 
-    def _say(self, kind: Literal["told", "refused"], host: str, text: str) -> None:
+    def _say(self, kind: Literal["told", "missing", "refused"], host: str, text: str) -> None:
         """Report `text`, unless it was also the last report about the host."""
         if self._said.get(host) != text:
             tell(News(kind, f"host {host}: {text}", host))
         self._said[host] = text
 
-    def _lose(self, placed: _Placed, cause: str) -> None:
+    def _give_up(self, placed: _Placed) -> None:
         self._ray.kill(placed.actor)
         del self._placed[placed.name]
+
+    def _lose(self, placed: _Placed, cause: str) -> None:
+        self._give_up(placed)
         tell(News("lost", cause, placed.name))
 
 
 def _line(error: object) -> str:
-    """Return the first non-empty line of a Ray error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    """Return the text of an error in one line. For an error in an actor, that is the error that the actor raised."""
+    words = _ANSI.sub("", str(getattr(error, "cause", None) or error)).split()
+    return " ".join(words)[:300] or type(error).__name__
+
+
+def _open_doors(doors: list[tuple[str, int]], hosts: int, stack: contextlib.ExitStack) -> list[tuple[str, int]]:
+    """Listen at addresses to which `hosts` hosts will connect, until the stack is closed. Return those that can be
+    used; the launcher reports the others.
+    """
+    opened = []
+    for door in doors:
+        with contextlib.suppress(OSError):
+            # Nothing accepts the connections, so the queue must have room for all of them.
+            stack.enter_context(socket.create_server(door, backlog=hosts + 8))
+            opened.append(door)
+    return opened
+
+
+def _remedy(error: str) -> str:
+    """Return what to do about an error of `ray.init`."""
+    if "ersion mismatch" in error:
+        return "use the cluster's versions of Ray and Python here"
+    if "Could not find any running Ray instance" in error:
+        return "start one with `ray start --head`, or set RAY_ADDRESS"
+    return "set RAY_AUTH_MODE and RAY_AUTH_TOKEN as for its `ray start`, and check `ray status`"
 
 
 def tell(news: News) -> None:
@@ -374,12 +422,13 @@ def _open(order: Order) -> Keeper | None:
     try:
         ray.init(address=order.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        tell(News("failed", f"no Ray cluster at {order.address!r} ({_line(error)}); start one with `ray start --head`"))
+        text = f"cannot connect to a Ray cluster at {order.address!r} ({_line(error)})"
+        tell(News("failed", f"{text}; {_remedy(str(error))}"))
         return None
     if os.environ.get("RAY_AUTH_MODE") != "token" and os.environ.get("RAY_USE_TLS") != "1":
         text = "this Ray cluster has neither a token (RAY_AUTH_MODE=token) nor TLS (RAY_USE_TLS=1)"
         tell(News("warning", f"{text}: anyone who can reach its ports can run code on it and take the run's keys"))
-    keeper = Keeper(ray, order)
+    keeper = Keeper(ray, order, Path(sys.argv[1]))
     tell(News("opened", address=ray.util.get_node_ip_address()))
     keeper.check()
     tell(News("ready"))

@@ -12,14 +12,15 @@ class Order(msgspec.Struct, frozen=True):
     `start`."""
 
     kind: Literal["open", "start"]
-    run: str = ""
-    path: str = ""
-    """Run directory at home. The directory of a host is `hosts/<name>` below the same path."""
     address: str = ""
     """Address of the cluster, as for `ray.init`."""
     hosts: dict[str, int] = {}
     """The hosts to place, with the number of GPUs of each."""
     home: str = ""
+    listen: str = ""
+    """Address of home to which the hosts connect, or an empty string for that of its node in the cluster."""
+    ports: list[int] = []
+    """Ports of home to which the hosts connect."""
     topology: str = ""
     """The topology as YAML, which the hosts check."""
     access: str = ""
@@ -29,7 +30,7 @@ class Order(msgspec.Struct, frozen=True):
 class News(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event that the keeper reports. `host` is the host that the event concerns, or an empty string."""
 
-    kind: Literal["opened", "failed", "warning", "checked", "ready", "lost", "told", "refused"]
+    kind: Literal["opened", "failed", "warning", "checked", "ready", "lost", "told", "missing", "refused"]
     text: str = ""
     host: str = ""
     address: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Awaitable, Callable
 
 from launch.placement.book import HostBook
@@ -91,7 +92,9 @@ class Views:
         ]
 
     def _ping(self, _: Ping, call: Call) -> Pong:
-        return Pong(service=SUPERVISOR, instance=0, incarnation=self._incarnation, state=self._state.phase)
+        return Pong(
+            service=SUPERVISOR, instance=0, incarnation=self._incarnation, state=self._state.phase, at=time.time()
+        )
 
     def _get_state(self, _: GetSupervisorState, call: Call) -> SupervisorState:
         rows = self.rows() + (self._hosts.rows() if self._hosts is not None else [])

@@ -8,7 +8,7 @@ began.
 from __future__ import annotations
 
 from proto.messages.common import Ack, Array, Error, ErrorCode, Ping, Pong
-from proto.messages.hosts import HostGone, HostOrders, HostProcess, HostReport
+from proto.messages.hosts import HostCheck, HostFacts, HostGone, HostOrders, HostProcess, HostReport
 from proto.messages.process import (
     DrainService,
     GetLog,

@@ -54,6 +54,7 @@ class Pong(Message, frozen=True, kw_only=True):
     instance: int
     incarnation: int
     state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; for the supervisor, its phase (`SupervisorState`)
+    at: float = 0.0  # time of the answer, in seconds since 1970; 0 if it is not known
 
 
 @message(4, reply=Pong)

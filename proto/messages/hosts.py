@@ -16,6 +16,34 @@ class HostProcess(Record, frozen=True, array_like=True):
     gpus: list[int]  # the GPUs that it sees, as positions in the agent's list of GPUs
 
 
+class HostFacts(Record, frozen=True, array_like=True):
+    """The facts that a host reports about itself before it takes part in a run."""
+
+    name: str  # its host name
+    code: str  # digest of the rlbus code that is installed there
+    python: str  # version of Python
+    torch: str  # version of torch, or an empty string if it is not installed
+    gpus: int  # number of GPUs that the agent may use
+    niceness: int  # niceness of the host's processes
+    free_bytes: int  # free space on the disk of the working directory, where agents keep the folders of their hosts
+    problems: list[str]  # requirements of the topology that the host does not meet, one line each
+    clock_s: float = 0.0
+    """Seconds by which its clock is ahead of home's, as far as the time that the messages took cannot explain the
+    difference. Negative if it is behind."""
+
+
+@message(5, reply=Ack)
+class HostCheck(Request, frozen=True, kw_only=True):
+    """An agent asks whether its host can take part in the run, before it joins or fetches anything.
+
+    Errors:
+        bad_request: it cannot; each line of the message names a reason and a remedy.
+    """
+
+    host: str  # name of the host in `placement.hosts`
+    facts: HostFacts  # what the host has and lacks
+
+
 @message(35)
 class HostOrders(Message, frozen=True, kw_only=True):
     """The processes that the host must run. The agent starts missing processes and drains all others."""

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import socket as host_names
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
@@ -409,7 +410,9 @@ class Service:
             self.telemetry.emit("process", {**life, **meter.read(), "progress_age_s": self._progress_age_s()})
 
     def _ping(self, _: Ping, call: Call) -> Pong:
-        return Pong(service=self.NAME, instance=self.instance, incarnation=self.incarnation, state=self.state)
+        return Pong(
+            service=self.NAME, instance=self.instance, incarnation=self.incarnation, state=self.state, at=time.time()
+        )
 
     def _note_progress(self) -> None:
         if self.progress() != self._progress[0]:

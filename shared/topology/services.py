@@ -231,12 +231,16 @@ class GC(Section):
     )
 
 
+Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")]
 # Part of folder names and of Ray node labels.
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
 class Host(Section):
     gpus: int = Field(default=0, ge=0, description="GPUs of this host, 0 or more")
+    address: Address | None = Field(
+        default=None, description="address at which other hosts reach this one; default: that of its route to home"
+    )
 
 
 class Placement(Section):
@@ -254,7 +258,7 @@ class Placement(Section):
 
 
 class Transport(Section):
-    listen: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")] | None = Field(
+    listen: Address | None = Field(
         default=None,
         description="address at which other hosts reach this machine, such as 10.0.0.1; default: this machine only",
     )

@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,9 +36,9 @@ from tests.bench.turns import by_turns, heading, ratios, spread
 from tests.integration.hosts.ray_cluster import RayCluster, Told, ray_cluster, run_on
 from tests.integration.tiny.harness import ROOT, ctl, environment, wait_for
 
-STEPS = 25
-WARM_STEPS = 5
-"""Number of steps before the first step that is measured."""
+STEPS = 250
+WARM_STEPS = 50
+"""Number of steps before the first step that is measured: Ray starts processes of its own during the first seconds."""
 LIMIT_S = 240.0
 ROLLOUT_ON_B = ("services.rollout.host=b", "transport.listen=127.0.0.1")
 TWO_HOSTS = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={host: [b, c], instances: 2}")
@@ -75,8 +73,7 @@ def timed_run(cluster: RayCluster, engine: str) -> Timed:
             if launcher.poll() not in (None, 0):
                 sys.exit("hosts: " + "\n    ".join(told.lines[-15:]))
             time.sleep(0.01)  # the resolution of the times
-        steps = [after - before for before, after in itertools.pairwise(rows)]
-        done = Timed(rows[0], statistics.median(steps[WARM_STEPS:]))
+        done = Timed(rows[0], (rows[STEPS - 1] - rows[WARM_STEPS - 1]) / (STEPS - WARM_STEPS))
     _print(engine=engine, start_s=done.start_s, step_s=done.step_s)
     return done
 

@@ -53,6 +53,7 @@ ROUTES = {
     "StopRun": ("operator", "supervisor"),
     "GetSupervisorState": ("operator, policy-trainer", "supervisor"),
     "KillInstance": ("scheduler", "supervisor"),
+    "HostCheck": ("agents of hosts", "supervisor"),
     "HostReport": ("agents of hosts", "supervisor"),
     "HostGone": ("supervisor", "scheduler"),
     "GetStory": ("operator", "supervisor"),

@@ -12,10 +12,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pytest
@@ -26,6 +26,11 @@ STORE_BYTES = 80 << 20
 NOTICED = {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "2"}
 """Settings with which Ray notices a dead node within two seconds."""
 LIMIT_S = 120.0
+RAY_START = [
+    *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+    *("--num-cpus", "1", "--object-store-memory", str(STORE_BYTES)),
+]
+"""The command that starts a node as a user would, without its address and labels."""
 
 
 @dataclass
@@ -33,19 +38,39 @@ class RayCluster:
     """The cluster with its nodes by label. `home` is the head."""
 
     cluster: Any
+    folder: str
     nodes: dict[str, Any] = field(default_factory=dict)
+    prefix: Sequence[str] = ()
 
     @property
     def address(self) -> str:
         return str(self.cluster.address)
 
-    def add(self, label: str) -> None:
-        labels = {"rlbus-host": label}
-        self.nodes[label] = self.cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, labels=labels)
+    def add(self, label: str, **resources: int) -> None:
+        """Add a node. With an empty `label`, the node has no label."""
+        labels = {"rlbus-host": label} if label else {}
+        self.nodes[label] = self.cluster.add_node(
+            num_cpus=1, object_store_memory=STORE_BYTES, labels=labels, **resources
+        )
 
     def kill(self, label: str) -> None:
         """Kill the raylet of a node, as the loss of its host would."""
         self.cluster.remove_node(self.nodes.pop(label), allow_graceful=False)
+
+    def actors(self) -> list[psutil.Process]:
+        """Return the processes of the actors that keep agents."""
+        raylets = [each for each in processes_of(Path(self.folder)) if each.name() == "raylet"]
+        return [each for raylet in raylets for each in raylet.children() if "HostKeeper" in " ".join(each.cmdline())]
+
+
+class Nodes(Protocol):
+    """The nodes of a Ray cluster. Commands on its head begin with `prefix`."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def prefix(self) -> Sequence[str]: ...
 
 
 @contextlib.contextmanager
@@ -63,7 +88,9 @@ def ray_cluster(*labels: str) -> Iterator[RayCluster]:
     os.mkdir(os.path.join(folder, "ray"))
     try:
         head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": folder}
-        made = RayCluster(Cluster(initialize_head=True, head_node_args={**head, "labels": {"rlbus-host": "home"}}))
+        made = RayCluster(
+            Cluster(initialize_head=True, head_node_args={**head, "labels": {"rlbus-host": "home"}}), folder
+        )
         try:
             for label in labels:
                 made.add(label)
@@ -78,16 +105,16 @@ def ray_cluster(*labels: str) -> Iterator[RayCluster]:
 
 @contextlib.contextmanager
 def run_on(
-    cluster: RayCluster, path: Path, *settings: str, dry_run: bool = False, **environment: str
+    cluster: Nodes, path: Path, *settings: str, options: Sequence[str] = (), **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
     """Start the quickstart in `path` on the cluster. Any process that is left is killed at the end of the test."""
     ports = [f"{key}={port}" for key, port in free_ports().items()]
     given = [*ports, "services.batch-store.memory=256MiB", "data.eval={}", *settings]
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "launch.cluster", str(QUICKSTART), "--run-dir", str(path)),
+            *(*cluster.prefix, sys.executable, "-m", "launch.cluster", str(QUICKSTART), "--run-dir", str(path)),
             *(word for each in given for word in ("--set", each)),
-            *(("--dry-run",) if dry_run else ()),
+            *options,
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -137,8 +164,28 @@ class Told:
         return max((int(each) for line in self.lines for each in re.findall(r"step (\d+)/", line)), default=0)
 
 
+@contextlib.contextmanager
+def started_node(*command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Run `command`, which ends with `ray start … --block`, and yield once its node is part of the cluster."""
+    node = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
+    )
+    try:
+        assert node.stdout is not None
+        said = []
+        for line in node.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                break
+        assert node.poll() is None, "".join(said)
+        yield node
+    finally:
+        node.kill()
+        node.communicate()
+
+
 def processes_of(path: Path) -> list[psutil.Process]:
-    """Return the processes whose command line names the run: launcher, agents, guards and services."""
+    """Return the processes whose command line names the run: launcher, keeper of its hosts, agents, services."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -156,7 +203,9 @@ def volatile_folders(path: Path) -> list[Path]:
     return found
 
 
-def assert_nothing_left(path: Path, folders: list[Path]) -> None:
-    """Check that, within a moment, no process of the run and none of `folders` is left."""
+def assert_nothing_left(path: Path, folders: list[Path], cluster: RayCluster | None = None) -> None:
+    """Check that, within a moment, no process of the run, none of `folders` and no actor of the cluster is left."""
     wait_for("no process left", lambda: not processes_of(path), 40)
+    if cluster is not None:
+        wait_for("no actor left", lambda: not cluster.actors(), 20)
     wait_for("no sockets or shared memory left", lambda: not any(folder.exists() for folder in folders), 20)

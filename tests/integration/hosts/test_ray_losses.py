@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 LIMIT_S = 240.0
 ENDLESS = "run.steps=100000"
-PLACES = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={host: [b, c], instances: 2}")
+PLACES = ("placement={engine: ray, hosts: {b: {}, c: {}, late: {}}}", "services.rollout={host: [b, c], instances: 2}")
+"""No service needs the host `late`, which has no node at first."""
 
 
 @contextlib.contextmanager
@@ -47,17 +48,18 @@ def goes_on(told: Told) -> None:
     wait_for("two more steps", lambda: told.step() >= before + 2, LIMIT_S)
 
 
-def ends(launcher: subprocess.Popen[str], path: Path) -> None:
-    """Stop the run and check what it leaves behind."""
+def ends(cluster: RayCluster, launcher: subprocess.Popen[str], path: Path, earlier: Sequence[Path] = ()) -> None:
+    """Stop the run and check what it leaves behind. `earlier` are folders of hosts that were lost."""
     folders = volatile_folders(path)
     assert ctl(path, "stop").returncode == 0
     launcher.wait(LIMIT_S)
-    assert_nothing_left(path, folders)
+    assert_nothing_left(path, [*folders, *earlier], cluster)
 
 
 def test_the_work_of_a_killed_node_moves_to_another_and_the_node_may_return(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with three_nodes(path) as (cluster, launcher, told):
+        before = volatile_folders(path)
         begun = time.monotonic()
         cluster.kill("c")
         lost = told.wait_for("host c is lost: its (node is dead|agent ended)|host c is lost: the actor")
@@ -67,8 +69,10 @@ def test_the_work_of_a_killed_node_moves_to_another_and_the_node_may_return(tmp_
         assert not [each for each in processes_of(path / "hosts" / "c") if each.is_running()]
         cluster.add("c")
         told.wait_for("host c has joined", lost)
+        cluster.add("late")
+        told.wait_for("host late has joined", lost)
         goes_on(told)
-        ends(launcher, path)
+        ends(cluster, launcher, path, before)
 
 
 def agent_of(path: Path, host: str) -> psutil.Process:
@@ -79,7 +83,8 @@ def agent_of(path: Path, host: str) -> psutil.Process:
 
 def test_a_killed_actor_or_agent_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with three_nodes(path) as (_, launcher, told):
+    with three_nodes(path) as (cluster, launcher, told):
+        before = volatile_folders(path)
         agent = agent_of(path, "b")
         actor = agent.parent()
         assert actor is not None
@@ -91,16 +96,57 @@ def test_a_killed_actor_or_agent_is_replaced_and_the_run_continues(tmp_path: Pat
         lost = told.wait_for("host c is lost: its agent ended", lost)  # The actor reports that its agent was killed.
         told.wait_for("host c has joined", lost)
         goes_on(told)
-        ends(launcher, path)
+        ends(cluster, launcher, path, before)
 
 
-def test_a_killed_launcher_leaves_nothing_on_any_host(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_nothing_on_any_host_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with three_nodes(path) as (_, launcher, _told):
+    with three_nodes(path) as (cluster, launcher, told):
         folders = volatile_folders(path)
         assert len(folders) == 6
+        assert len(cluster.actors()) == 2
         os.kill(launcher.pid, signal.SIGKILL)
-        assert_nothing_left(path, folders)
+        assert_nothing_left(path, folders, cluster)
+        steps = f"run.steps={told.step() + 3}"
+        with run_on(cluster, path, *PLACES, steps, options=["--resume"]) as resumed:
+            output, _ = resumed.communicate(timeout=LIMIT_S)
+        assert resumed.returncode == 0, output
+        assert_nothing_left(path, [], cluster)
+
+
+def test_a_detached_run_goes_on_without_its_launcher_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    detached = (*PLACES, ENDLESS)
+    with ray_cluster("b", "c") as cluster, run_on(cluster, path, *detached, options=["--detach"]) as launcher:
+        output, _ = launcher.communicate(timeout=LIMIT_S)
+        assert launcher.returncode == 0, output
+        folders = volatile_folders(path)
+        steps = path / "metrics.jsonl"
+        wait_for("two steps", lambda: steps.exists() and len(steps.read_text().splitlines()) >= 2, LIMIT_S)
+        assert [each for each in processes_of(path) if "launch.placement.ray_keeper" in each.cmdline()]
+        assert ctl(path, "stop").returncode == 0
+        assert_nothing_left(path, folders, cluster)
+
+
+def test_a_spare_host_takes_over_the_reference_with_model_and_data_from_home(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    places = (
+        "placement={engine: ray, hosts: {b: {}, c: {}, spare: {}}}",
+        "services.rollout.host=b",
+        "services.reference.host=c",
+        "policy.distribute=true",
+    )
+    with ray_cluster("b", "c", "spare") as cluster, run_on(cluster, path, *places, ENDLESS) as launcher:
+        told = Told(launcher)
+        wait_for("training", lambda: told.step() >= 2 or launcher.poll() is not None, LIMIT_S)
+        assert launcher.poll() is None, "\n".join(told.lines[-30:])
+        for host in ("b", "c", "spare"):
+            assert list((path / "hosts" / host / "files").rglob("*.safetensors"))
+        before = volatile_folders(path)
+        cluster.kill("c")
+        told.wait_for("reference/0: placed on host spare instead of c")
+        goes_on(told)
+        ends(cluster, launcher, path, before)
 
 
 def test_a_second_run_on_the_same_nodes_is_refused(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import contextlib
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
@@ -15,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.integration.hosts.ray_cluster import (
-    STORE_BYTES,
+    RAY_START,
     RayCluster,
     processes_of,
     ray_cluster,
     run_on,
+    started_node,
 )
 from tests.integration.tiny.harness import ROOT
 
@@ -44,6 +43,7 @@ def refused(cluster: RayCluster, path: Path, *settings: str, **environment: str)
     assert launcher.returncode == 2, output
     assert not path.exists()
     assert not processes_of(path)
+    assert not cluster.actors()
     return [line for line in output.splitlines() if not line.startswith(("warning: ", "  "))]
 
 
@@ -51,9 +51,9 @@ def refused(cluster: RayCluster, path: Path, *settings: str, **environment: str)
     ("settings", "address", "line"),
     [
         (
-            ("placement.hosts.nobody={}",),
+            ("placement.hosts.nobody={}", "services.rollout.host=nobody", "services.rollout.instances=1"),
             "",
-            "placement: host nobody: no node has the label rlbus-host=nobody, and no other free node has 0 GPUs",
+            "placement: host nobody: no node has the label rlbus-host=nobody, and no other node is free (nodes: b, c, ",
         ),
         (("placement.hosts.b={gpus: 2}",), "", "placement: host b: its node has 0 GPUs, but placement.hosts.b.gpus"),
         ((), "127.0.0.1:9", "placement: no Ray cluster at '127.0.0.1:9' (Connection refused); start one with `ray "),
@@ -93,38 +93,13 @@ def another_node(cluster: RayCluster, label: str, folder: Path) -> Iterator[None
     (other / "stages.py").write_text(source.read_text() + "# another release\n")
     mounts = [f"mount --bind {other / 'METADATA'} {installed}", f"mount --bind {other / 'stages.py'} {source}"]
     setup = " && ".join([*mounts, f"mount -t tmpfs none {MODELS}", 'exec "$@"'])
-    node = subprocess.Popen(
-        [
-            *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", setup, "node"),
-            *(
-                sys.executable,
-                "-m",
-                "ray.scripts.scripts",
-                "start",
-                "--address",
-                cluster.address,
-                "--labels",
-                f"rlbus-host={label}",
-            ),
-            *("--num-cpus", "1", "--object-store-memory", str(STORE_BYTES), "--disable-usage-stats", "--block"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(other)},
-    )
-    try:
-        assert node.stdout is not None
-        said = []
-        for line in node.stdout:
-            said.append(line)
-            if "Ray runtime started" in line:
-                break
-        assert node.poll() is None, "".join(said)
+    with started_node(
+        *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", setup, "node"),
+        *RAY_START,
+        *("--address", cluster.address, "--labels", f"rlbus-host={label}"),
+        PYTHONPATH=str(other),
+    ):
         yield
-    finally:
-        node.kill()
-        node.communicate()
 
 
 def test_a_node_with_another_release_and_no_model_is_refused_with_one_line_for_each_problem(
@@ -136,14 +111,14 @@ def test_a_node_with_another_release_and_no_model_is_refused_with_one_line_for_e
     begins = [
         "host odd: a different rlbus (code ",
         "host odd: torch 1.0, here ",
-        f"host odd: policy.model: no folder {MODELS}/",
         "host odd: its clock is 1",
+        f"host odd: policy.model: no folder {MODELS}/",
     ]
     assert [next((each for each in begins if line.startswith(each)), line) for line in said] == begins
 
 
 def test_a_dry_run_says_where_everything_would_run_and_starts_nothing(cluster: RayCluster, tmp_path: Path) -> None:
-    with run_on(cluster, tmp_path / "run", *PLACES, dry_run=True) as launcher:
+    with run_on(cluster, tmp_path / "run", *PLACES, options=["--dry-run"]) as launcher:
         output, _ = launcher.communicate(timeout=LIMIT_S)
     assert launcher.returncode == 0, output
     rows = {line.split()[0]: line for line in output.splitlines() if line.startswith(("rollout/", "scheduler/"))}
@@ -152,3 +127,16 @@ def test_a_dry_run_says_where_everything_would_run_and_starts_nothing(cluster: R
     assert " this machine " in rows["scheduler/0"]
     assert f"hosts          b: {socket.gethostname()}, c: {socket.gethostname()}" in output.splitlines()
     assert not (tmp_path / "run").exists()
+
+
+def test_nodes_without_labels_are_used_if_they_have_enough_gpus(cluster: RayCluster, tmp_path: Path) -> None:
+    cluster.add("", num_gpus=2)
+    places = ("services.rollout.host=g",)
+    with run_on(
+        cluster, tmp_path / "run", "placement={engine: ray, hosts: {g: {gpus: 2}}}", *places, options=["--dry-run"]
+    ) as launcher:
+        output, _ = launcher.communicate(timeout=LIMIT_S)
+    assert launcher.returncode == 0, output
+    assert f"hosts          g: {socket.gethostname()}" in output.splitlines()
+    [said] = refused(cluster, tmp_path / "run", "placement={engine: ray, hosts: {g: {gpus: 3}}}", *places)
+    assert said.startswith("placement: host g: no node has the label rlbus-host=g, and no other node with 3 GPUs is ")

@@ -12,11 +12,11 @@ from tests.integration.hosts.ray_cluster import assert_nothing_left, ray_cluster
 from tests.integration.tiny.harness import ctl, wait_for
 
 STEPS = 4
-LIMIT_S = 100.0
+LIMIT_S = 80.0
 PLACES = ("placement={engine: ray, hosts: {b: {}}}", "services.rollout.host=b", f"run.steps={STEPS}")
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(90)
 def test_a_run_on_two_nodes_completes_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,11 +31,12 @@ def test_a_run_on_two_nodes_completes_and_leaves_nothing_behind(
         assert launcher.poll() is None, launcher.communicate()[0]
         wait_for("a restarted process on the other host", lambda: _restarted(path), LIMIT_S)
         folders = volatile_folders(path)
+        assert len(cluster.actors()) == 1
         output, _ = launcher.communicate(timeout=LIMIT_S)
         assert launcher.returncode == 0, output
         assert "host b has joined" in output
         assert "neither a token" in output
-        assert_nothing_left(path, folders)
+        assert_nothing_left(path, folders, cluster)
     assert len((path / "metrics.jsonl").read_text().splitlines()) == STEPS
     assert (away / "logs" / "rollout-0.jsonl").exists()
     assert not RunDir.open(path).log_file("rollout", 0).exists()

@@ -95,12 +95,23 @@ def test_processes_of_a_lost_host_move_to_other_hosts_with_enough_gpus(folder: P
         "c": {("batch-store", 2): [], ("rollout", 1): [0, 1], ("rollout", 3): [2, 3]},
         "spare": {("batch-store", 3): [], ("rollout", 0): [0, 1]},
     }
-    assert made.lose("b", "again", 2.0) == []
+    assert made.lose("b", "power cut", 2.0) == []
     assert [(row.what, row.since_s) for row in made.waits(3.0)] == [
-        ("host b is LOST: no agent is reporting from it", 2.0)
+        ("host b is LOST: no agent is reporting from it (last: power cut)", 2.0)
     ]
     rows = {(row.service, row.instance): row.state for row in made.rows()}
     assert rows["rollout", 2] == "WAITING"
+
+
+def test_the_user_is_told_once_why_a_host_cannot_join(folder: Path) -> None:
+    made = book(folder)
+    told = [Told("host b cannot join: no answer")]
+    assert [made.lose("b", "no answer", at) for at in (1.0, 2.0)] == [told, []]
+    assert [row.what for row in made.waits(3.0)][0].endswith("(last: no answer)")
+    joined(made, "b")
+    assert made.lose("b", "no answer", 4.0)[1] == Told("host b is lost: no answer")
+    made.ending = True
+    assert made.lose("b", "the run ends", 5.0) == []
 
 
 def test_without_gpus_the_least_loaded_host_takes_the_lost_processes(folder: Path) -> None:
