@@ -19,6 +19,7 @@ from enum import StrEnum
 from launch.gpus import visible_gpus
 from launch.supervisor.plan import RANK, Key
 from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow, WaitKind, WaitRow
+from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 from shared.topology import Topology
@@ -159,6 +160,15 @@ class HostBook:
                 found.update({(row.service, row.instance): row for row in host.report.processes})
         return [found.get(key) or ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()]
 
+    @property
+    def all_ready(self) -> bool:
+        """Whether every process is READY or DRAINED. The store of a spare host without an agent does not count."""
+        spare = {
+            host.store for host in self.hosts.values() if host.state == HostState.AWAITED and not self._on[host.name]
+        }
+        rows = (row for row in self.rows() if (row.service, row.instance) not in spare)
+        return all(row.state in (ProcessState.READY, ProcessState.DRAINED) for row in rows)
+
     def waits(self, now: float) -> list[WaitRow]:
         """Return a row for each host that is currently not part of the run."""
         return [
@@ -229,7 +239,7 @@ class HostBook:
         if host.state != HostState.JOINED or host.report is None:
             if host.state != HostState.ENDED and not self.ending and host.cause != cause:
                 host.cause = cause
-                effects.append(Told(f"host {name} cannot join: {cause}"))
+                effects.append(Told(f"host {name} is not part of the run: {cause}"))
             return effects
         host.cause = cause
         host.state, host.since = HostState.LOST, now

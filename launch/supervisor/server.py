@@ -257,8 +257,8 @@ class Supervisor:
 
     @property
     def all_ready(self) -> bool:
-        """Whether every process here has been READY, and every process on the other hosts is READY or DRAINED."""
-        away = all(row.state in (ProcessState.READY, ProcessState.DRAINED) for row in self.rows_of_hosts())
+        """Whether every process here has been READY, and so are the processes that other hosts need to run."""
+        away = self._hosts is None or self._hosts.book.all_ready
         return away and self.state.phase == RunPhase.RUNNING
 
     def _fail(self, cause: str) -> None:

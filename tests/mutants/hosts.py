@@ -11,7 +11,30 @@ STORES = "tests/unit/scheduler/test_stores.py"
 PLACES = "tests/property/test_host_book.py::test_every_process_has_exactly_one_place_whatever_happens_to_the_hosts"
 RETURNS = "tests/unit/launch/test_host_book.py::test_a_returning_host_runs_processes_that_found_no_other_place"
 
+DESK = "tests/unit/launch/test_host_desk.py"
+
 HOSTS = [
+    Mutation(
+        "a host whose clock is behind may join",
+        "launch/placement/facts.py",
+        "if abs(there.clock_s) > CLOCK_LIMIT_S:",
+        "if there.clock_s > CLOCK_LIMIT_S:",
+        f"{DESK}::test_an_agent_that_differs_from_home_is_refused_and_the_user_is_told_once",
+    ),
+    Mutation(
+        "the user is not told why an agent is refused",
+        "launch/placement/desk.py",
+        "if error.code == ErrorCode.BAD_REQUEST and self._refused.get(host) != text:",
+        "if error.code == ErrorCode.CONFLICT and self._refused.get(host) != text:",
+        f"{DESK}::test_an_agent_that_differs_from_home_is_refused_and_the_user_is_told_once",
+    ),
+    Mutation(
+        "the reason why a host cannot join is repeated",
+        BOOK,
+        "not self.ending and host.cause != cause:",
+        "not self.ending:",
+        "tests/unit/launch/test_host_book.py::test_the_user_is_told_once_why_a_host_cannot_join",
+    ),
     Mutation(
         "a process that the supervisor did not start counts as dead",
         "launch/supervisor/server.py",

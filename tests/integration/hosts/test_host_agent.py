@@ -5,6 +5,7 @@ delay packets, after partitions, and after the loss of the agent's host.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import pytest
 from launch import access
 from shared.rundir import RunDir
 from shared.security.roles import Role
+from tests.integration.hosts.odd_host import PROBLEMS, begins, odd_host
 from tests.integration.hosts.ray_cluster import Told, assert_nothing_left, processes_of, volatile_folders
 from tests.integration.netns import Host, two_hosts
 from tests.integration.tiny.harness import QUICKSTART, ROOT, ctl, environment, wait_for
@@ -83,6 +85,11 @@ class Run:
         given = ("--access", str(self.folder / "file"), "--name", "b", "--run-dir", str(self.away_path))
         with on(self.away, "launch.host", *given) as agent:
             yield agent
+
+    def state_of(self, service: str, instance: int) -> str:
+        """Return the state of a process, or an empty string if it is not part of the run."""
+        rows = json.loads(ctl(self.path, "status", "--json").stdout)["services"]
+        return next((row["state"] for row in rows if (row["service"], row["instance"]) == (service, instance)), "")
 
     def goes_on(self) -> None:
         """Wait for two more steps."""
@@ -178,22 +185,41 @@ def test_a_host_without_power_counts_as_lost_and_joins_again_with_a_new_agent(tm
             run.ends(agent)
 
 
-def test_an_agent_whose_host_lacks_the_model_exits_with_a_one_line_error(tmp_path: Path) -> None:
+def test_an_agent_on_a_host_that_differs_from_home_is_refused_on_both_sides_with_the_reasons(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        model = ROOT / "launch" / "topologies" / "models"
+        command, other = odd_host(tmp_path / "other")
         agent = subprocess.run(
             run.away.command(
-                *("sh", "-c", f'mount -t tmpfs none {model} && exec "$@"', "host", sys.executable, "-m", "launch.host"),
-                *("--access", str(tmp_path / "file"), "--name", "b", "--run-dir", str(run.away_path)),
+                *(*command, sys.executable, "-m", "launch.host", "--access", str(tmp_path / "file"), "--name", "b"),
+                *("--run-dir", str(run.away_path)),
             ),
             cwd=ROOT,
-            env=environment(""),
+            env={**environment(""), **other},
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
         assert agent.returncode == 2
-        [line] = agent.stderr.splitlines()
-        assert line.startswith(f"launch.host: policy.model: no folder {model}/"), line
+        assert begins(agent.stderr.splitlines(), "launch.host: ") == PROBLEMS
+        run.told.wait_for("host b is refused: policy.model: no folder")
+        assert begins([line for line in run.told.lines if " is refused: " in line], "host b is refused: ") == PROBLEMS
         assert not processes_of(run.away_path)
+        assert not run.away_path.exists()
+
+
+def test_an_operator_at_home_scales_drains_and_reads_what_runs_on_another_host(tmp_path: Path) -> None:
+    with running(tmp_path) as run, run.agent() as agent:
+        run.told.wait_for("host b has joined")
+        run.goes_on()
+        assert ctl(run.path, "scale", "rollout", "2").returncode == 0
+        wait_for("a second rollout there", lambda: run.state_of("rollout", 1) == "READY", LIMIT_S)
+        assert (run.away_path / "logs" / "rollout-1.jsonl").exists()
+        assert "READY" in ctl(run.path, "logs", "rollout/1").stdout
+        assert ctl(run.path, "drain", "rollout/0").returncode == 0
+        wait_for("the drained rollout", lambda: run.state_of("rollout", 0) == "DRAINED", LIMIT_S)
+        run.goes_on()
+        assert ctl(run.path, "scale", "rollout", "1").returncode == 0
+        wait_for("the first rollout only", lambda: run.state_of("rollout", 1) in ("", "DRAINED"), LIMIT_S)
+        run.goes_on()
+        run.ends(agent)

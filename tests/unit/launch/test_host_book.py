@@ -105,13 +105,31 @@ def test_processes_of_a_lost_host_move_to_other_hosts_with_enough_gpus(folder: P
 
 def test_the_user_is_told_once_why_a_host_cannot_join(folder: Path) -> None:
     made = book(folder)
-    told = [Told("host b cannot join: no answer")]
+    told = [Told("host b is not part of the run: no answer")]
     assert [made.lose("b", "no answer", at) for at in (1.0, 2.0)] == [told, []]
-    assert [row.what for row in made.waits(3.0)][0].endswith("(last: no answer)")
+    assert next(row.what for row in made.waits(3.0)).endswith("(last: no answer)")
     joined(made, "b")
     assert made.lose("b", "no answer", 4.0)[1] == Told("host b is lost: no answer")
     made.ending = True
     assert made.lose("b", "the run ends", 5.0) == []
+
+
+def test_a_run_is_ready_without_a_spare_host_that_has_not_joined(folder: Path) -> None:
+    made = book(folder, "services.rollout={host: b, instances: 1}", "placement.hosts={b: {}, spare: {}}")
+
+    def report_ready(host: str, *keys: Key) -> None:
+        rows = [ProcessRow(*key, "READY", 7, 100, 0) for key in keys]
+        made.report(HostReport(host=host, incarnation=1, endpoint="", gpus=0, processes=rows), 0.0)
+
+    assert not made.all_ready
+    report_ready("b", ("batch-store", 1))
+    assert not made.all_ready
+    report_ready("b", ("batch-store", 1), ("rollout", 0))
+    assert made.all_ready
+    report_ready("spare")
+    assert not made.all_ready
+    report_ready("spare", ("batch-store", 2))
+    assert made.all_ready
 
 
 def test_without_gpus_the_least_loaded_host_takes_the_lost_processes(folder: Path) -> None:
@@ -147,7 +165,7 @@ def test_a_host_is_lost_when_its_agent_exits_before_the_run_ends(folder: Path) -
     joined(made, "b", "c", "spare")
     _, effects = made.report(report("b", ended=True), 1.0)
     assert effects[0] == HostLost("b", [101], "its agent ended")
-    assert made.lose("b", "its agent's actor ended", 2.0) == []
+    assert made.lose("b", "its agent ended", 2.0) == []
     assert runs(made.report(report("b", life=2), 3.0)[0]) == {("batch-store", 4): [], ("rollout", 2): [2, 3]}
 
 
