@@ -23,7 +23,7 @@ from launch.logs import readable
 from launch.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.samples import FEW, Color, Order, choose, show
 from launch.samples import as_json as as_document
-from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, select
+from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, processes_at_home, select
 from proto.messages import (
     Ack,
     DrainService,
@@ -344,9 +344,8 @@ def logs(
     run, before = context.obj
     raw = as_json or before
     with _one_line_errors(), suppress(KeyboardInterrupt):
-        here = [*_known_keys(run), (SUPERVISOR, 0)]
-        keys = select(name, [*here, *_registered_keys(run)])
-        is_local = isinstance(run, RunDir) and set(keys) <= set(here)
+        keys = select(name, [*_known_keys(run), (SUPERVISOR, 0), *_registered_keys(run)])
+        is_local = isinstance(run, RunDir) and set(keys) <= {*_keys_at_home(run), (SUPERVISOR, 0)}
         positions = dict.fromkeys(keys, -1)
         shown = lines
         while True:
@@ -385,6 +384,11 @@ def _known_keys(run: Run) -> list[Key]:
         state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
         return [(process.service, process.instance) for process in state.processes]
     return [(spec.service, spec.instance) for spec in load(run.topology, check_supported=False).services_plan()]
+
+
+def _keys_at_home(run: RunDir) -> list[Key]:
+    """Return the processes whose logs are in the run directory."""
+    return processes_at_home(load(run.topology, check_supported=False))
 
 
 def _supervised_keys(run: Run) -> list[Key]:

@@ -92,9 +92,23 @@ def test_a_wrong_token_and_a_closed_port_are_named(network: Network, tmp_path: P
         closed = ("INPUT", "-s", network.away.address, "-p", "tcp", "--dport", "7001", "-j", "REJECT")
         firewall(network.home, "-I", closed)
         said = refused(network, tmp_path / "run", "transport.scheduler_port=7001")
-    assert said.startswith(f"placement: host b: it cannot connect to this machine at {network.home.address}:7001 ("), (
-        said
-    )
+    where = f"{network.home.address}:7001"
+    assert said.startswith(f"placement: host b: it cannot connect to this machine at {where} ("), said
+
+
+def test_the_launcher_says_why_an_agent_cannot_join(network: Network, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    settings = (*PLACES, "transport.supervisor_port=7002", "run.steps=100000")
+    closed = ("INPUT", "-s", network.away.address, "-p", "tcp", "--dport", "7002", "-j", "DROP")
+    with network.away_node(), run_on(network, path, *settings, **network.environment) as launcher:
+        told = Told(launcher)
+        wait_for("the end of the check", lambda: path.exists(), LIMIT_S)
+        firewall(network.home, "-I", closed)
+        told.wait_for(r"host b is not part of the run: its agent ended: launch.host: .*:7002: no answer")
+        firewall(network.home, "-D", closed)
+        told.wait_for("host b has joined")
+        assert ctl(path, "stop").returncode == 0
+        launcher.wait(LIMIT_S)
 
 
 def test_a_run_survives_a_partition_and_the_host_returns_with_a_new_node(network: Network, tmp_path: Path) -> None:
