@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class Container:
     volumes: Mapping[str, Path]
     """Folders on this machine by their paths in the container."""
     shm_size: str
+    network: Sequence[str] = ()
+    """Command that runs the command after it in the container's network. By default, this is the machine's network."""
 
     def run(self, *words: str) -> subprocess.Popen[str]:
         """Start a command. When the returned process exits, all processes of the command are killed."""
@@ -64,7 +66,7 @@ class Container:
         script = f'mount -t tmpfs -o size={self.shm_size} none /dev/shm; exec "$@"'
         inside = self.image.buildah("run", "--isolation", "chroot", *volumes, self.name, "--", *words)
         return subprocess.Popen(
-            ["unshare", *_OWN, "sh", "-c", script, "container", *inside],
+            [*self.network, "unshare", *_OWN, "sh", "-c", script, "container", *inside],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -102,10 +104,12 @@ def built_image(folder: Path) -> Iterator[Image]:
 
 
 @contextlib.contextmanager
-def container(image: Image, name: str, volumes: Mapping[str, Path], shm_size: str) -> Iterator[Container]:
+def container(
+    image: Image, name: str, volumes: Mapping[str, Path], shm_size: str, network: Sequence[str] = ()
+) -> Iterator[Container]:
     image.call("from", "--name", name, IMAGE, limit_s=BUILD_S)
     try:
-        yield Container(image, name, volumes, shm_size)
+        yield Container(image, name, volumes, shm_size, network)
     finally:
         image.call("rm", name)
 
