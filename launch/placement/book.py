@@ -153,12 +153,17 @@ class HostBook:
         return next((host for host in self.hosts.values() if host.store == key), None)
 
     def rows(self) -> list[ProcessRow]:
-        """Return the processes of all hosts, as reported by their agents, or as WAITING while no agent runs them."""
-        found = {}
+        """Return the processes of all hosts, as reported by their agents, or as WAITING while no agent runs them.
+
+        They include processes that have been drained for good, because the service has fewer instances now.
+        """
+        found = {key: ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()}
         for host in self.hosts.values():
-            if host.state == HostState.JOINED and host.report is not None:
-                found.update({(row.service, row.instance): row for row in host.report.processes})
-        return [found.get(key) or ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()]
+            for row in host.report.processes if host.state == HostState.JOINED and host.report is not None else ():
+                place = self._places.get((row.service, row.instance))
+                if place is None or place.host == host.name:
+                    found[row.service, row.instance] = row
+        return list(found.values())
 
     @property
     def all_ready(self) -> bool:

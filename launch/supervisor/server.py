@@ -496,6 +496,11 @@ class Supervisor:
         self._feed(StartAsked(here))
         above = [key for key in self.state.processes if key[0] == request.service and key not in here]
         self._feed(DrainAsked(above))
+        if self._hosts is not None:
+            drained = {(row.service, row.instance) for row in self.rows_of_hosts() if row.state == ProcessState.DRAINED}
+            for service, instance in sorted(drained & {*resized.keys}):
+                start = RestartService(service=service, instance=instance)
+                await self._forward(self._hosts, start, [(service, instance)])
         return Ack()
 
     async def _refuse_foreign(self, request: ScaleService) -> None:

@@ -220,6 +220,8 @@ def test_an_operator_at_home_scales_drains_and_reads_what_runs_on_another_host(t
         wait_for("the drained rollout", lambda: run.state_of("rollout", 0) == "DRAINED", LIMIT_S)
         run.goes_on()
         assert ctl(run.path, "scale", "rollout", "1").returncode == 0
-        wait_for("the first rollout only", lambda: run.state_of("rollout", 1) in ("", "DRAINED"), LIMIT_S)
+        wait_for("the first rollout again", lambda: run.state_of("rollout", 0) == "READY", LIMIT_S)
+        wait_for("the second one to be drained", lambda: run.state_of("rollout", 1) == "DRAINED", LIMIT_S)
         run.goes_on()
+        assert ctl(run.away_path, "status").returncode == 0  # the health check of the agent's container
         run.ends(agent)

@@ -114,6 +114,18 @@ def test_the_user_is_told_once_why_a_host_cannot_join(folder: Path) -> None:
     assert made.lose("b", "the run ends", 5.0) == []
 
 
+def test_a_process_without_a_place_is_shown_until_its_host_ends_and_never_instead_of_another(folder: Path) -> None:
+    made = book(folder, "services.rollout={host: [b, c], instances: 1}")
+    joined(made, "b", "c")
+    gone, here = ProcessRow("rollout", 5, "DRAINED", 0, 0, 0), ProcessRow("rollout", 0, "DRAINED", 0, 0, 0)
+    report_c = HostReport(host="c", incarnation=1, endpoint="", gpus=4, processes=[gone, here])
+    made.report(report_c, 1.0)
+    rows = {(row.service, row.instance): row.state for row in made.rows()}
+    assert (rows["rollout", 5], rows["rollout", 0]) == ("DRAINED", "BACKOFF")
+    made.lose("c", "gone", 2.0)
+    assert ("rollout", 5) not in {(row.service, row.instance) for row in made.rows()}
+
+
 def test_a_run_is_ready_without_a_spare_host_that_has_not_joined(folder: Path) -> None:
     made = book(folder, "services.rollout={host: b, instances: 1}", "placement.hosts={b: {}, spare: {}}")
 
