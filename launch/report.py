@@ -27,7 +27,7 @@ from shared.redaction import without_secrets
 from shared.rundir import RunDir, checkpoint_steps
 from shared.samples.plain import conversation
 from shared.samples.reader import read, splits, steps
-from shared.samples.record import FOLDER, Record, file_of
+from shared.samples.record import FOLDER, Record, file_of, rank
 from shared.topology import document
 
 REPORT = "report.html"
@@ -187,7 +187,7 @@ def _samples(folder: Path) -> Iterator[Shown]:
         if newest is None:
             continue
         records = [each for each in read(folder, step=newest, split=split) if each.sample >= 0]
-        by_reward = sorted(records, key=lambda each: each.reward)
+        by_reward = sorted(records, key=rank)
         if split != "train":
             yield from _shown(by_reward[:EVALUATED], f"{split}, version {newest}")
             continue
@@ -208,6 +208,7 @@ def _shown(records: Iterable[Record], title: str) -> Iterator[Shown]:
     for each in records:
         parts = {"reward": each.reward, **each.rewards, "advantage": each.advantage, "tokens": each.length}
         facts = [f"{name} {_number(value)}" for name, value in parts.items() if value is not None]
+        facts += [f"failed: {each.failure}"] if each.reward is None else []
         facts += [f"finish {each.finish_reason}", f"versions {', '.join(map(str, each.versions[:8]))}"]
         if each.turns > 1 or each.tool_calls:
             facts.append(f"{each.turns} turns, {each.tool_calls} tool calls")

@@ -14,11 +14,13 @@ from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.samples.plain import SHOWN_CHARACTERS, plain, shortened
 from shared.samples.reader import read, splits, steps
-from shared.samples.record import Record, group_scores
+from shared.samples.record import Record, group_scores, rank
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+INFO_CHARACTERS = 80
+"""Number of characters shown of a text that a reward function returned."""
 FEW = 5
 """Number of samples that are shown if no number is given."""
 STYLES = ("", "yellow", "dark_orange", "red", "bold white on red")
@@ -45,8 +47,8 @@ class Order(StrEnum):
 
 
 _KEYS: dict[Order, Callable[[Record], float]] = {
-    Order.WORST: lambda record: record.reward,
-    Order.BEST: lambda record: -record.reward,
+    Order.WORST: rank,
+    Order.BEST: lambda record: -rank(record),
     Order.LONGEST: lambda record: -record.length,
 }
 
@@ -137,11 +139,12 @@ def _title(record: Record) -> str:
 def _facts(record: Record) -> str:
     if record.sample < 0:
         return "no samples"
-    parts = [f"reward {record.reward:g}"]
+    parts = [f"failed: {plain(record.failure)}" if record.reward is None else f"reward {record.reward:g}"]
     numbers = {**record.rewards, **record.metrics, **group_scores(record)}
     parts += [f"{plain(name)} {value:g}" for name, value in numbers.items()]
+    parts += [f"{plain(name)} {plain(shortened(value, INFO_CHARACTERS))}" for name, value in record.info.items()]
     parts += [f"advantage {record.advantage:+.3g}"] if record.advantage is not None else []
-    parts += [f"{record.length} tokens", plain(record.finish_reason)]
+    parts += [f"{record.length} tokens", *([plain(record.finish_reason)] if record.finish_reason else [])]
     parts += [f"version {', '.join(map(str, record.versions))}"] if record.versions else []
     parts += [f"{record.turns} turns, {record.tool_calls} tool calls"] if record.turns > 1 or record.tool_calls else []
     parts += [f"lineage {record.lineage}"] if record.lineage else []

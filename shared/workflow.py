@@ -74,7 +74,7 @@ class Trajectory:
     telemetry."""
 
     sequences: list[Sequence]
-    reward: float | dict[str, float] | None = None
+    reward: float | dict[str, float | str] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -89,7 +89,7 @@ class LLM(Protocol):
         """Return the policy's continuation of raw text, always as a new sequence."""
 
     def trajectory(
-        self, reward: float | dict[str, float] | None = None, metrics: dict[str, float] | None = None
+        self, reward: float | dict[str, float | str] | None = None, metrics: dict[str, float] | None = None
     ) -> Trajectory:
         """Return a trajectory of everything generated for this sample so far."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from launch.samples import Color, Order, completion
+from launch.samples import INFO_CHARACTERS, Color, Order, completion
 from launch.terminal.plot import number
 from launch.terminal.visible import visible, visible_text
+from shared.samples.plain import shortened
 from shared.samples.record import Record, group_scores
 
 MAX_SHOWN_CHARS = 20_000
@@ -36,7 +37,7 @@ def cells(record: Record) -> list[Text]:
         record.task,
         str(record.sample),
         f"{record.state} {record.reason}".strip(),
-        number(record.reward),
+        "-" if record.reward is None else number(record.reward),
         "-" if record.advantage is None else f"{record.advantage:+.3f}",
         str(record.length),
         record.finish_reason,
@@ -56,7 +57,9 @@ def page(record: Record, color: Color) -> Text:
     numbers = {**record.rewards, **record.metrics, **group_scores(record)}
     parts = [f"{name} {number(value)}" for name, value in numbers.items()]
     advantage = "" if record.advantage is None else f"  advantage {record.advantage:+.4f}"
-    text.append(f"reward {number(record.reward)}{advantage}  {'  '.join(parts)}\n")
+    parts += [f"{name} {shortened(value, INFO_CHARACTERS)}" for name, value in record.info.items()]
+    reward = f"failed: {record.failure}" if record.reward is None else f"reward {number(record.reward)}"
+    text.append(f"{reward}{advantage}  {'  '.join(parts)}\n")
     text.append(
         f"{record.length} tokens  {record.finish_reason}  versions {','.join(map(str, record.versions))}  "
         f"{record.turns} turns  {record.tool_calls} tool calls\n\n"

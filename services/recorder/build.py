@@ -26,7 +26,7 @@ LIMIT = float(np.finfo(np.float32).max)
 
 
 def bare(ended: EndedTask, at: float) -> Record:
-    """Return the single record of a task that ended without samples, or whose shards cannot be read."""
+    """Return the record of a task whose shards cannot be read, or that has none."""
     return Record(
         task=ended.task_id,
         sample=-1,
@@ -40,21 +40,32 @@ def bare(ended: EndedTask, at: float) -> Record:
 
 
 def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Record]:
-    """Return the records of all samples of a task. `shards` holds those of its rollout, and possibly the trainer's.
+    """Return the records of all samples of a task, the failed ones last, or a single one if it was not sampled.
+
+    `shards` holds those of its rollout, and possibly the trainer's. Without samples that did not fail, there is only
+    the text.
 
     Raises ValueError, KeyError, IndexError or msgspec.DecodeError if the shards are inconsistent.
     """
     text = unpack(shards[TEXT]) if TEXT in shards else TaskText("", [])
-    rewards = [_bounded(each.reward) for each in text.samples]
+    rewards = [_bounded(each.reward) for each in text.samples if each.reward is not None]
     group = msgspec.structs.replace(
         bare(ended, at),
-        samples=ended.samples,
+        samples=max(ended.samples + len(text.failed), 1),
         prompt=text.prompt,
         answer=text.answer,
         group_mean=round(fmean(rewards), 6) if rewards else None,
         group_best=max(rewards, default=None),
         cut=text.cut,
     )
+    alive = _alive(group, text, shards, ended.samples) if ended.samples else []
+    failed = [_failed(group, ended.samples + number, said) for number, said in enumerate(text.failed)]
+    return [*alive, *failed] or [group]
+
+
+def _alive(group: Record, text: TaskText, shards: Mapping[str, Array], samples: int) -> list[Record]:
+    """Return the records of the samples that did not fail, including the fields of `group`, which all samples of the
+    task share."""
     # The arrays of a task are converted at once: for short samples, one numpy call takes as long as a whole record.
     columns = {key: shards[key].tolist() for key in ("token_ids", "loss_mask", "versions")}
     columns |= {key: _rounded(shards[key]) for key in ("rollout_logprobs", TRAIN_LOGPROBS) if key in shards}
@@ -63,7 +74,7 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Re
         raise ValueError(f"lengths sum to {int(shards['lengths'].sum())}, but the columns have other lengths")
     advantages = [_bounded(each) for each in shards[ADVANTAGES].tolist()] if ADVANTAGES in shards else None
     made = []
-    for number in range(ended.samples):
+    for number in range(samples):
         said = text.samples[number] if number < len(text.samples) else SampleText("", "", 0.0)
         advantage = None if advantages is None else round(advantages[number], 6)
         tokens = {
@@ -76,7 +87,7 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Re
 def _record(
     group: Record, number: int, said: SampleText, advantage: float | None, tokens: Mapping[str, list[Any]]
 ) -> Record:
-    """Return the record of one sample, including the fields of `group`, which all samples of the task share."""
+    """Return the record of one sample."""
     mask, trained = tokens["loss_mask"], tokens.get(TRAIN_LOGPROBS, [])
     return msgspec.structs.replace(
         group,
@@ -88,13 +99,30 @@ def _record(
         logprobs=tokens["rollout_logprobs"],
         train_logprobs=trained if any(trained) else None,
         sampled=None if all(mask) else mask,
-        reward=_bounded(said.reward),
+        reward=_bounded(said.reward or 0.0),
         rewards=_finite(said.rewards),
+        info=said.info,
         metrics=_finite(said.metrics),
         advantage=advantage,
         length=sum(mask),
         finish_reason=said.finish_reason,
         versions=sorted({version for version, sampled in zip(tokens["versions"], mask, strict=True) if sampled}),
+        turns=said.turns,
+        tool_calls=said.tool_calls,
+    )
+
+
+def _failed(group: Record, number: int, said: SampleText) -> Record:
+    """Return the record of a sample without a reward. Its tokens are not in the store."""
+    return msgspec.structs.replace(
+        group,
+        sample=number,
+        completion=said.completion,
+        messages=said.messages,
+        reward=None,
+        failure=said.failure,
+        length=said.length,
+        finish_reason=said.finish_reason,
         turns=said.turns,
         tool_calls=said.tool_calls,
     )

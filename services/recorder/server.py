@@ -120,7 +120,7 @@ class RecorderService(Service):
     def _write(self, ended: EndedTask, shards: Mapping[str, Array] | None) -> None:
         now = time.time()
         made = [bare(ended, now)]
-        if ended.samples and shards is not None:
+        if shards is not None:
             try:
                 made = records(ended, shards, now)
             except (ValueError, KeyError, IndexError, msgspec.DecodeError) as error:
@@ -141,12 +141,12 @@ class RecorderService(Service):
 
     async def _read(self, due: SamplesDue, found: Shards) -> None:
         """Put the tasks' shards into `found`. Shards that cannot be read are omitted."""
-        by_store: dict[str, list[EndedTask]] = {}
+        groups: dict[tuple[str, tuple[str, ...]], list[EndedTask]] = {}
         for task in due.tasks:
-            if task.samples:
-                by_store.setdefault(task.store, []).append(task)
-        keys = (*ROLLOUT.makes, TEXT)
-        await asyncio.gather(*(self._fetch(tasks, store, keys, found) for store, tasks in by_store.items()))
+            if task.store:
+                keys = (*ROLLOUT.makes, TEXT) if task.samples else (TEXT,)
+                groups.setdefault((task.store, keys), []).append(task)
+        await asyncio.gather(*(self._fetch(tasks, store, keys, found) for (store, keys), tasks in groups.items()))
         left = [task for task in due.tasks if task.state == SampleState.TRAINED and task.task_id in found]
         for pause_s in (0.0, *LATE_S):
             await asyncio.sleep(pause_s if left else 0)

@@ -160,7 +160,9 @@ class RolloutService(Service):
             block_tasks=settings.block_tasks,
             filters=topology.algorithm.filter_zero_variance is not None,
             on_text=self._on_text,
-            texts=SampleTexts(recorded, prompts) if recorded is not None else None,
+            texts=SampleTexts(recorded, prompts, [term.function for term in topology.reward.terms])
+            if recorded is not None
+            else None,
         )
 
     def _weights_source(self, settings: Rollout, engine: Engine, store: str) -> WeightsSource:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,8 @@ class PreparedTasks:
     dropped: list[TaskResult]
     sampling: SamplingParams
     min_survivors: int
+    not_sampled: dict[str, Row] = field(default_factory=dict)
+    """The rows of the `dropped` tasks, by task id, as far as they could be read."""
 
 
 async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTasks:
@@ -69,6 +71,7 @@ async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTask
         [result for part in parts for result in part.dropped],
         parts[0].sampling,
         parts[0].min_survivors,
+        {task_id: row for part in parts for task_id, row in part.not_sampled.items()},
     )
 
 
@@ -108,9 +111,12 @@ class TaskSets:
             longest, limit = configured, "data.train.max_prompt_tokens"
         ready: list[ReadyTask] = []
         dropped: list[TaskResult] = []
+        not_sampled: dict[str, Row] = {}
         for handle in grant.batch.tasks:
+            row: Row | None = None
             try:
-                row, ids = self._read(grant.split, handle.task_id)
+                row = self._sources[grant.split].row(split_task_id(handle.task_id)[2])
+                ids = self._token_ids(grant.split, handle.task_id, row)
                 if len(ids) > longest:
                     place = self._place(grant.split, handle.task_id)
                     raise _TooLong(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
@@ -119,19 +125,19 @@ class TaskSets:
                 raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
             except (DataError, ValueError, IndexError) as error:
                 dropped.append(drop(handle, _why(error), f"{handle.task_id}: {error}"))
+                not_sampled |= {handle.task_id: row} if row is not None else {}
                 continue
             ready.append(ReadyTask(handle, row, ids, answer))
         min_survivors = min(2, sampling.samples) if grant.split == TRAIN else 1
-        return PreparedTasks(ready, dropped, sampling, min_survivors)
+        return PreparedTasks(ready, dropped, sampling, min_survivors, not_sampled)
 
     def texts(self, token_ids: Sequence[list[int]], sampling: SamplingParams) -> list[str]:
         """Return the texts of the completions, for rewards."""
         return [self._prompts.completion(ids, sampling.stop) for ids in token_ids]
 
-    def _read(self, split: str, task_id: str) -> tuple[Row, list[int]]:
-        row = self._sources[split].row(split_task_id(task_id)[2])
+    def _token_ids(self, split: str, task_id: str, row: Row) -> list[int]:
         try:
-            return row, self._prompts.token_ids(row)
+            return self._prompts.token_ids(row)
         except ValueError as error:
             kind = NoChatTemplate if isinstance(error, NoChatTemplate) else ValueError
             raise kind(f"{self._place(split, task_id)}: {error}") from None

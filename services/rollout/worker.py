@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from proto.messages import LeaseGrant, TaskResult, Trouble
+from proto.tensors import Array
 from services.rollout.answers import AnswerSampler
 from services.rollout.assemble import Assembled, assemble, in_files, with_receipt
 from services.rollout.engine import Engine
@@ -215,43 +216,62 @@ class RolloutWorker:
             for group, group_scores in zip(sampled.made, scores, strict=True)
         ]
         block = assemble(tasks.ready, samples, scores, min_survivors=tasks.min_survivors, named=values)
-        await self._add_texts(lease, tasks, sampled.made, scores, block)
-        results = await self._put(lease, block)
+        dropped = [*block.dropped, *tasks.dropped]
+        texts = await self._texts_of(lease, tasks, sampled.made, scores, [*block.results, *dropped])
+        results = await self._put(lease, block, texts)
+        dropped = await self._put_texts(lease, dropped, texts)
         brought = sampled.sync.scalars(len(block.scalars["reward"])) if sampled.sync is not None else {}
         scalars = block.scalars | brought | self._names.columns(block.named)
-        await self.leases.complete(lease, [*results, *block.dropped, *tasks.dropped], scalars)
+        await self.leases.complete(lease, [*results, *dropped], scalars)
         self._answer_sampler.forget(tasks.ready)
         report_lease(self._service, lease.grant.split, tasks, sampled, block, scores)
         if self._workflow is not None:
             report_workflow(self._service, sampled.made, self._workflow.lost_processes)
         self._service.telemetry.emit("engine", dict(self._engine.stats()))
 
-    async def _add_texts(
+    async def _texts_of(
         self,
         lease: Lease,
         tasks: PreparedTasks,
         made: list[list[Made]],
         scores: list[list[Score]],
-        block: Assembled,
-    ) -> None:
-        """Add the text of the samples to the shards of the tasks that are recorded."""
+        results: list[TaskResult],
+    ) -> dict[str, Array]:
+        """Return the texts of the tasks that are recorded, by task id."""
         texts = self._texts
-        if texts is None or not any(texts.choice.takes(result.task_id) for result in block.results):
-            return
-        found = await lease.within(TEXT_S, self._on_text(lambda: texts.shards(tasks.ready, made, scores)))
-        for result, shards in zip(block.results, block.shards, strict=True):
-            if result.task_id in found:
-                shards[TEXT] = found[result.task_id]
+        if texts is None or not any(texts.choice.takes(result.task_id) for result in results):
+            return {}
+        rows = tasks.not_sampled
+        return await lease.within(TEXT_S, self._on_text(lambda: texts.shards(tasks.ready, made, scores, rows)))
 
-    async def _put(self, lease: Lease, block: Assembled) -> list[TaskResult]:
-        """Put the shards of a block into the store, and return the block's results with the locations of the shards."""
+    async def _put(self, lease: Lease, block: Assembled, texts: dict[str, Array]) -> list[TaskResult]:
+        """Put the shards of a block into the store, each task's text with its shards, and return the block's results
+        with the locations of the shards."""
         results = list(block.results)
+        for result, shards in zip(results, block.shards, strict=True):
+            shards |= {TEXT: texts[result.task_id]} if result.task_id in texts else {}
         for file in in_files(block, filters=self._filters) if results else ():
             puts = [TaskShards(results[i].task_id, results[i].fence, block.shards[i]) for i in file]
             receipts = await self.leases.persist(lease, "put", functools.partial(self._put_file, puts), DATA_CALL_S)
             for i, receipt in zip(file, receipts, strict=True):
                 results[i] = with_receipt(results[i], receipt)
         return results
+
+    async def _put_texts(self, lease: Lease, dropped: list[TaskResult], texts: dict[str, Array]) -> list[TaskResult]:
+        """Put the texts of dropped tasks into the store, and return the tasks' results with the locations.
+
+        They are put separately, because a file is freed only when its last task is cleared.
+        """
+        puts = [
+            TaskShards(each.task_id, each.fence, {TEXT: texts[each.task_id]})
+            for each in dropped
+            if each.task_id in texts
+        ]
+        if not puts:
+            return dropped
+        receipts = await self.leases.persist(lease, "put", functools.partial(self._put_file, puts), DATA_CALL_S)
+        found = {each.task_id: each for each in receipts}
+        return [with_receipt(each, found[each.task_id]) if each.task_id in found else each for each in dropped]
 
     async def _put_file(self, puts: list[TaskShards], _: OnProgress) -> list[Receipt]:
         return await self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)

@@ -60,12 +60,8 @@ def complete(run: RunState, request: Complete) -> list[Refusal]:
                 _accept(run, task, stage, result, layout, packed, filters=filters)
             elif result.outcome == Outcome.RETRY:
                 run.order.retry(run, task, FAILURE, result.reason)
-            elif result.samples_failed and task.admission == EVALUATION:
-                run.out.append(Tell("scheduler/dropped", {"task": task.task_id, "reason": result.reason[:200]}))
-                _end_scored(run, task, np.zeros(0, np.float32), result.samples_failed)
             else:
-                _count_lost(run, task, result)
-                drop(run, task, drop_reason(result.why), result.reason)
+                _drop(run, task, stage, result)
         first += result.samples if result.outcome == Outcome.DONE else 0
     if lease is not None:
         if request.final and lease.tasks:
@@ -127,7 +123,7 @@ def _problem(task: Task | None, stage: int, lease: TaskLease | None, result: Tas
         return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never issued (current: {task.fence})"
     accepted = task.parts[stage]
     if accepted is not None:
-        if result.outcome == Outcome.DONE and accepted.content_hash == result.content_hash:
+        if result.outcome != Outcome.RETRY and accepted.content_hash == result.content_hash:
             return None
         return ErrorCode.CONFLICT, f"{result.task_id}: fence {task.fence} was accepted with different content"
     if task.state == TaskState.DROPPED:
@@ -141,9 +137,7 @@ def _accept(
     run: RunState, task: Task, stage: int, result: TaskResult, layout: int, packed: bytes, *, filters: bool
 ) -> None:
     release(run, task)
-    run.tasks.edit(task)
-    part = StagePart(store_index(run, result.store), result.content_hash, result.nbytes)
-    task.parts = (*task.parts[:stage], part, *task.parts[stage + 1 :])
+    _place(run, task, stage, result)
     if stage == 0:
         task.samples, task.failed, task.tokens = result.samples, result.samples_failed, result.tokens
         task.layout, task.scalars = layout, packed
@@ -175,6 +169,26 @@ def _accept(
     for later in range(1, len(run.plan.stages)):
         if stage in run.needs[later] and waits(run, later, task):
             heapq.heappush(run.waiting[later], task.admission)
+
+
+def _drop(run: RunState, task: Task, stage: int, result: TaskResult) -> None:
+    """Drop a task. If it has a store, that store has the text of its failed samples, or of its row, for the
+    recorder."""
+    if result.store and result.store not in run.gone:
+        _place(run, task, stage, result)
+    if result.samples_failed and task.admission == EVALUATION:
+        run.out.append(Tell("scheduler/dropped", {"task": task.task_id, "reason": result.reason[:200]}))
+        _end_scored(run, task, np.zeros(0, np.float32), result.samples_failed)
+    else:
+        _count_lost(run, task, result)
+        drop(run, task, drop_reason(result.why), result.reason)
+
+
+def _place(run: RunState, task: Task, stage: int, result: TaskResult) -> None:
+    """Note where the shards of a result are."""
+    run.tasks.edit(task)
+    part = StagePart(store_index(run, result.store), result.content_hash, result.nbytes)
+    task.parts = (*task.parts[:stage], part, *task.parts[stage + 1 :])
 
 
 def _count_lost(run: RunState, task: Task, result: TaskResult) -> None:

@@ -90,6 +90,8 @@ def _facts(record: Record) -> dict[str, Any]:
         "reason": record.reason,
         "reward": record.reward,
         "rewards": record.rewards,
+        "failure": record.failure,
+        "info": record.info,
         "group": group_scores(record),
         "advantage": record.advantage,
         "length": record.length,

@@ -9,6 +9,7 @@ Each line is a JSON object with the fields of `Record`. Only the service `record
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Any
 
@@ -34,11 +35,11 @@ class SampleState(StrEnum):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One sample. The token lists have equal lengths, and omit the tokens before a sequence's first sampled token.
 
-    A task that ended without samples has one record, with `sample` -1 and without tokens.
+    A failed sample has no reward and no tokens. A task that was not sampled has one record, with `sample` -1.
     """
 
     task: str  # task id: `<split>/<epoch>/<index>`
-    sample: int = 0  # number of the sample in its group, among those that did not fail
+    sample: int = 0  # number of the sample in its group: first those that did not fail, then those that failed
     samples: int = 1  # number of records of the task
     split: str = TRAIN  # "train", or "eval/<set>"
     step: int | None = None
@@ -56,9 +57,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float] = []  # by the engine at the sampling temperature, 0 where not sampled
     train_logprobs: list[float] | None = None  # by the trainer before the step's first update; None: not computed
     sampled: list[int] | None = None  # 1 where the policy sampled the token; None: it sampled all of them
-    reward: float = 0.0
-    rewards: dict[str, float] = {}  # by name of the reward function or part
-    group_mean: float | None = None  # mean of the rewards of the task's samples
+    reward: float | None = 0.0  # None: the sample failed
+    failure: str = ""  # the reason why the sample failed
+    rewards: dict[str, float] = {}  # by name of the reward function or of a number in its dict
+    info: dict[str, str] = {}  # texts that a reward function returned in a dict, such as the answer that it found
+    group_mean: float | None = None  # mean of the rewards of the task's samples that did not fail
     group_best: float | None = None  # highest of these rewards
     metrics: dict[str, float] = {}  # numbers that the workflow reported
     advantage: float | None = None  # None unless trained
@@ -69,6 +72,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: int = 0
     cut: int = 0  # number of characters of text that were left out because they exceeded the limits
     at: float = 0.0  # time at which the record was written, in Unix seconds
+
+
+def rank(record: Record) -> float:
+    """Return the reward for ordering records. Failed samples come below all others."""
+    return -math.inf if record.reward is None else record.reward
 
 
 def group_scores(record: Record) -> dict[str, float]:

@@ -16,7 +16,8 @@ class SampleText(msgspec.Struct, array_like=True):
 
     completion: str
     finish_reason: str
-    reward: float
+    reward: float | None
+    """None if the sample failed."""
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     turns: int = 1
@@ -24,16 +25,23 @@ class SampleText(msgspec.Struct, array_like=True):
     messages: list[dict[str, Any]] = []
     pieces: list[str] = []
     """The text of each token, starting with the first sampled token of each sequence. Empty if it was left out."""
+    info: dict[str, str] = {}
+    failure: str = ""
+    """For a sample that failed: the reason in one line."""
+    length: int = 0
+    """For a sample that failed: number of sampled tokens, which no shard contains."""
 
 
 class TaskText(msgspec.Struct, array_like=True):
-    """Those samples of a task that did not fail, in the order of `sample_index`."""
+    """The text of a task. `samples` holds the samples that did not fail, in the order of `sample_index`."""
 
     prompt: str | list[dict[str, Any]]
     samples: list[SampleText]
     answer: Any = None
     cut: int = 0
     """Number of characters left out to keep the shard within its limit."""
+    failed: list[SampleText] = []
+    """Samples without a reward."""
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=repr)
@@ -42,8 +50,8 @@ _decode = msgspec.msgpack.Decoder(TaskText).decode
 
 def pack(text: TaskText, tokens: int) -> Array:
     """Return the shard, uint8 [N]. If the shard exceeds its limit, leave out the pieces, then the messages, and finally
-    cut the text."""
-    limit = text_limit_bytes(tokens, len(text.samples))
+    cut the text. A task that was not sampled gets the space of one sample."""
+    limit = text_limit_bytes(tokens, max(len(_all(text)), 1))
     packed = _encode(text)
     for shorten in (_drop_pieces, _drop_messages):
         if len(packed) > limit:
@@ -60,16 +68,21 @@ def unpack(shard: Array) -> TaskText:
     return _decode(shard.tobytes())
 
 
+def _all(text: TaskText) -> list[SampleText]:
+    return [*text.samples, *text.failed]
+
+
 def _encode(text: TaskText) -> bytes:
     """Return the text as msgpack. Row values that msgpack cannot represent become text."""
     try:
         return _encoder.encode(text)
     except (UnicodeEncodeError, OverflowError):
         text.prompt, text.answer = _clean(text.prompt), _clean(text.answer)
-        for sample in text.samples:
+        for sample in _all(text):
             sample.completion, sample.pieces = _clean(sample.completion), _clean(sample.pieces)
             sample.messages, sample.metrics = _clean(sample.messages), _clean(sample.metrics)
-            sample.rewards = _clean(sample.rewards)
+            sample.rewards, sample.info = _clean(sample.rewards), _clean(sample.info)
+            sample.failure = _clean(sample.failure)
         return _encoder.encode(text)
 
 
@@ -89,26 +102,27 @@ def _clean(value: Any) -> Any:
 
 
 def _drop_pieces(text: TaskText) -> None:
-    for sample in text.samples:
+    for sample in _all(text):
         sample.pieces = []
 
 
 def _drop_messages(text: TaskText) -> None:
-    for sample in text.samples:
+    for sample in _all(text):
         text.cut += sum(len(str(message.get("content", ""))) for message in sample.messages)
         sample.messages = []
 
 
 def _cut_text(text: TaskText, limit: int) -> None:
     """Cut every text to an equal share of the limit. A character takes at most four bytes."""
-    share = limit // (8 * (len(text.samples) + 2))
+    share = limit // (8 * (len(_all(text)) + 2))
 
-    def short(value: str) -> str:
-        text.cut += max(len(value) - share, 0)
-        return value[:share]
+    def short(value: str, most: int = share) -> str:
+        text.cut += max(len(value) - most, 0)
+        return value[:most]
 
     text.prompt = short(text.prompt if isinstance(text.prompt, str) else msgspec.json.encode(text.prompt).decode())
     text.answer = None if text.answer is None else short(str(text.answer))
-    for sample in text.samples:
-        sample.completion = short(sample.completion)
-        sample.rewards, sample.metrics = {}, {}
+    for sample in _all(text):
+        sample.failure = short(sample.failure, share // 2)
+        sample.completion = short(sample.completion, share - len(sample.failure))
+        sample.rewards, sample.metrics, sample.info = {}, {}, {}

@@ -150,8 +150,8 @@ ROLLOUT = [
     Mutation(
         "rewards are added up without their weights",
         SCORE,
-        "value = left.value + weight * right.value",
-        "value = left.value + right.value",
+        "value += weight * score.value",
+        "value += score.value",
         f"{REWARDS}::test_terms_are_summed_by_weight",
     ),
 ]

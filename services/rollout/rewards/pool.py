@@ -19,7 +19,7 @@ import structlog
 
 from proto.messages import Trouble, TroubleKind, WaitKind, WaitRow
 from services.rollout.rewards.judge import Judge
-from services.rollout.rewards.score import JUDGE, RAISED, TIMEOUT, Score, add_all, failed, totals
+from services.rollout.rewards.score import JUDGE, RAISED, TIMEOUT, Score, failed, names_of, totals, weighted
 from services.rollout.user_code.failing import TEXT_CHARS, Failing
 from services.rollout.user_code.frames import Asked, Failed, Purpose, Rated, RateSamples, Returned, Setup
 from services.rollout.user_code.host import Broken, UserHost
@@ -85,6 +85,8 @@ class RewardPool:
     ) -> None:
         """`retry` limits the wait for a judge that is not answering. `emit(topic, values)` sends telemetry."""
         self._terms = list(terms)
+        self._names = names_of([term.function for term in terms])
+        self._weights = [term.weight for term in terms]
         functions = [(term.function, term.params) for term in terms]
         self._pool = UserPool(Setup(Purpose.REWARD, functions, timeout_s, memory_bytes), processes)
         self._processes = processes
@@ -134,13 +136,12 @@ class RewardPool:
         """
         begun = asyncio.get_running_loop().time()
         flat = [sample for group in groups for sample in group]
-        sums = [Score(0.0) for _ in flat]
+        by_function = [[Score(0.0)] * len(flat) for _ in self._terms]
         calls: list[RewardCall] = []
-        for at, term in enumerate(self._terms):
+        for at in range(len(self._terms)):
             if at in self._inline:
-                scores = [_call_inline(self._inline[at], sample) for sample in flat]
-                self._failing.count(scores)
-                add_all(sums, range(len(flat)), scores, term.weight)
+                by_function[at] = [_call_inline(self._inline[at], sample) for sample in flat]
+                self._failing.count(by_function[at])
             else:
                 calls += self._calls(groups, at)
         try:
@@ -149,7 +150,9 @@ class RewardPool:
             for call in calls:
                 call.done.set()  # abandoned: workers skip this call in the queue
         for call in calls:
-            add_all(sums, call.places, call.scores, self._terms[call.function].weight)
+            for place, score in zip(call.places, call.scores, strict=True):
+                by_function[call.function][place] = score
+        sums = [weighted(scores, self._names, self._weights) for scores in zip(*by_function, strict=True)]
         self._counts["calls"] += len(calls)
         self._failing.lease_ended(well=all(each.value is not None for each in sums))
         self._report(sums, asyncio.get_running_loop().time() - begun)

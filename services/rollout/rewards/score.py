@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from proto.messages import LossReason
 
+T = TypeVar("T")
 TOTAL_KEY = "reward"
+INFO_CHARS = 1000
+"""Maximum number of characters kept of a text in a dict reward."""
 LIMIT = 3.4028234663852886e38
 """The largest float32, the type in which rewards are sent."""
 
@@ -22,8 +26,9 @@ class Score:
     """The score of one sample.
 
     If `value` is None, the sample failed: `failure` gives the reason and place in one line, and `kind` is a
-    `LossReason`. `parts` holds the entries of a dict reward, and `trace` the traceback of the user's code, if there is
-    one. `retry_after_s` is the pause in seconds that the judge asks for (kind JUDGE).
+    `LossReason`. `parts` holds the numbers of a dict reward and, if the reward is a weighted sum, the value of each
+    function (see `weighted`). `info` holds the texts of a dict reward. `trace` is the traceback of the user's code, if
+    there is one. `retry_after_s` is the pause in seconds that the judge asks for (kind JUDGE).
     """
 
     value: float | None
@@ -32,6 +37,7 @@ class Score:
     kind: str = ""
     trace: str = ""
     retry_after_s: float = 0.0
+    info: dict[str, str] = field(default_factory=dict)
 
 
 def failed(function: str, kind: str, why: str, *, at: str = "", trace: str = "", retry_after_s: float = 0.0) -> Score:
@@ -44,11 +50,16 @@ def total(answer: Any) -> Score:
     """Return the score of one sample from the return value of a function.
 
     A number is the score itself. For a dict, the score is the value of key `reward` if there is one, else the sum of
-    all values. NaN, infinity, numbers outside the float32 range and other types yield a failed score.
+    all numbers; texts are kept beside it. NaN, infinity, numbers outside the float32 range, a dict that has texts but
+    no number, and other types yield a failed score.
     """
+    info: dict[str, str] = {}
     try:
         if isinstance(answer, dict):
-            parts = {str(key): float(value) for key, value in answer.items()}
+            info = {str(key): _valid(value[:INFO_CHARS]) for key, value in answer.items() if isinstance(value, str)}
+            parts = {str(key): float(value) for key, value in answer.items() if not isinstance(value, str)}
+            if TOTAL_KEY in info or (info and not parts):
+                raise TypeError(f"{TOTAL_KEY} is a text" if TOTAL_KEY in info else "it has only texts")
             value = parts[TOTAL_KEY] if TOTAL_KEY in parts else math.fsum(parts.values())
         else:
             parts, value = {}, float(answer)
@@ -56,7 +67,12 @@ def total(answer: Any) -> Score:
         return Score(None, f"returned {answer!r:.60}, not a number or a dict of numbers ({error})", kind=ANSWER)
     if not abs(value) <= LIMIT:
         return Score(None, f"returned {value}, which is not finite in float32 (at most {LIMIT:.1e})", kind=ANSWER)
-    return Score(value, parts=parts)
+    return Score(value, parts=parts, info=info)
+
+
+def _valid(text: str) -> str:
+    """Return the text with `?` in place of lone surrogates, which UTF-8 cannot represent."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Score]:
@@ -69,21 +85,48 @@ def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Sco
     return [each if each.value is not None else failed(function, each.kind, each.failure) for each in scores]
 
 
-def add(left: Score, right: Score, weight: float) -> Score:
-    """Return `left + weight * right`. A failed score stays failed, and a sum outside the float32 range fails."""
-    if left.value is None:
-        return left
-    if right.value is None:
-        return right
-    value = left.value + weight * right.value
+def names_of(functions: Sequence[str]) -> list[str]:
+    """Return a unique name for each function: the last part of its import path. If several functions share it, the
+    second one is named `<name>-2`, and so on."""
+    plain = [path.rpartition(":")[2] for path in functions]
+    return [f"{name}-{plain[: at + 1].count(name)}" if name in plain[:at] else name for at, name in enumerate(plain)]
+
+
+def weighted(scores: Sequence[Score], names: Sequence[str], weights: Sequence[float]) -> Score:
+    """Return the weighted sum of the scores that the functions `names` gave to one sample.
+
+    The parts of the sum are the value of each function, without its weight, by the function's name, and the parts of
+    each score. If a part has the name of a function or of another function's part, it is named `<function>/<part>`.
+    For a single function with weight 1, its score is the sum.
+
+    If any score failed, the sum is the first one that did. A sum outside the float32 range also fails.
+    """
+    if len(scores) == 1 and weights[0] == 1:
+        return scores[0]
+    value = 0.0
+    parts: dict[str, float] = {}
+    for score, name, weight in zip(scores, names, weights, strict=True):
+        if score.value is None:
+            return score
+        value += weight * score.value
+        parts[name] = score.value
     if not abs(value) <= LIMIT:
         return Score(
             None, f"the weighted rewards add up to {value}, but float32 holds at most {LIMIT:.1e}", kind=ANSWER
         )
-    return Score(value, parts={**left.parts, **right.parts})
+    if any(score.parts for score in scores):
+        parts |= _merged(names, [score.parts for score in scores], names)
+    if any(score.info for score in scores):
+        return Score(value, parts=parts, info=_merged(names, [score.info for score in scores], ()))
+    return Score(value, parts=parts)
 
 
-def add_all(sums: list[Score], places: Sequence[int], scores: Sequence[Score], weight: float) -> None:
-    """Add `scores` to `sums` at `places`."""
-    for place, score in zip(places, scores, strict=True):
-        sums[place] = add(sums[place], score, weight)
+def _merged(names: Sequence[str], entries: Sequence[Mapping[str, T]], taken: Iterable[str]) -> dict[str, T]:
+    """Return the entries of all functions in one dict. A key that occurs again or is in `taken` gets the function's
+    name as a prefix."""
+    counts = Counter([*taken, *(key for each in entries for key in each)])
+    return {
+        key if counts[key] == 1 else f"{name}/{key}": value
+        for name, each in zip(names, entries, strict=True)
+        for key, value in each.items()
+    }

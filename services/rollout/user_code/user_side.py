@@ -40,7 +40,7 @@ class ProcessLLM:
         return await self._call_on_own_loop(lambda call: CompleteText(self._slot, call, prompt))
 
     def trajectory(
-        self, reward: float | dict[str, float] | None = None, metrics: dict[str, float] | None = None
+        self, reward: float | dict[str, float | str] | None = None, metrics: dict[str, float] | None = None
     ) -> Trajectory:
         return Trajectory(self._link.captured(self._slot), reward, dict(metrics or {}))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -168,7 +168,8 @@ class WorkflowRunner:
             raise TypeError("a workflow was rated like a reward function")
         score = failed(f"{self._name} sample {number}", WORKFLOW, ended.why, at=ended.at, trace=ended.trace)
         self._failing.count([score])
-        sample = Sample(task.handle.task_id, task.row, [], "", [], "")
+        conversation = attempt.calls.conversation
+        sample = _so_far(task, conversation, _sampled(conversation.sequences()))
         return Made(Rolled([], truncated=False), sample, score)
 
 
@@ -185,7 +186,15 @@ def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_t
     if tokens > max_tokens:
         raise WorkflowError(f"returned a trajectory of {tokens} tokens, but workflow.max_tokens allows {max_tokens}")
     sampled = [int(token) for each in sequences for token in each.token_ids[each.loss_mask == 1]]
-    sample = Sample(
+    sample = replace(_so_far(task, conversation, sampled), state=returned.state)
+    metrics = {name: value for name, value in returned.metrics.items() if math.isfinite(value)}
+    rolled = Rolled(sequences, truncated=conversation.finish_reason == FinishReason.LENGTH)
+    return Made(rolled, sample, returned.score, metrics)
+
+
+def _so_far(task: ReadyTask, conversation: Conversation, sampled: list[int]) -> Sample:
+    """Return the sample whose calls `conversation` has recorded, with these sampled tokens."""
+    return Sample(
         task_id=task.handle.task_id,
         row=task.row,
         messages=list(conversation.last_messages),
@@ -193,11 +202,14 @@ def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_t
         token_ids=sampled,
         finish_reason=conversation.finish_reason,
         turns=conversation.turns,
-        state=returned.state,
     )
-    metrics = {name: value for name, value in returned.metrics.items() if math.isfinite(value)}
-    rolled = Rolled(sequences, truncated=conversation.finish_reason == FinishReason.LENGTH)
-    return Made(rolled, sample, returned.score, metrics)
+
+
+def _sampled(sequences: list[Sequence]) -> list[int]:
+    """Return the sampled tokens. An abandoned call may append tokens at the same time."""
+    return [
+        token for each in sequences for token, sampled in zip(each.token_ids, each.loss_mask, strict=False) if sampled
+    ]
 
 
 def tokens_of(sequence: Sequence) -> SequenceTokens:

@@ -26,7 +26,9 @@ export async function refresh(newest) {
   list();
 }
 
-const ORDERS = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, longest: (a, b) => b.length - a.length };
+// A failed sample has no reward. It comes below all others.
+const rank = (each) => each.reward ?? -Number.MAX_VALUE;
+const ORDERS = { worst: (a, b) => rank(a) - rank(b), best: (a, b) => rank(b) - rank(a), longest: (a, b) => b.length - a.length };
 
 function list() {
   if (!found) return;
@@ -60,6 +62,7 @@ function draw() {
   const facts = [
     ["task", open.task], ["sample", number(open.sample)], ["step", number(open.step)], ["state", open.reason || open.state],
     ["reward", number(open.reward)], ...Object.entries(open.rewards).map(([name, value]) => [`reward ${name}`, number(value)]),
+    ...(open.failure ? [["failed", open.failure]] : []), ...Object.entries(open.info),
     ...Object.entries(open.group).map(([name, value]) => [name, number(value)]),
     ["advantage", number(open.advantage)], ["tokens", number(open.length)], ["end", open.finish_reason],
     ["versions", open.versions.join(", ")], ["turns", number(open.turns)], ["tool calls", number(open.tool_calls)],

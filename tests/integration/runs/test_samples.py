@@ -5,6 +5,7 @@ bit-identical.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -64,6 +65,7 @@ def test_a_run_records_what_it_trained_and_evaluated(tmp_path: Path) -> None:
             sent, _ = watching.communicate(timeout=280)
         assert run.end() == 0, run.output()
     told = [json.loads(line) for line in sent.splitlines()]
+    assert not any("reward/part/exact_match" in row for row in rows_of(run.path).values())  # it is reward/mean
     assert {"rollout", "engine", "weights", "store", "samples", "cluster/status"} <= {row["topic"] for row in told}
     assert undocumented((row["topic"], value) for row in told for value in row["values"]) == set()
     rows = rows_of(run.path)
@@ -74,6 +76,7 @@ def test_a_run_records_what_it_trained_and_evaluated(tmp_path: Path) -> None:
         assert len(records) == TASKS * GROUP
         assert once(records)
         assert {each.state for each in records} == {SampleState.TRAINED}
+        assert all(each.rewards == {"exact_match": each.reward} for each in records)
         assert np.mean([each.reward for each in records]) == pytest.approx(rows[step]["reward/mean"], abs=1e-6)
         for task in {each.task for each in records}:
             assert sum(each.advantage or 0 for each in records if each.task == task) == pytest.approx(0, abs=1e-4)
@@ -93,6 +96,62 @@ def test_a_run_records_what_it_trained_and_evaluated(tmp_path: Path) -> None:
         assert np.mean(np.max(groups, axis=1)) == pytest.approx(rows[version]["eval/heldout/pass@2"])
     shown = ctl(run.path, "samples", "--step", "2", "--worst", "3", "--json")
     assert len(json.loads(shown.stdout)["samples"]) == 3
+
+
+JUDGED = """
+def judged(sample):
+    if int(sample.task_id.rsplit("/", 1)[1]) % 4 == 0 or sum(sample.token_ids) % 7 == 0:
+        raise ValueError("cannot judge this")
+    return {"short": 0.5, "form": 0.25, "found": sample.completion}
+"""
+
+
+@pytest.mark.timeout(300)
+def test_each_reward_function_is_recorded_by_name_and_failed_samples_with_their_text_and_failure(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "my_judge.py").write_text(JUDGED)
+    functions = "{function: 'builtin:exact_match'}, {function: 'my_judge:judged', weight: 2}"
+    chosen = (*SMALL, "reward.function=null", f"reward.functions=[{functions}]", "data.train.max_prompt_tokens=5")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    with cluster(QUICKSTART, tmp_path, *chosen, limit_s=280, environment={"PYTHONPATH": path}) as run:
+        assert run.end() == 0, run.output()
+    rows = rows_of(run.path)
+    every = [each for split in splits(run.path) for each in read(run.path, split=split)]
+    assert once(every)
+    fine = [each for each in every if each.reward is not None and each.sample >= 0]
+    for each in fine:
+        assert each.rewards == {"exact_match": float(each.completion == each.answer), "judged": 0.75} | {
+            "short": 0.5,
+            "form": 0.25,
+        }
+        assert each.reward == each.rewards["exact_match"] + 2 * 0.75
+        assert (each.info, each.failure) == ({"found": each.completion}, "")
+    failed = [each for each in every if each.reward is None]
+    assert {each.state for each in failed} == {SampleState.TRAINED, SampleState.DROPPED, SampleState.SCORED}
+    for each in failed:
+        assert "my_judge:judged: raised ValueError: cannot judge this (at my_judge.py:4)" in each.failure
+        assert (each.rewards, each.token_ids) == ({}, [])
+        assert each.prompt
+        assert each.length > 0
+    assert any(each.completion for each in failed)
+    judged = [each for each in every if each.state == SampleState.DROPPED and each.reason.startswith("reward_failed")]
+    assert set(Counter(each.task for each in judged).values()) == {GROUP}
+    long = [each for each in every if each.reason.startswith("too_long")]
+    assert long
+    assert {(each.sample, each.completion) for each in long} == {(-1, "")}
+    assert all(isinstance(each.prompt, str) and len(each.prompt) > 5 and each.answer for each in long)
+    for step in range(1, STEPS + 1):
+        trained = [each for each in fine if (each.state, each.step) == (SampleState.TRAINED, step)]
+        for name in ("exact_match", "judged", "short", "form"):
+            assert rows[step][f"reward/part/{name}"] == pytest.approx(np.mean([each.rewards[name] for each in trained]))
+        assert not any("found" in name for name in rows[step])
+    for version in (0, STEPS):
+        scored = read(run.path, split="eval/heldout", step=version)
+        assert len(scored) == 2 * ROWS
+        assert np.mean([each.reward or 0 for each in scored]) == pytest.approx(rows[version]["eval/heldout/accuracy"])
+    shown = ctl(run.path, "samples", "--task", failed[0].task, "--split", failed[0].split)
+    assert "cannot judge this" in shown.stdout
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from launch import ctl
-from launch.samples import STYLES, Color, Order, choose, completion, show
+from launch.samples import STYLES, Color, Order, choose, completion, ordered, show
 from services.recorder.files import SampleFiles
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -114,6 +114,18 @@ def test_all_facts_about_a_sample_are_shown(monkeypatch: pytest.MonkeyPatch) -> 
     assert "answer: 19" in text
 
 
+def test_a_failed_sample_shows_the_failure_and_is_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = replace(record(4, 1, 1, 1.0, 3), reward=None, rewards={}, failure="my:fn: raised ValueError: no", pieces=[])
+    fine = replace(record(4, 1, 0, 0.0, 3), info={"found": "19"})
+    assert [each.sample for each in ordered([fine, lost], Order.WORST)] == [1, 0]
+    assert [each.sample for each in ordered([lost, fine], Order.BEST)] == [0, 1]
+    text = drawn(monkeypatch, [lost], Color.LOGPROB, terminal=False)
+    assert "failed: my:fn: raised ValueError: no" in text
+    assert "reward" not in text
+    assert "19" in text
+    assert "found 19" in drawn(monkeypatch, [fine], Color.NONE, terminal=False)
+
+
 def test_hostile_text_is_escaped_before_it_reaches_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = Record(
         task=HOSTILE,
@@ -125,6 +137,9 @@ def test_hostile_text_is_escaped_before_it_reaches_a_terminal(run: Path, monkeyp
         logprobs=[0.0] * 3,
         answer=HOSTILE,
         rewards={HOSTILE: 1.0},
+        info={HOSTILE: HOSTILE},
+        reward=None,
+        failure=HOSTILE,
         finish_reason=HOSTILE,
     )
     for color in (Color.NONE, Color.LOGPROB):

@@ -101,6 +101,31 @@ def test_a_task_without_shards_has_one_record_that_gives_the_reason() -> None:
     assert split_of("train/1/2") == "train"
 
 
+def test_failed_samples_come_last_without_a_reward_and_do_not_count_for_the_group() -> None:
+    given = shards()
+    text = unpack(given["text"])
+    text.failed = [SampleText("hm", "length", None, failure="my:fn: no answer within 4 s", length=3)]
+    one, _, lost = records(ENDED, {**given, "text": pack(text, 11)}, 9.0)
+    assert (one.sample, one.samples, one.reward, one.failure) == (0, 3, 1.0, "")
+    assert (lost.sample, lost.samples, lost.reward, lost.failure) == (2, 3, None, "my:fn: no answer within 4 s")
+    assert (lost.prompt, lost.completion, lost.answer) == ("2 + 3 =", "hm", 5)
+    assert (lost.length, lost.finish_reason, lost.token_ids) == (3, "length", [])
+    assert (lost.group_mean, lost.group_best) == (0.75, 1.0)
+
+
+def test_a_dropped_task_keeps_its_failed_samples_or_its_prompt() -> None:
+    ended = EndedTask("train/0/7", 1, "dropped", 5, 2, 0, "batch-store/0", "reward_failed: 2 of 2 samples failed")
+    failed = [SampleText(name, "stop", None, failure="f: no") for name in ("a", "b")]
+    found = records(ended, {"text": pack(TaskText("2 + 3 =", [], 5, failed=failed), 8)}, 9.0)
+    assert [(each.sample, each.samples, each.completion, each.reward) for each in found] == [
+        (0, 2, "a", None),
+        (1, 2, "b", None),
+    ]
+    assert {(each.state, each.reason, each.group_mean) for each in found} == {("dropped", ended.reason, None)}
+    (only,) = records(ended, {"text": pack(TaskText("2 + 3 =", [], 5), 0)}, 9.0)
+    assert (only.sample, only.samples, only.prompt, only.answer) == (-1, 1, "2 + 3 =", 5)
+
+
 def test_text_beyond_its_limit_is_left_out_and_counted() -> None:
     huge = "\x1b[31m" * 2_000_000
     text = TaskText([{"role": "user", "content": huge}], [SampleText(huge, "stop", 1.0, pieces=[huge])], answer=huge)
@@ -110,6 +135,11 @@ def test_text_beyond_its_limit_is_left_out_and_counted() -> None:
     assert kept.samples[0].pieces == []
     assert kept.samples[0].completion == huge[: len(kept.samples[0].completion)] != ""
     assert kept.cut > 3 * 9_000_000
+    failed = [SampleText(huge, "stop", None, failure=huge, info={"found": huge})] * 2
+    packed = pack(TaskText(huge, [], huge, failed=failed), 8)
+    assert packed.nbytes <= text_limit_bytes(8, 2)
+    assert unpack(packed).failed[0].failure
+    assert pack(TaskText(huge, []), 0).nbytes <= text_limit_bytes(0, 1)
 
 
 def test_values_that_cannot_be_stored_are_replaced_and_do_not_fail_the_task() -> None:

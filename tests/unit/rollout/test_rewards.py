@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from proto.messages import ErrorCode
-from services.rollout.rewards.score import ANSWER, total
+from services.rollout.rewards.score import ANSWER, INFO_CHARS, Score, total, weighted
 from shared.rpc.errors import RpcError
 from tests.unit.rollout.reward_rig import MODULE, Line, pool, sample, score, values
 
@@ -95,6 +95,43 @@ def test_only_a_sample_whose_reward_raises_or_is_not_a_number_is_lost(folder: Pa
 )
 def test_the_result_of_a_function_becomes_one_number_or_a_failure(answer: Any, value: float | None) -> None:
     assert total(answer).value == value
+
+
+def test_texts_in_a_dict_are_kept_beside_the_reward() -> None:
+    long = total({"reward": 1.0, "format": 0.5, "found": "é\ud800" + "x" * 2 * INFO_CHARS})
+    assert (long.value, long.parts) == (1.0, {"reward": 1.0, "format": 0.5})
+    assert long.info == {"found": "é?" + "x" * (INFO_CHARS - 2)}
+    for answer in ({"reward": "1.0", "format": 0.5}, {"found": "1.0"}):
+        assert total(answer).value is None
+        assert total(answer).kind == ANSWER
+
+
+def test_each_function_of_a_sum_is_a_part_under_a_unique_name_and_without_its_weight(folder: Path) -> None:
+    one, two = Line("my_rewards:plain", weight=2.0, params={"bonus": -0.5}), Line("builtin:exact_match", weight=-1.0)
+    three = Line("my_rewards:plain", params={"bonus": -0.75})
+    ((sum_,),) = score([[sample("3", answer=3)]], one, two, three)
+    assert sum_.value == 2 * 0.5 - 1.0 + 0.25
+    assert sum_.parts == {"plain": 0.5, "exact_match": 1.0, "plain-2": 0.25}
+    ((alone,),) = score([[sample("3", answer=3)]], Line("builtin:exact_match"))
+    assert (alone.value, alone.parts) == (1.0, {})  # the reward itself
+    ((half,),) = score([[sample("3", answer=3)]], Line("builtin:exact_match", weight=0.5))
+    assert (half.value, half.parts) == (0.5, {"exact_match": 1.0})
+
+
+def test_parts_of_the_same_name_get_the_name_of_their_function() -> None:
+    left = Score(1.5, parts={"form": 1.0, "sense": 0.5}, info={"found": "3", "unit": "m"})
+    right = Score(0.25, parts={"form": 0.25, "left": 0.0}, info={"found": "4"})
+    sum_ = weighted([left, right], ["left", "right"], [1.0, 1.0])
+    assert sum_.value == 1.75
+    assert sum_.parts == {
+        "left": 1.5,
+        "right": 0.25,
+        "left/form": 1.0,
+        "sense": 0.5,
+        "right/form": 0.25,
+        "right/left": 0.0,
+    }
+    assert sum_.info == {"left/found": "3", "unit": "m", "right/found": "4"}
 
 
 def test_a_dict_keeps_its_parts_and_the_function_runs_in_a_separate_light_process(folder: Path) -> None:

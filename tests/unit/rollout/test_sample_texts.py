@@ -3,6 +3,7 @@ turn's tokens."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from shared.samples.choice import Choice
 from shared.samples.text import SampleText, TaskText, unpack
 from tests.unit.rollout.rollout_engine import MODEL
 
+FUNCTIONS = ["my_rewards:exact"]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 BROKEN = '<tool_call>{"name": "add", </tool_call>'
 
@@ -47,7 +49,7 @@ def made(prompts: PromptBuilder, *parts: tuple[str, bool], **fields: Any) -> Mad
 
 
 def texts(prompts: PromptBuilder, given: ReadyTask, group: list[Made], scores: list[Score]) -> TaskText:
-    shards = SampleTexts(Choice(1, 1, 1), prompts).shards([given], [group], [scores])
+    shards = SampleTexts(Choice(1, 1, 1), prompts, FUNCTIONS).shards([given], [group], [scores], {})
     return unpack(shards[given.handle.task_id])
 
 
@@ -61,11 +63,12 @@ def test_text_of_a_workflow_has_its_conversation_turns_calls_and_the_tokens_betw
         {"role": "assistant", "content": "3"},
     ]
     group = [made(prompts, ("1+2=", False), ("4", True), ("5", False), ("3", True), messages=messages, turns=2)]
-    found = texts(prompts, task("train/0/1", prompt="1+2="), group, [Score(0.5, parts={"exact": 1.0})])
+    score = Score(0.5, parts={"form": 1.0}, info={"found": "3"})
+    found = texts(prompts, task("train/0/1", prompt="1+2="), group, [score])
     (sample,) = found.samples
     assert (sample.turns, sample.tool_calls, sample.messages) == (2, 2, messages)
     assert sample.pieces == ["4", "5", "3"]
-    assert (sample.reward, sample.rewards) == (0.5, {"exact": 1.0})
+    assert (sample.reward, sample.rewards, sample.info) == (0.5, {"form": 1.0}, {"found": "3"})
 
 
 def test_a_single_answer_needs_no_conversation(prompts: PromptBuilder) -> None:
@@ -73,15 +76,28 @@ def test_a_single_answer_needs_no_conversation(prompts: PromptBuilder) -> None:
     one = made(prompts, ("1+2=", False), ("3", True), messages=messages, completion=f"3{CALL}", finish_reason="length")
     found = texts(prompts, task("train/0/1", prompt="1+2=", answer=3), [one], [Score(1.0)])
     assert (found.prompt, found.answer) == ("1+2=", 3)
-    assert found.samples == [SampleText(f"3{CALL}", "length", 1.0, tool_calls=1, pieces=["3"])]
+    assert found.samples == [SampleText(f"3{CALL}", "length", 1.0, {"exact": 1.0}, tool_calls=1, pieces=["3"])]
 
 
-def test_samples_without_a_score_are_left_out_and_only_chosen_tasks_have_text(prompts: PromptBuilder) -> None:
-    group = [made(prompts, ("3", True), completion=name) for name in ("kept", "failed")]
-    scores = [Score(0.0), Score(None, failure="timed out")]
-    found = texts(prompts, task("held/0/1"), group, scores)
-    assert [each.completion for each in found.samples] == ["kept"]
-    chosen = SampleTexts(Choice(1, 1, 1 << 62), prompts)
+def test_a_reward_that_the_workflow_gave_does_not_get_the_name_of_the_function(prompts: PromptBuilder) -> None:
+    own = Score(0.5)
+    one = replace(made(prompts, ("3", True)), score=own)
+    assert texts(prompts, task("train/0/1"), [one], [own]).samples[0].rewards == {}
+
+
+def test_a_failed_sample_keeps_its_text_and_the_reason_apart_from_the_others(prompts: PromptBuilder) -> None:
+    group = [made(prompts, ("3", True), completion=name, token_ids=[1, 2]) for name in ("lost", "kept")]
+    found = texts(prompts, task("held/0/1"), group, [Score(None, failure="late"), Score(0.0)])
+    assert [(each.completion, each.reward) for each in found.samples] == [("kept", 0.0)]
+    assert found.failed == [SampleText("lost", "stop", None, failure="late", length=2)]
+
+
+def test_only_chosen_tasks_have_text_and_those_that_were_not_sampled_have_their_prompt(prompts: PromptBuilder) -> None:
+    group, scores = [made(prompts, ("3", True))], [Score(0.0)]
+    chosen = SampleTexts(Choice(1, 1, 1 << 62), prompts, FUNCTIONS)
     tasks = [task(f"train/0/{number}") for number in range(50)]
-    shards = chosen.shards([*tasks, task("held/0/1")], [group] * 51, [scores] * 51)
-    assert list(shards) == ["held/0/1"]
+    rows: dict[str, Any] = {"held/0/2": {"prompt": "long", "answer": 3}, "train/0/99": {}, "held/0/3": {"prompt": [7]}}
+    shards = chosen.shards([*tasks, task("held/0/1")], [group] * 51, [scores] * 51, rows)
+    assert list(shards) == ["held/0/1", "held/0/2", "held/0/3"]
+    assert unpack(shards["held/0/2"]) == TaskText("long", [], 3)
+    assert unpack(shards["held/0/3"]) == TaskText("[7]", [])

@@ -92,6 +92,8 @@ def test_long_prompts_and_bad_rows_are_dropped_and_reported_and_all_other_rows_c
     assert "prompt of 64 tokens: the limit is 60 (data.train.max_prompt_tokens)" in long.reason
     assert "rows.jsonl:4: row has no prompt" in bad.reason
     assert (long.why, bad.why) == (DropReason.TOO_LONG, DropReason.BAD_ROW)
+    assert list(prepared.not_sampled) == ["train/0/2"]  # the other row could not be read
+    assert "prompt" in prepared.not_sampled["train/0/2"]
 
 
 def test_messages_without_a_chat_template_are_dropped_for_that_reason(sets: TaskSets, tmp_path: Path) -> None:

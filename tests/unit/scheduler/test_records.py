@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from proto.messages import CommitStep, EndedTask, GetRunInfo, NextBatch, PutTask, SamplesDue, TakenBack, TakeSamples
+from proto.messages import CommitStep, EndedTask, GetRunInfo, NextBatch, Outcome, PutTask, SamplesDue, TakenBack, TakeSamples
 from services.scheduler import snapshot
 from services.scheduler.events import Configure, Fail, Recording, Tick
+from services.scheduler.plan import EvalPlan
 from services.scheduler.state import HOLD_S, RECORD_S
 from services.scheduler.tasks import TaskState
 from shared.samples.choice import Choice
@@ -72,10 +73,30 @@ def test_a_filtered_task_is_cleared_only_after_the_recorder_has_taken_it() -> No
 def test_a_task_dropped_without_shards_is_not_kept_but_its_reason_is_due() -> None:
     b = bench()
     grant = b.granted(most=1)
-    b.complete(grant, outcome=2)
+    b.complete(grant, outcome=2, store="")
     assert b.acknowledge() == {("train/0/0", 1)}
     [ended] = due(b)
     assert (ended.state, ended.samples, ended.store) == ("dropped", 0, "")
+
+
+@pytest.mark.parametrize(("evals", "state"), [((), "dropped"), ((EvalPlan("held", [0], 2, 1),), "scored")])
+def test_the_text_of_a_task_that_the_rollout_dropped_is_kept_until_the_recorder_has_taken_it(
+    evals: tuple[EvalPlan, ...], state: str
+) -> None:
+    b = bench(evals=evals)
+    assert ask(b) is None
+    grant = b.granted(most=1)
+    b.complete(grant, outcome=Outcome.DROP, samples=0, failed=2)
+    assert b.acknowledge() == set()
+    answered = b.answer(b.effects, 4)
+    assert isinstance(answered, SamplesDue)
+    ended = answered.tasks[0]
+    assert (ended.state, ended.samples, ended.store) == (state, 0, STORE)
+    assert b.complete(grant, outcome=Outcome.DROP, samples=0, failed=2) == []  # the rollout repeats its request
+    b.machine.run.validate()
+    due(b, ended)
+    assert b.acknowledge() == {(ended.task_id, 1)}
+    b.machine.run.validate()
 
 
 def test_a_task_that_has_ended_is_kept_only_for_a_limited_time() -> None:
