@@ -111,8 +111,17 @@ def test_each_reward_function_is_recorded_by_name_and_failed_samples_with_their_
     tmp_path: Path,
 ) -> None:
     (tmp_path / "my_judge.py").write_text(JUDGED)
+    prompts = [f"{number}+7=" if number % 8 != 1 else f"{'0' * number}7=" for number in range(10, 90)]
+    rows_file = tmp_path / "rows.jsonl"
+    rows_file.write_text("".join(json.dumps({"prompt": each, "answer": "17"}) + "\n" for each in prompts))
     functions = "{function: 'builtin:exact_match'}, {function: 'my_judge:judged', weight: 2}"
-    chosen = (*SMALL, "reward.function=null", f"reward.functions=[{functions}]", "data.train.max_prompt_tokens=5")
+    chosen = (
+        *SMALL,
+        "reward.function=null",
+        f"reward.functions=[{functions}]",
+        f"data.train.source=jsonl:{rows_file}",
+        "data.train.max_prompt_tokens=8",
+    )
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     with cluster(QUICKSTART, tmp_path, *chosen, limit_s=280, environment={"PYTHONPATH": path}) as run:
         assert run.end() == 0, run.output()
@@ -140,7 +149,7 @@ def test_each_reward_function_is_recorded_by_name_and_failed_samples_with_their_
     long = [each for each in every if each.reason.startswith("too_long")]
     assert long
     assert {(each.sample, each.completion) for each in long} == {(-1, "")}
-    assert all(isinstance(each.prompt, str) and len(each.prompt) > 5 and each.answer for each in long)
+    assert all(isinstance(each.prompt, str) and len(each.prompt) > 8 and each.answer for each in long)
     for step in range(1, STEPS + 1):
         trained = [each for each in fine if (each.state, each.step) == (SampleState.TRAINED, step)]
         for name in ("exact_match", "judged", "short", "form"):

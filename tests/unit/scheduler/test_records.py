@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from proto.messages import CommitStep, EndedTask, GetRunInfo, NextBatch, Outcome, PutTask, SamplesDue, TakenBack, TakeSamples
+from proto.messages import (
+    CommitStep,
+    EndedTask,
+    GetRunInfo,
+    NextBatch,
+    Outcome,
+    PutTask,
+    SamplesDue,
+    TakenBack,
+    TakeSamples,
+)
 from services.scheduler import snapshot
 from services.scheduler.events import Configure, Fail, Recording, Tick
 from services.scheduler.plan import EvalPlan
