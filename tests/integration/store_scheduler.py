@@ -69,6 +69,7 @@ data:
 reward: {{function: "builtin:exact_match"}}
 sampling: {{max_new_tokens: {new}}}
 staleness: 1
+consume: {consume}
 algorithm:
   {{tasks_per_step: {tasks}, group_size: {group}, num_iterations: 2, kl: {{coef: 0.001}},
     loss: {{anchor: proximal}}{filter}}}
@@ -90,6 +91,7 @@ def make_run(
     gc: str = "checkpoint",
     filter_zero_variance: bool = False,
     samples: str = "null",
+    consume: str = "order",
 ) -> RunDir:
     """Make a run directory; `store` is the batch-store section of its topology, `samples` that of the recorder."""
     model = folder / "model"
@@ -110,6 +112,7 @@ def make_run(
             evaluation=evaluation,
             gc=gc,
             samples=samples,
+            consume=consume,
             filter=", filter_zero_variance: {max_refill: 3}" if filter_zero_variance else "",
         )
     )

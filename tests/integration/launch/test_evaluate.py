@@ -16,11 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 from shared.checkpoint_files import LAYOUT, MODEL, OPTIMIZER, STATE, digest
 from shared.rundir import RunDir
+from shared.samples.reader import read, splits
+from shared.samples.record import SampleState
 from shared.topology import load
 from tests.integration.tiny.harness import QUICKSTART, ROOT, SERVICES, assert_nothing_left, launched
 
 POLICY = QUICKSTART.parent / "models" / "tiny-qwen3"
-ROWS = 64
+ROWS, FEW = 64, 4
 SMALL = (f"data.eval.heldout.rows={ROWS}", "services.batch-store.memory=256MiB")
 
 
@@ -87,13 +89,25 @@ def test_an_evaluation_does_not_start_a_reference_and_gives_its_services_the_che
 def test_a_checkpoint_is_scored_with_its_weights_and_the_run_ends(tmp_path: Path) -> None:
     """With negative logits, the least likely token is sampled, so no answer is right."""
     step = checkpoint(tmp_path / "checkpoints" / "step-20", -1.0)
-    done = evaluate("--checkpoint", str(step), "--run-dir", str(tmp_path / "run"))
+    many = f"data.eval.many={{source: 'builtin:addition?split=test', samples: 4, temperature: 1.0, rows: {FEW}}}"
+    done = evaluate("--checkpoint", str(step), "--run-dir", str(tmp_path / "run"), sets=(*SMALL, many))
     assert done.returncode == 0, done.stderr + done.stdout
     row = row_of(tmp_path / "run")
     assert (row["step"], row["eval/heldout/accuracy"], row["eval/heldout/rows_scored"]) == (0, 0.0, ROWS)
     lines = done.stdout.splitlines()
     table = lines.index("set      rows  samples  accuracy  avg@k  pass@k  dropped")
     assert lines[table + 1].split() == ["heldout", str(ROWS), "1", "0.000", "-", "-", "0"]
+    few = f"many     {FEW}     4      0.000     0.000  0.000   0"
+    assert lines[table + 2].split() == few.split()
+    assert splits(tmp_path / "run") == ["eval/heldout", "eval/many"]
+    for split, samples, count in (("heldout", 1, ROWS), ("many", 4, FEW)):
+        records = read(tmp_path / "run", split=f"eval/{split}")
+        every = [(f"{split}/0/{index}", sample) for index in range(count) for sample in range(samples)]
+        assert sorted((each.task, each.sample) for each in records) == sorted(every)
+        for each in records:
+            assert (each.state, each.step, each.reward) == (SampleState.SCORED, 0, 0.0)
+            assert (each.group_mean, each.group_best, each.versions) == (0.0, 0.0, [0])
+            assert each.completion != each.answer
     run = RunDir.open(tmp_path / "run")
     assert not run.export.exists()
     assert list(run.checkpoints.iterdir()) == []

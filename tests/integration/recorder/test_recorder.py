@@ -208,6 +208,29 @@ def test_filtered_and_evaluated_samples_are_recorded_before_their_collection(tmp
     assert {(each.state, each.step) for each in scored} == {(SampleState.SCORED, 0)}
 
 
+async def stale(run: RunDir) -> None:
+    async with recorded(run) as (_, _, _, workers):
+        deadline = time.monotonic() + LIMIT_S
+        while not read(run.path):
+            assert time.monotonic() < deadline
+            for worker in workers:  # their results do not name a version, which is too old for every step
+                await roll_out(worker, wait_s=0.5, most=1)
+
+
+def test_the_samples_of_a_task_that_became_too_old_are_recorded(tmp_path: Path) -> None:
+    run = make_run(tmp_path, store="memory: 512MiB", samples=SAMPLES, consume="completion")
+    asyncio.run(stale(run))
+    dropped = read(run.path)
+    assert once(dropped)
+    assert {(each.state, each.step, each.samples, each.advantage) for each in dropped} == {
+        (SampleState.DROPPED, 1, GROUP, None)
+    }
+    for each in dropped:
+        assert each.reason.startswith("stale: oldest token of version")
+        assert (each.prompt, each.completion) == (f"prompt of {each.task}", f"{each.task} says {each.sample}")
+        assert each.length == len(each.token_ids) == SAMPLE_TOKENS
+
+
 async def stopped(run: RunDir) -> float:
     """Return how many seconds pass until a filtered task is collected while the recorder is stopped."""
     async with recorded(run) as (_, recorder, _, workers):
