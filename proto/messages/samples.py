@@ -14,8 +14,8 @@ class EndedTask(Record, frozen=True, array_like=True):
     state: str  # `trained`, `filtered`, `dropped` or `scored`
     step: int  # the step that trained it, the step formed after it was dropped, or the policy version that was scored
     lineage: int  # lineage of the weights when the task ended
-    samples: int = 0  # number of samples; 0 means that there are no shards
-    store: str = ""  # name of the store that has its rollout shards
+    samples: int = 0  # number of samples that did not fail; 0 means that there is at most the shard with the text
+    store: str = ""  # name of the store that has its rollout shards; empty if there are none
     reason: str = ""  # the reason for dropping it, in one line
 
 

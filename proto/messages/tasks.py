@@ -148,7 +148,7 @@ class TaskResult(Record, frozen=True, array_like=True):
     task_id: str
     fence: int
     outcome: int  # an `Outcome`
-    store: str = ""  # name of the store that has the shards, such as `batch-store/0`
+    store: str = ""  # name of the store that has the shards (with outcome drop, only text), such as `batch-store/0`
     content_hash: int = 0  # content hash of the shards (section 8)
     samples: int = 0  # number of samples
     tokens: int = 0  # number of tokens in all sequences
