@@ -70,6 +70,27 @@ SAMPLES = [
         f"{WRITTEN}::test_samples_of_rolled_back_steps_are_moved_away_and_those_of_repeated_steps_are_kept",
     ),
     Mutation(
+        "the text of a task that the rollout dropped is cleared before the recorder has it",
+        "services/scheduler/completion.py",
+        "if result.store and result.store not in run.gone:",
+        "if False:",
+        f"{DUE}::test_the_text_of_a_task_that_the_rollout_dropped_is_kept_until_the_recorder_has_taken_it",
+    ),
+    Mutation(
+        "a part of a reward replaces the part of the same name of another function",
+        "services/rollout/rewards/score.py",
+        'key if counts[key] == 1 else f"{name}/{key}": value',
+        "key: value",
+        "tests/unit/rollout/test_rewards.py::test_parts_of_the_same_name_get_the_name_of_their_function",
+    ),
+    Mutation(
+        "a failed sample is recorded without the failure",
+        "services/recorder/build.py",
+        "        failure=said.failure,\n",
+        "",
+        f"{BUILT}::test_failed_samples_come_last_without_a_reward_and_do_not_count_for_the_group",
+    ),
+    Mutation(
         "the text of a sample has no size limit",
         "shared/samples/text.py",
         "        _cut_text(text, limit)\n",

@@ -41,7 +41,7 @@ function list() {
       h("td", { class: "number" }, number(each.advantage)),
       h("td", { class: "number" }, number(each.length)),
       h("td", {}, each.finish_reason),
-      h("td", {}, each.reason ? `${each.state}: ${each.reason}` : each.state),
+      h("td", {}, [each.state, each.reason, each.failure].filter(Boolean).join(": ")),
       h("td", { class: "wide" }, h("bdi", {}, each.prompt)),
       h("td", { class: "wide" }, h("bdi", {}, each.completion)),
       h("td", {}, `${each.task} ${each.sample}`),

@@ -190,13 +190,17 @@ DEATHS = {
 
 
 def check_lost_alone(made: list[list[Made]], says: dict[str, str]) -> None:
-    """Assert that only sample 1 of every task is lost, for the expected reason."""
+    """Assert that only sample 1 of every task is lost, for the expected reason, and that its calls are known."""
     for group, (kind, why) in zip(made, says.items(), strict=True):
         good = [each for each in group if each.score is None]
         lost = [each.score.failure for each in group if each.score is not None]
         assert len(lost) == 1, (kind, lost)
         assert lost[0].startswith("my:workflow sample 1: "), (kind, lost)
         assert why in lost[0], kind
+        said = group[1].sample
+        assert said.messages[-1] == {"role": "assistant", "content": said.completion}, kind
+        assert said.turns == 1
+        assert said.token_ids
         assert all(logprob_error(sequence) < 1e-4 for each in good for sequence in each.rolled.sequences)
 
 
