@@ -74,6 +74,12 @@ class Work:
     def samples(self) -> int:
         return self.tasks * GROUP_SIZE
 
+    def settings(self, model: Path) -> list[str]:
+        """Return the overrides with which the quickstart does this work."""
+        learning = [] if self.trained else [f"optimizer.lr={KEEP_LENGTHS}"]
+        sizes = [f"algorithm.tasks_per_step={self.tasks}", f"sampling.max_new_tokens={self.tokens}"]
+        return [*sizes, f"policy.model={model}", *learning]
+
 
 QUICKSTART = Work("quickstart", 8, 64, steps=60, warm_up=10, trained=True)
 LONG = Work("answers of up to 128 tokens", 128, 16, steps=12, warm_up=4, trained=False)
@@ -94,12 +100,9 @@ class Side:
 
 def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float) -> Side:
     """Measure one run from the row of the last warm-up step to the row of step `work.steps`. Raises BenchError."""
-    settings = [f"staleness={staleness}", f"algorithm.tasks_per_step={work.tasks}", f"policy.model={model}"]
-    settings.append(f"sampling.max_new_tokens={work.tokens}")
+    settings = [f"staleness={staleness}", *work.settings(model)]
     if not staleness:  # nothing else computes while the trainer works, so it gets all CPUs
         settings.append(f"services.policy-trainer.threads={len(os.sched_getaffinity(0))}")
-    if not work.trained:
-        settings.append(f"optimizer.lr={KEEP_LENGTHS}")
     with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
         arrivals = run_cluster(work.steps + COOL_DOWN, Path(name), limit_s, settings=settings)[: work.steps]
     rows = [arrival.row for arrival in arrivals]

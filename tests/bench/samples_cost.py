@@ -1,6 +1,6 @@
-"""Measures the CPU time of the quickstart with and without recorded samples.
+"""Measures the CPU time of the quickstart, or of a run with longer answers, with and without recorded samples.
 
-    python -m tests.bench.samples_cost [--steps 60] [--warm-up 10] [--turns 3] [--set monitor.samples.per_step=64]...
+    python -m tests.bench.samples_cost [--long] [--steps 60] [--warm-up 10] [--turns 3] [--set KEY=VALUE]...
 
 A figure is the user and system time of a process between two metrics rows, per step. "more with samples" is the CPU
 time of all processes with samples divided by that without them, minus 1. The recorder's own share is exact. What
@@ -16,6 +16,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+from tests.bench.against_trl import LONG, QUICKSTART, model_of
 from tests.bench.cluster_run import BenchError, run_cluster
 from tests.bench.cpu_shares import CpuTimes
 from tests.bench.turns import TURNS, by_turns, heading, order_line, ratios, spread
@@ -34,6 +35,7 @@ def measure(steps: int, warm_up: int, limit_s: float, settings: list[str]) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of the quickstart with and without recorded samples.")
+    parser.add_argument("--long", action="store_true", help="answers of up to 128 tokens, by a random model")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-up", type=int, default=10, help="number of initial steps to leave out")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each side")
@@ -47,14 +49,17 @@ def main() -> None:
     print(heading())
     print(order_line([WITHOUT, WITH], args.turns), flush=True)
     run = partial(measure, args.steps, args.warm_up, args.limit_s)
-    sides = {
-        WITHOUT: partial(run, ["monitor.samples=null"]),
-        WITH: partial(run, args.settings),
-    }
-    try:
-        found = by_turns(sides, args.turns)
-    except BenchError as error:
-        sys.exit(f"samples_cost: {error}")
+    work = LONG if args.long else QUICKSTART
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        settings = work.settings(model_of(work, Path(folder)))
+        sides = {
+            WITHOUT: partial(run, [*settings, "monitor.samples=null"]),
+            WITH: partial(run, [*settings, *args.settings]),
+        }
+        try:
+            found = by_turns(sides, args.turns)
+        except BenchError as error:
+            sys.exit(f"samples_cost: {error}")
     print(f"{'CPU ms per step':<40}{WITHOUT:>26}{WITH:>26}")
     for name in sorted({each for side in found.values() for each in side[0]}):
         cells = [spread(1000 * each.get(name, 0.0) for each in found[side]).text(".1f") for side in (WITHOUT, WITH)]
