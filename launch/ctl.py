@@ -21,7 +21,7 @@ import typer
 
 from launch.logs import readable
 from launch.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
-from launch.samples import FEW, Color, Order, choose, show
+from launch.samples import FEW, Color, choose, show
 from launch.samples import as_json as as_document
 from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, processes_at_home, select
 from proto.messages import (
@@ -45,6 +45,7 @@ from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name, service_name
 from shared.samples.record import split_of
+from shared.samples.selection import Order
 from shared.security.access import Access, read
 from shared.stages import TRAIN
 from shared.topology import TopologyError, load
@@ -296,7 +297,7 @@ def samples(
         split = split or (split_of(task) if task is not None else TRAIN)
         found = choose(run.path, step=step, task=task, split=split, order=order, count=count)
     if as_json or before:
-        print(json.dumps({"split": split, "samples": as_document(found)}))
+        print(json.dumps({"split": split, "total": found.total, "samples": as_document(found.records)}))
     else:
         show(found, color, full=full)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,9 @@ import msgspec
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.samples.plain import SHOWN_CHARACTERS, plain, shortened
-from shared.samples.reader import read, splits, steps
-from shared.samples.record import Record, group_scores, rank
+from shared.samples.reader import splits, steps
+from shared.samples.record import Record, group_scores
+from shared.samples.selection import Order, Selection, select
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -38,29 +39,7 @@ class Color(StrEnum):
     NONE = "none"
 
 
-class Order(StrEnum):
-    """The samples that are shown first."""
-
-    WORST = "worst"
-    BEST = "best"
-    LONGEST = "longest"
-
-
-_KEYS: dict[Order, Callable[[Record], float]] = {
-    Order.WORST: rank,
-    Order.BEST: lambda record: -rank(record),
-    Order.LONGEST: lambda record: -record.length,
-}
-
-
-def ordered(records: Sequence[Record], order: Order | None) -> list[Record]:
-    """Return the records in the given order or, if `order` is None, in the order in which they were written."""
-    return list(records) if order is None else sorted(records, key=_KEYS[order])
-
-
-def choose(
-    run: Path, *, step: int | None, task: str | None, split: str, order: Order | None, count: int
-) -> list[Record]:
+def choose(run: Path, *, step: int | None, task: str | None, split: str, order: Order | None, count: int) -> Selection:
     """Return the samples to show: those of one task, or those of one step (default: the newest).
 
     Raises a one-line RpcError(bad_request) if there are no such samples.
@@ -68,12 +47,11 @@ def choose(
     known = steps(run, split)
     if task is None and step is None and known:
         step = known[-1]
-    records = read(run, step=step, task=task, split=split)
-    if not records:
+    limit = None if task is not None and order is None else count
+    found = select(run, step=step, task=task, split=split, order=order, limit=limit)
+    if not found.total:
         raise RpcError(ErrorCode.BAD_REQUEST, _nothing(run, step, task, split, known))
-    if order is not None:
-        records = ordered([each for each in records if each.sample >= 0], order)
-    return records if task is not None and order is None else records[:count]
+    return found
 
 
 def _nothing(run: Path, step: int | None, task: str | None, split: str, known: Sequence[int]) -> str:
@@ -103,8 +81,8 @@ def as_json(records: Sequence[Record]) -> list[dict[str, Any]]:
     return plain_data
 
 
-def show(records: Sequence[Record], color: Color, *, full: bool) -> None:
-    """Print the records. Colours are left out if the output is not a terminal."""
+def show(found: Selection, color: Color, *, full: bool) -> None:
+    """Print the samples and how many are left out. Colours are left out if the output is not a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -113,7 +91,7 @@ def show(records: Sequence[Record], color: Color, *, full: bool) -> None:
     legend = _legend(color)
     if legend is not None and console.is_terminal:
         console.print(legend)
-    for number, record in enumerate(records):
+    for number, record in enumerate(found.records):
         if number:
             console.print()
         console.print(Text(_title(record), style="bold"))
@@ -127,6 +105,8 @@ def show(records: Sequence[Record], color: Color, *, full: bool) -> None:
             console.print(completion(record, color, most))
         if record.answer is not None:
             console.print(Text(f"answer: {plain(shortened(str(record.answer), most))}", style="dim"))
+    if found.total > len(found.records):
+        console.print(Text(f"\n{found.shown}", style="dim"))
 
 
 def _title(record: Record) -> str:

@@ -18,7 +18,7 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, RichLog, Static, TabbedContent, TabPane
 
 from launch.peer import Run, with_client
-from launch.samples import Color, Order, ordered
+from launch.samples import Color
 from launch.supervisor.plan import LEASING, SUPERVISOR
 from launch.terminal import panes, sample_pane
 from launch.terminal.feed import Feed
@@ -28,7 +28,8 @@ from proto.messages import Ack, DrainService, RestartService
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name
 from shared.samples import reader
-from shared.samples.record import FOLDER, Record, file_of
+from shared.samples.record import FOLDER, Record, file_of, split_of
+from shared.samples.selection import Order, select
 from shared.stages import TRAIN
 from shared.view.curves import PANELS
 from shared.view.notices import LEVELS, LogLine
@@ -39,8 +40,11 @@ CPU_SHARE = 0.025
 """Fraction of a core above which the visible view is drawn less often, down to once in `LONGEST_REDRAW_S`."""
 WINDOWS_S = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MAX_SAMPLES = 200
+"""Maximum number of samples that are listed."""
 MAX_LOG_SHOWN = 1000
 TABS = ("overview", "services", "pipeline", "curves", "timeline", "log", "samples", "warnings")
+INPUTS = {"log": ("#filter", "#log-lines"), "samples": ("#task", "#sample-list")}
+"""The input that `/` selects in a view, and the widget that has the focus afterwards."""
 TITLES = ("Overview", "Services", "Pipeline", "Curves", "Time", "Log", "Samples", "Warnings")
 
 
@@ -53,7 +57,7 @@ class MonitorApp(App[None]):
     TabbedContent { height: 1fr; }
     TabPane { padding: 0 1; }
     #sample-list { height: 40%; }
-    #filter { height: 1; border: none; padding: 0; }
+    #filter, #task { height: 1; border: none; padding: 0; }
     #log-lines { height: 1fr; }
     Help, Confirm { align: center middle; }
     #help, #confirm { width: auto; max-width: 90%; height: auto; max-height: 95%; padding: 1 2;
@@ -77,7 +81,7 @@ class MonitorApp(App[None]):
         Binding("c", "colours", "colours"),
         Binding("e", "split", "data set"),
         Binding("t", "theme", "light/dark", show=False),
-        Binding("escape", "leave_filter", show=False),
+        Binding("escape", "leave_input", show=False),
         Binding("q,ctrl+c", "quit", "quit"),
     ]
 
@@ -93,7 +97,7 @@ class MonitorApp(App[None]):
         self._level = "info"
         self._filter = ""
         self._log_shown: LogLine | None = None
-        self._split, self._sample_step = TRAIN, -1
+        self._split, self._sample_step, self._sample_task = TRAIN, -1, ""
         self._records: list[Record] = []
         self._order: Order | None = None
         self._color = Color.LOGPROB
@@ -123,6 +127,8 @@ class MonitorApp(App[None]):
                 yield Input(placeholder="/ filter by service or text", id="filter", compact=True)
                 yield RichLog(id="log-lines", max_lines=MAX_LOG_SHOWN, wrap=False, auto_scroll=True)
             with TabPane(TITLES[6], id=TABS[6]):
+                yield Input(placeholder="/ all samples of one task, such as train/0/17", id="task", compact=True)
+                yield Static("", id="sample-title", markup=False)
                 yield DataTable(id="sample-list", cursor_type="row")
                 with VerticalScroll():
                     yield Static("", id="sample-text", markup=False)
@@ -257,7 +263,7 @@ class MonitorApp(App[None]):
     # ---- samples
 
     async def _read_samples(self) -> None:
-        """Show the samples of the chosen step, or of the newest one."""
+        """Show the samples of the chosen task, or those of the chosen or newest step."""
         self._reading = True
         try:
             await self._show_samples(self.feed.run)
@@ -269,23 +275,31 @@ class MonitorApp(App[None]):
             text = "samples can be read only on the machine that holds the run directory"
             self._main.query_one("#sample-text", Static).update(text)
             return
-        steps = await asyncio.to_thread(reader.steps, run.path, self._split)
-        step = self._sample_step if self._sample_step in steps else steps[-1] if steps else None
-        if step is None:
-            self._main.query_one("#sample-text", Static).update("no samples yet")
-            return
-        wanted = (step, self._split, self._order, await asyncio.to_thread(_stamp, run.path, self._split, step))
+        task, order = self._sample_task, self._order
+        split, step, stamp = split_of(task) if task else self._split, None, 0.0
+        if not task:
+            steps = await asyncio.to_thread(reader.steps, run.path, split)
+            step = self._sample_step if self._sample_step in steps else steps[-1] if steps else None
+            if step is None:
+                self._main.query_one("#sample-text", Static).update("no samples yet")
+                return
+            stamp = await asyncio.to_thread(_stamp, run.path, split, step)
+        wanted = (task, split, step, order, stamp)
         if wanted == self._samples_read:
             return
-        records = await asyncio.to_thread(reader.read, run.path, step=step, split=self._split, limit=MAX_SAMPLES)
+        found = await asyncio.to_thread(
+            select, run.path, split=split, step=step, task=task or None, order=order, limit=MAX_SAMPLES
+        )
         self._samples_read = wanted
-        self._records = ordered(records, self._order)
+        self._records = found.records
         table = self._main.query_one("#sample-list", DataTable)
         row = table.cursor_row
         table.clear()
         for record in self._records:
             table.add_row(*sample_pane.cells(record))
-        table.border_title = f"{self._split}  step {step}  {sample_pane.ORDERS[self._order]}"
+        of = f"task {task}" if task else f"{split}  step {step}"
+        title = visible(f"{of}  {sample_pane.ORDERS[order]}  {found.shown}")
+        self._main.query_one("#sample-title", Static).update(title)
         table.move_cursor(row=min(row, len(self._records) - 1))
         self._show_record()
 
@@ -297,30 +311,32 @@ class MonitorApp(App[None]):
         row = self._main.query_one("#sample-list", DataTable).cursor_row
         if 0 <= row < len(self._records):
             text = sample_pane.page(self._records[row], self._color)
-            self._main.query_one("#sample-text", Static).update(text)
+        else:
+            text = Text("no samples here")
+        self._main.query_one("#sample-text", Static).update(text)
 
     # ---- keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether a key has a function in the visible view."""
         views = {
-            "restart": "services",
-            "drain": "services",
-            "scroll_panels": "curves",
-            "zoom": "curves",
-            "window": "timeline",
-            "filter": "log",
-            "level": "log",
-            "step": "samples",
-            "order": "samples",
-            "colours": "samples",
-            "split": "samples",
+            "restart": ("services",),
+            "drain": ("services",),
+            "scroll_panels": ("curves",),
+            "zoom": ("curves",),
+            "window": ("timeline",),
+            "filter": tuple(INPUTS),
+            "level": ("log",),
+            "step": ("samples",),
+            "order": ("samples",),
+            "colours": ("samples",),
+            "split": ("samples",),
         }
         if action in ("restart", "drain") and not self.feed.may_operate:
             return False
         if action not in views or not self.screen_stack or not self._main.query("#tabs"):
             return True
-        return views[action] == self.tab
+        return self.tab in views[action]
 
     def action_show(self, tab: str) -> None:
         self.set_focus(None)  # Otherwise, a pane that contains the focus would become active again.
@@ -346,19 +362,25 @@ class MonitorApp(App[None]):
         self.redraw()
 
     def action_filter(self) -> None:
-        self._main.query_one("#filter", Input).focus()
+        self._main.query_one(INPUTS[self.tab][0], Input).focus()
 
-    def action_leave_filter(self) -> None:
-        self._main.query_one("#log-lines", RichLog).focus()
+    def action_leave_input(self) -> None:
+        if self.tab in INPUTS:
+            self._main.query_one(INPUTS[self.tab][1]).focus()
 
     @on(Input.Changed, "#filter")
     def _on_filter(self, event: Input.Changed) -> None:
         self._filter = event.value
         self._redraw_log()
 
-    @on(Input.Submitted, "#filter")
-    def _on_filter_done(self) -> None:
-        self.action_leave_filter()
+    @on(Input.Submitted)
+    def _on_submitted(self) -> None:
+        self.action_leave_input()
+
+    @on(Input.Submitted, "#task")
+    def _on_task(self, event: Input.Submitted) -> None:
+        self._sample_task, self._samples_read = event.value.strip(), ()
+        self.redraw()
 
     def action_level(self) -> None:
         self._level = LEVELS[(LEVELS.index(self._level) + 1) % len(LEVELS)]
@@ -372,7 +394,7 @@ class MonitorApp(App[None]):
             at = steps.index(self._sample_step) if self._sample_step in steps else len(steps) - 1
             at = min(max(at + by, 0), len(steps) - 1)
             self._sample_step = steps[at] if at < len(steps) - 1 else -1
-            self.redraw()
+            self._leave_task()
 
     def action_order(self) -> None:
         orders = list(sample_pane.ORDERS)
@@ -390,7 +412,12 @@ class MonitorApp(App[None]):
         if known:
             at = known.index(self._split) if self._split in known else -1
             self._split, self._sample_step = known[(at + 1) % len(known)], -1
-            self.redraw()
+            self._leave_task()
+
+    def _leave_task(self) -> None:
+        """Show the samples of a step again."""
+        self._main.query_one("#task", Input).value = self._sample_task = ""
+        self.redraw()
 
     # ---- for operators
 

@@ -23,6 +23,7 @@ Curves       ↓ ↑   next and previous    z   one chart or many
 Time         - +   longer and shorter window
 Log          /   filter by text         l   minimum level   (a run on this machine)
 Samples      , .   earlier and later step     o   order     c   colours     e   data set
+             /   all samples of one task
 
 docs/monitor.md describes what each view shows.  Esc closes this page."""
 

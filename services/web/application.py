@@ -4,7 +4,7 @@ GET  /api/stream                                        server-sent events: head
 GET  /api/metrics?run=&name=&name=&after=&epoch=        metric points of this run or of another run in the same folder
 GET  /api/timeline?seconds=                             the work and waits of each process
 GET  /api/log?level=&text=                              the newest log lines
-GET  /api/samples?run=&split=&step=                     the samples of a step
+GET  /api/samples?run=&split=&step=&task=&order=        the samples of a step or of a task
 GET  /api/sample?run=&split=&step=&task=&sample=        one sample with its tokens
 POST /api/operate  {"action": "restart"|"drain", "name": "rollout/0"}, header X-Operator-Token
 """
@@ -36,6 +36,7 @@ from services.web.page import Page
 from services.web.run_files import RunFiles
 from shared.bearer import Secret
 from shared.rpc.errors import RpcError
+from shared.samples.selection import Order
 
 MAX_NAMES = 64
 """Maximum number of metrics in one request."""
@@ -134,9 +135,16 @@ class _Handlers:
 
     async def samples(self, request: Request) -> Response:
         query, run = request.query_params, (await self._files(request)).path
-        step = int(_number(query.get("step"), -1.0))
+        step, order = int(_number(query.get("step"), -1.0)), query.get("order")
         async with self._reading:
-            found = await asyncio.to_thread(samples.listed, run, query.get("split", ""), step if step >= 0 else None)
+            found = await asyncio.to_thread(
+                samples.listed,
+                run,
+                query.get("split", ""),
+                step if step >= 0 else None,
+                task=query.get("task", ""),
+                order=Order(order) if order in set(Order) else None,
+            )
         return _json(found)
 
     async def sample(self, request: Request) -> Response:

@@ -1,4 +1,5 @@
-"""Prepares samples for the page: a list with one row per sample of a step, and single samples with their tokens.
+"""Prepares samples for the page: a list with one row per sample of a step or a task, and single samples with their
+tokens.
 
 All sizes are bounded.
 """
@@ -11,10 +12,11 @@ from typing import Any
 import msgspec
 
 from shared.samples import reader
-from shared.samples.record import Record, group_scores
+from shared.samples.record import Record, group_scores, split_of
+from shared.samples.selection import Order, select
 
 MAX_RECORDS = 500
-"""Maximum number of samples of a step that are listed."""
+"""Maximum number of samples that are listed."""
 MAX_STEPS = 2000
 HEAD_CHARS = 160
 """Maximum number of characters in a listed prompt or completion."""
@@ -24,21 +26,27 @@ MAX_TOKENS = 8000
 """Maximum number of tokens in a shown sample."""
 
 
-def listed(run: Path, split: str, step: int | None) -> dict[str, Any]:
-    """Return the samples of a step (None: the newest step), with the splits and steps that have samples."""
+def listed(run: Path, split: str, step: int | None, *, task: str = "", order: Order | None = None) -> dict[str, Any]:
+    """Return the samples of a step (None: the newest step), with the splits and steps that have samples.
+
+    With `task`, return the samples of that task in all steps of its own split instead.
+    """
     splits = reader.splits(run)
+    if task:
+        split, step = split_of(task), None
     if split not in splits:  # the split becomes part of a path
         split = splits[0] if splits else ""
     steps = reader.steps(run, split) if split else []
-    if step not in steps:
+    if step not in steps and not task:
         step = steps[-1] if steps else None
-    records = reader.read(run, step=step, split=split, limit=MAX_RECORDS) if step is not None else []
+    found = select(run, split=split, step=step, task=task or None, order=order, limit=MAX_RECORDS)
     return {
         "splits": splits,
         "split": split,
         "steps": steps[-MAX_STEPS:],
         "step": step,
-        "samples": [_head(record) for record in records],
+        "samples": [_head(record) for record in found.records],
+        "total": found.total,
     }
 
 

@@ -9,32 +9,32 @@ let coloring = "log-prob";
 
 export function setUp() {
   $("sample-run").addEventListener("change", () => refresh(true));
-  $("split").addEventListener("change", () => refresh(true));
-  $("step").addEventListener("change", () => refresh(false));
-  $("order").addEventListener("change", () => list());
+  $("split").addEventListener("change", () => leaveTask(true));
+  $("step").addEventListener("change", () => leaveTask(false));
+  $("order").addEventListener("change", () => refresh(false));
+  $("task").addEventListener("change", () => refresh(false));
 }
 
 export function takeHead(head) {
   options($("sample-run"), [head.run, ...head.runs], $("sample-run").value || head.run);
 }
 
+function leaveTask(newest) {
+  $("task").value = "";
+  return refresh(newest);
+}
+
 export async function refresh(newest) {
-  const query = { run: $("sample-run").value, split: $("split").value, ...(newest ? {} : { step: $("step").value }) };
+  const query = { run: $("sample-run").value, split: $("split").value, order: $("order").value, task: $("task").value.trim(),
+    ...(newest ? {} : { step: $("step").value }) };
   found = await get("samples", query);
   options($("split"), found.splits, found.split);
   options($("step"), found.steps.map(String).reverse(), String(found.step ?? ""));
   list();
 }
 
-// A failed sample has no reward. It comes below all others.
-const rank = (each) => each.reward ?? -Number.MAX_VALUE;
-const ORDERS = { worst: (a, b) => rank(a) - rank(b), best: (a, b) => rank(b) - rank(a), longest: (a, b) => b.length - a.length };
-
 function list() {
-  if (!found) return;
-  const by = ORDERS[$("order").value];
-  const samples = by ? [...found.samples].sort(by) : found.samples;
-  const rows = samples.map((each) => {
+  const rows = found.samples.map((each) => {
     const show = () => openSample(each);
     return h("tr", { class: "open", tabindex: "0", onclick: show, onkeydown: (event) => event.key === "Enter" && show() },
       h("td", { class: "number" }, number(each.reward)),
@@ -45,15 +45,18 @@ function list() {
       h("td", { class: "wide" }, h("bdi", {}, each.prompt)),
       h("td", { class: "wide" }, h("bdi", {}, each.completion)),
       h("td", {}, `${each.task} ${each.sample}`),
+      h("td", { class: "number" }, number(each.step)),
     );
   });
-  const heads = [["reward", "number"], ["advantage", "number"], ["tokens", "number"], ["end"], ["state"], ["prompt"], ["completion"], ["task, sample"]];
+  const heads = [["reward", "number"], ["advantage", "number"], ["tokens", "number"], ["end"], ["state"], ["prompt"], ["completion"], ["task, sample"], ["step", "number"]];
   const none = h("p", { class: "soft" }, "There are no samples here. The key monitor.samples says which are kept.");
-  $("sample-list").replaceChildren(rows.length ? table(heads, rows) : none);
+  const left = found.total - rows.length;
+  const more = h("p", { class: "warn" }, `The first ${rows.length} of ${found.total} samples; ${left} are not shown.`);
+  $("sample-list").replaceChildren(rows.length ? table(heads, rows) : none, ...(left ? [more] : []));
 }
 
-async function openSample({ task, sample }) {
-  open = await get("sample", { run: $("sample-run").value, split: found.split, step: found.step, task, sample });
+async function openSample({ task, sample, step }) {
+  open = await get("sample", { run: $("sample-run").value, split: found.split, step, task, sample });
   draw();
   $("sample").scrollIntoView({ behavior: "smooth" });
 }

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from textual.widgets import DataTable, Input
 
-from launch.terminal.app import TABS, MonitorApp
+from launch.terminal.app import MAX_SAMPLES, TABS, MonitorApp
 from launch.terminal.feed import Feed
 from launch.terminal.widgets import Confirm
 from shared.rundir import RunDir
@@ -67,8 +67,9 @@ def record(number: int, **fields: object) -> Record:
 
 
 def write_samples(run: RunDir, *records: Record) -> None:
-    path = run.path / FOLDER / file_of("train", 3)
-    path.parent.mkdir(parents=True)
+    first = records[0]
+    path = run.path / FOLDER / file_of(first.split, first.step or 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in records))
 
 
@@ -188,6 +189,51 @@ def test_samples_are_ordered_and_their_text_cannot_control_the_terminal(tmp_path
             await until(lambda: tasks() == ["train/0/3", "train/0/2", "train/0/1"])
             text = await shows(app, r"\x1b]0;owned\x07\x1b[2J[red]not red[/red]\u202e")
             assert not any(code in text for code in "\x1b\x07\u202e")
+
+    with monitored(tmp_path) as run:
+        asyncio.run(scenario(run))
+
+
+def test_the_worst_sample_of_a_step_is_listed_first_and_the_samples_beyond_the_limit_are_counted(
+    tmp_path: Path,
+) -> None:
+    async def scenario(run: RunDir) -> None:
+        write_samples(run, *(record(number, reward=-float(number)) for number in range(MAX_SAMPLES + 50)))
+        app = MonitorApp(Feed(run))
+        async with app.run_test(size=(100, 40)) as pilot:
+            await pilot.press("7")
+            await shows(app, "as written", "the first 200 of 250 samples")
+            await pilot.press("o")
+            await shows(app, "worst first")
+            assert str(app.query_one("#sample-list", DataTable).get_row_at(0)[0]) == "train/0/249"
+
+    with monitored(tmp_path) as run:
+        asyncio.run(scenario(run))
+
+
+def test_keys_choose_step_data_set_task_and_colours_of_the_samples(tmp_path: Path) -> None:
+    async def scenario(run: RunDir) -> None:
+        write_samples(run, record(1))
+        write_samples(run, record(5, step=4, completion="four"))
+        write_samples(run, record(9, task="held/2/9", split="eval/held", step=2))
+        app = MonitorApp(Feed(run))
+        async with app.run_test(size=(100, 40)) as pilot:
+            await pilot.press("7")
+            await shows(app, "train  step 4", "train/0/5", "colours: log-prob")
+            for title in ("difference between engine and trainer", "nothing", "log-prob of the engine"):
+                await pilot.press("c")
+                await shows(app, f"colours: {title}")
+            await pilot.press("comma")
+            await shows(app, "train  step 3", "train/0/1")
+            await pilot.press("full_stop")
+            await shows(app, "train  step 4", "train/0/5")
+            await pilot.press("slash", *"train/0/1", "enter")
+            await shows(app, "task train/0/1", "1 sample")
+            await pilot.press("e")
+            await shows(app, "eval/held  step 2", "held/2/9")
+            assert app.query_one("#task", Input).value == ""
+            await pilot.press("slash", *"c", "escape", "c")
+            await shows(app, "eval/held  step 2", "colours: difference")
 
     with monitored(tmp_path) as run:
         asyncio.run(scenario(run))

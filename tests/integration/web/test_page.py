@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, FloatRect, Page, expect
 
+from services.web.samples import MAX_RECORDS
 from tests.integration.tiny.harness import ROOT, environment
 from tests.integration.web.chromium import PHONE, chromium, visit
 from tests.integration.web.shown_run import HOSTILE, add_samples, ended_run, page_of, row, sample
@@ -128,6 +129,25 @@ def test_a_sample_opens_with_its_tokens_coloured_by_log_prob_and_by_mismatch(bro
         assert page.locator("#sample .tokens span").last.evaluate(color) != before
         page.locator("#sample .tokens span").last.click()
         expect(page.locator("#sample")).to_contain_text("difference 0.05")
+
+
+def test_the_worst_sample_of_a_large_step_is_shown_first_and_a_task_is_found(browser: Browser, run: Path) -> None:
+    add_samples(run, 6, sample("train/0/9999", 0, step=6, reward=1.0))
+    add_samples(run, 7, *(sample(f"train/0/{at}", 0, step=7, reward=-float(at)) for at in range(MAX_RECORDS + 20)))
+    with page_of(run) as url, visit(browser, url) as page:
+        page.get_by_role("button", name="Samples").click()
+        rows = page.locator("#sample-list tbody tr")
+        expect(rows).to_have_count(MAX_RECORDS)
+        expect(page.locator("#sample-list")).to_contain_text("The first 500 of 520 samples; 20 are not shown.")
+        page.locator("#order").select_option("worst")
+        expect(rows.first).to_contain_text("train/0/519")
+        page.locator("#task").fill("train/0/9999")
+        page.locator("#task").press("Enter")
+        expect(rows).to_have_count(1)
+        rows.first.click()
+        expect(page.locator("#sample")).to_contain_text("train/0/9999")
+        page.locator("#step").select_option("7")
+        expect(rows).to_have_count(MAX_RECORDS)
 
 
 def test_hostile_metric_names_samples_and_log_lines_are_shown_as_text_and_do_no_harm(

@@ -12,12 +12,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from launch import ctl
-from launch.samples import STYLES, Color, Order, choose, completion, ordered, show
+from launch.samples import STYLES, Color, choose, completion, show
 from services.recorder.files import SampleFiles
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.samples.plain import plain, shortened
 from shared.samples.record import Record, SampleState
+from shared.samples.selection import Order, Selection
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202eevil\u2066\r\x00\ud800[bold]markup[/bold]"
 
@@ -60,14 +61,14 @@ def drawn(monkeypatch: pytest.MonkeyPatch, records: list[Record], color: Color, 
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200, color_system="standard" if terminal else None)
     monkeypatch.setattr("rich.console.Console", lambda **options: console)
-    show(records, color, full=False)
+    show(Selection(records, len(records)), color, full=False)
     return out.getvalue()
 
 
 def picked(run: Path, order: Order | None = None, count: int = 5, **options: object) -> list[tuple[str, int]]:
     values: dict[str, object] = {"step": None, "task": None, "split": "train", **options}
     found = choose(run, order=order, count=count, **values)  # type: ignore[arg-type]
-    return [(each.task, each.sample) for each in found]
+    return [(each.task, each.sample) for each in found.records]
 
 
 def test_the_newest_step_is_shown_in_the_requested_order(run: Path) -> None:
@@ -114,11 +115,9 @@ def test_all_facts_about_a_sample_are_shown(monkeypatch: pytest.MonkeyPatch) -> 
     assert "answer: 19" in text
 
 
-def test_a_failed_sample_shows_the_failure_and_is_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sample_shows_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = replace(record(4, 1, 1, 1.0, 3), reward=None, rewards={}, failure="my:fn: raised ValueError: no", pieces=[])
     fine = replace(record(4, 1, 0, 0.0, 3), info={"found": "19"})
-    assert [each.sample for each in ordered([fine, lost], Order.WORST)] == [1, 0]
-    assert [each.sample for each in ordered([lost, fine], Order.BEST)] == [0, 1]
     text = drawn(monkeypatch, [lost], Color.LOGPROB, terminal=False)
     assert "failed: my:fn: raised ValueError: no" in text
     assert "reward" not in text
@@ -157,13 +156,22 @@ def test_plain_text_keeps_accents_emoji_and_line_breaks() -> None:
     assert shortened("a" * 10, 4) == "aaaa… (6 more characters)"
 
 
+def test_the_number_of_samples_that_are_left_out_is_shown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = RunDir(run, run, run)
+    monkeypatch.setattr(ctl, "find", lambda *_: where)
+    for option, expected in (("3", "the first 3 of 4 samples"), ("4", "")):
+        done = CliRunner().invoke(ctl.app, ["samples", "--best", option])
+        assert done.output.count("tokens · stop") == int(option)
+        assert done.output.splitlines()[-1].startswith(expected or "answer:")
+
+
 def test_json_output_is_one_document(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = RunDir(run, run, run)
     monkeypatch.setattr(ctl, "find", lambda *_: where)
     done = CliRunner().invoke(ctl.app, ["samples", "--best", "1", "--json"])
     assert done.exit_code == 0
     document = json.loads(done.output)
-    assert document["split"] == "train"
+    assert (document["split"], document["total"]) == ("train", 4)
     assert [(each["task"], each["reward"], each["advantage"]) for each in document["samples"]] == [
         ("train/0/9", 1.0, 0.5)
     ]

@@ -8,6 +8,7 @@ import msgspec
 
 from services.web import samples
 from shared.samples.record import Record
+from shared.samples.selection import Order
 
 
 def write(run: Path, step: int, *records: Record, split: str = "train") -> None:
@@ -66,3 +67,24 @@ def test_messages_are_shown_with_their_roles(tmp_path: Path) -> None:
     shown = samples.shown(tmp_path, "train", 1, "t/0/0", 0)
     assert shown is not None
     assert shown["prompt"] == "[system]\nBe brief.\n\n[user]\nHi"
+
+
+def test_the_worst_samples_of_a_step_come_first_wherever_they_were_written(tmp_path: Path) -> None:
+    count = samples.MAX_RECORDS + 100
+    write(tmp_path, 1, *(Record(task=f"train/0/{at}", step=1, reward=float(count - at)) for at in range(count)))
+    found = samples.listed(tmp_path, "train", 1, order=Order.WORST)
+    assert [each["reward"] for each in found["samples"]] == [float(at + 1) for at in range(samples.MAX_RECORDS)]
+    assert found["total"] == count
+
+
+def test_a_task_is_found_in_its_own_split_and_in_all_steps(tmp_path: Path) -> None:
+    write(tmp_path, 1, Record(task="train/0/1", step=1))
+    write(tmp_path, 4, Record(task="held/4/0", step=4), Record(task="held/4/1", step=4), split="eval/held")
+    write(tmp_path, 8, Record(task="held/8/0", step=8), split="eval/held")
+    found = samples.listed(tmp_path, "train", 1, task="held/4/1")
+    assert (found["split"], found["step"], [each["task"] for each in found["samples"]]) == (
+        "eval/held",
+        None,
+        ["held/4/1"],
+    )
+    assert samples.listed(tmp_path, "train", 1, task="../other/0/0")["samples"] == []
