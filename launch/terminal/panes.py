@@ -15,12 +15,12 @@ from shared.view.curves import PANELS, Panel
 from shared.view.notices import LogLine
 from shared.view.pipeline import Progress
 from shared.view.services import Health, ServiceView
-from shared.view.timeline import Lane, covered_s
+from shared.view.timeline import Lane, StepEnd
 
 HEALTH_STYLES = {Health.WELL: "green", Health.CHANGING: "yellow", Health.WRONG: "bold red", Health.ENDED: "dim"}
 LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
 MIN_PLOT_WIDTH, MIN_PLOT_HEIGHT = 38, 7
-WORK, WAIT = "█", "░"
+WORK, WAIT, STEP_END = "█", "░", "│"
 NAME_WIDTH = 24
 MIN_WAIT_S = 0.05
 """Shorter waits are not listed."""
@@ -167,29 +167,34 @@ def curves(view: RunView, width: int, height: int, *, panels: Iterable[Panel] = 
 
 
 def timeline(view: RunView, now: float, width: int, seconds: float) -> list[Text]:
-    """Return a lane per process that shows what the process worked on and when it waited."""
+    """Return a lane per process that shows what the process worked on and when it waited, with the ends of steps."""
     lanes = view.timeline(now, seconds)
     if not lanes:
         return [Text(f"no process has reported work or waits in the last {seconds:g} s", style="dim")]
     across = max(width - NAME_WIDTH - 14, 10)
+    ends = view.step_ends(now, seconds)
+    columns = {min(int((each.at - now + seconds) / seconds * across), across - 1): each for each in ends}
     kinds: dict[str, int] = {}
     lines = []
     for lane in lanes:
         line = Text(f"{lane.name[:NAME_WIDTH]:<{NAME_WIDTH}} ", no_wrap=True)
         cells = []
-        for what, waits in _cells(lane, now - seconds, seconds, across):
+        for at, (what, waits) in enumerate(_cells(lane, now - seconds, seconds, across)):
             colour = COLOURS[kinds.setdefault(what, len(kinds)) % len(COLOURS)] if what else ""
-            cells.append((WAIT if waits else WORK if what else " ", f"dim {colour}" if waits else colour))
+            empty = STEP_END if at in columns else " "
+            cells.append((WAIT if waits else WORK if what else empty, f"dim {colour}" if waits else colour))
         append_cells(line, cells)
-        line.append(f" {lane.working_s / seconds:4.0%}", style="bold")
-        line.append(f" {lane.waiting_s / seconds:4.0%}", style="dim")
+        line.append(f" {lane.working_s / lane.known_s:4.0%}", style="bold")
+        line.append(f" {lane.waiting_s / lane.known_s:4.0%}", style="dim")
         lines.append(line)
+    if columns:
+        lines.append(_steps(columns, across))
     axis = Text(" " * (NAME_WIDTH + 1) + f"{-seconds:g} s".ljust(across - 3) + "now  works waits", style="dim")
     legend = Text(no_wrap=False)
     for what, index in kinds.items():
         legend.append(f"{WORK} ", style=COLOURS[index % len(COLOURS)])
         legend.append(f"{what}  ")
-    return [*lines, axis, legend, Text(), *_waits(lanes, seconds)]
+    return [*lines, axis, legend, Text(), *_waits(lanes)]
 
 
 def _cells(lane: Lane, begin: float, seconds: float, across: int) -> list[tuple[str, bool]]:
@@ -204,24 +209,25 @@ def _cells(lane: Lane, begin: float, seconds: float, across: int) -> list[tuple[
     return cells
 
 
-def _waits(lanes: Sequence[Lane], seconds: float) -> list[Text]:
-    """Return a line for each wait, longest first. Time during which the process also worked does not count."""
-    totals: dict[tuple[str, str, str], float] = {}
-    for lane in lanes:
-        work = [(each.begin, each.end) for each in lane.spans if not each.waits]
-        for what, of in {(each.what, each.of) for each in lane.spans if each.waits}:
-            waits = [(each.begin, each.end) for each in lane.spans if (each.what, each.of) == (what, of)]
-            waited_s = covered_s([*work, *waits]) - lane.working_s
-            if waited_s >= MIN_WAIT_S:
-                totals[(lane.name, what, of)] = waited_s
+def _steps(columns: dict[int, StepEnd], across: int) -> Text:
+    """Return a line that marks the ends of steps, with their numbers where there is room."""
+    marks = [" "] * across
+    room = across
+    for at, end in sorted(columns.items(), reverse=True):
+        label = f"{STEP_END}{end.step if end.step is not None else ''}"
+        marks[at : at + len(label)] = label if at + len(label) <= room else STEP_END
+        room = at
+    return Text(f"{'ends of steps':<{NAME_WIDTH}} {''.join(marks[:across])}", style="dim", no_wrap=True)
+
+
+def _waits(lanes: Sequence[Lane]) -> list[Text]:
+    """Return a line for each kind of wait, longest first."""
+    found = [(wait, lane) for lane in lanes for wait in lane.waits if wait.seconds >= MIN_WAIT_S]
     lines = [Text("which process waited for which", style="bold")]
-    for (name, what, of), total_s in sorted(totals.items(), key=lambda item: -item[1]):
-        lines.append(Text(f"  {name} waited {total_s:.1f} s of {seconds:g} s for {_of(what, of)}"))
-    return lines if totals else []
-
-
-def _of(what: str, of: str) -> str:
-    return f"a {what} from {of}" if of else what
+    for wait, lane in sorted(found, key=lambda each: -each[0].seconds):
+        text = f"  {lane.name} waited {wait.seconds:.1f} s of {lane.known_s:.3g} s for a {wait.what} from {wait.of}"
+        lines.append(Text(text))
+    return lines if found else []
 
 
 # ---- services

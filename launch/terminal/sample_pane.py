@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from launch.samples import INFO_CHARACTERS, Color, Order, completion
+from launch.samples import INFO_CHARACTERS, Color, completion
 from launch.terminal.plot import number
 from launch.terminal.visible import visible, visible_text
 from shared.samples.plain import shortened
 from shared.samples.record import Record, group_scores
+from shared.samples.selection import Order
 
 MAX_SHOWN_CHARS = 20_000
 """Maximum number of characters shown of a prompt or a completion."""

@@ -11,12 +11,12 @@ from proto.messages import History, TopicRow
 from services.monitor.state import row_bytes
 from shared.metrics_follower import MetricsFollower
 from shared.view.curves import Curves
+from shared.view.timeline import MAX_HISTORY
 
 SPAN = "span"
-MAX_SPANS = 2000
-"""Maximum number of spans kept for all services together. The spans and the curves must fit in one 8 MiB message."""
 MAX_SPAN_BYTES = 512
-"""Maximum encoded size of a span that is kept, in bytes."""
+"""Maximum encoded size of a span that is kept, in bytes. The spans (`MAX_HISTORY`) and the curves must fit in one 8 MiB
+message."""
 MAX_POINTS = 3 << 17
 """Maximum total number of curve points in one answer. A point takes 16 bytes."""
 
@@ -27,7 +27,7 @@ class MonitorHistory:
     def __init__(self, metrics: Path) -> None:
         self._follower = MetricsFollower(metrics)
         self._curves = Curves()
-        self._spans: deque[TopicRow] = deque(maxlen=MAX_SPANS)
+        self._spans: deque[TopicRow] = deque(maxlen=MAX_HISTORY)
 
     def note(self, row: TopicRow) -> None:
         """Keep the row if it is a span."""

@@ -37,14 +37,15 @@ from services.web.run_files import RunFiles
 from shared.bearer import Secret
 from shared.rpc.errors import RpcError
 from shared.samples.selection import Order
+from shared.view.timeline import thinned
 
 MAX_NAMES = 64
 """Maximum number of metrics in one request."""
 MAX_BODY_BYTES = 1024
 MAX_LOG_LINES = 500
 MAX_TIMELINE_S = 600.0
-MAX_SPANS = 300
-"""Maximum number of spans per process. The newest spans are kept."""
+MAX_PIECES = 1000
+"""Number of pieces of a time line, about one per pixel. Spans of the same kind with a smaller gap are sent as one."""
 READERS = 2
 """Maximum number of requests that read samples at the same time."""
 OPERATOR_TOKEN = "x-operator-token"  # noqa: S105  # the name of a header
@@ -107,7 +108,7 @@ class _Handlers:
     async def timeline(self, request: Request) -> Response:
         seconds = min(max(_number(request.query_params.get("seconds"), 60.0), 1.0), MAX_TIMELINE_S)
         now = time.time()
-        lanes = self._page.own.view.timeline(now, seconds)
+        view = self._page.own.view
         return _json(
             {
                 "now": now,
@@ -115,15 +116,18 @@ class _Handlers:
                 "lanes": [
                     {
                         "name": lane.name,
+                        "known_s": lane.known_s,
                         "working_s": lane.working_s,
                         "waiting_s": lane.waiting_s,
+                        "waits": [[wait.what[:80], wait.of[:80], wait.seconds] for wait in lane.waits],
                         "spans": [
-                            [round(span.begin - now, 3), round(span.end - now, 3), span.what[:80], span.of[:80]]
-                            for span in lane.spans[-MAX_SPANS:]
+                            [round(span.begin - now, 3), round(span.end - now, 3), span.what[:80], span.of[:80], count]
+                            for span, count in thinned(lane.spans, seconds / MAX_PIECES)
                         ],
                     }
-                    for lane in lanes
+                    for lane in view.timeline(now, seconds)
                 ],
+                "steps": [[round(each.at - now, 3), each.step] for each in view.step_ends(now, seconds)],
             }
         )
 

@@ -86,17 +86,27 @@ class Page:
         """Follow the run from its start or resumption to its end."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.calls = SupervisorCalls(context, run)
-        watching = asyncio.create_task(self._watch_processes(self.calls))
+        background = [asyncio.create_task(self._watch_processes(self.calls))]
         try:
             async with Stream(run, ended=lambda: not run.sockets.exists()) as stream:
+                background.append(asyncio.create_task(self._load_spans(stream)))
                 async for row in stream.rows():
                     self.own.view.apply(row)
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
             self.calls.close()
             self.calls = None
             await asyncio.get_running_loop().run_in_executor(None, context.term)
+
+    async def _load_spans(self, stream: Stream) -> None:
+        """Add the spans from before the page followed the run to the timeline."""
+        while True:
+            with contextlib.suppress(RpcError):
+                self.own.view.load_history(await stream.history())
+                return
+            await asyncio.sleep(TICK_S)
 
     async def _watch_processes(self, calls: SupervisorCalls) -> None:
         """Poll the supervisor while a browser is following the run. The supervisor is the first to notice a dead

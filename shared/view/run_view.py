@@ -10,7 +10,7 @@ from shared.view.curves import Curves, Point
 from shared.view.notices import MAX_WARNINGS, LogLine, LogTail, Rewind, TroubleView
 from shared.view.pipeline import Pipeline, Progress, StoreView
 from shared.view.services import ServiceBook, ServiceView
-from shared.view.timeline import Lane, Span, Timeline
+from shared.view.timeline import MAX_HISTORY, Lane, Span, StepEnd, Timeline
 from shared.warnings import TOPIC, WarningRecord, of_topic
 
 STATES = ("PENDING", "LEASED", "ROLLED_OUT", "READY", "BATCHED", "TRAINED", "SCORED", "DROPPED", "COLLECTED")
@@ -101,6 +101,7 @@ class RunView:
         """
         for row in history.spans:
             self.apply(row)
+        self._timeline.begin(history.spans[0].at if len(history.spans) >= MAX_HISTORY else 0.0)
         self.history_is_old = False
         if not self._metrics_from_stream:
             return
@@ -174,6 +175,10 @@ class RunView:
         """Return the spans of each process in the `seconds` before `now`."""
         return self._timeline.lanes(now - seconds, now)
 
+    def step_ends(self, now: float, seconds: float) -> list[StepEnd]:
+        """Return the training steps that ended in the `seconds` before `now`, oldest first."""
+        return self._timeline.step_ends(now - seconds, now)
+
     def warnings(self) -> list[WarningRecord]:
         """Return the warnings, oldest first."""
         return sorted(self._warnings.values(), key=lambda each: each.at)
@@ -201,7 +206,7 @@ class RunView:
         seconds = values.get("seconds")
         if isinstance(seconds, (int, float)):
             what, of = str(values.get("what", "")), str(values.get("of", ""))
-            self._timeline.add(name, Span(what, at - float(seconds), at, of))
+            self._timeline.add(name, Span(what, at - float(seconds), at, of, _integer(values, "step")))
 
     def _take_step(self, values: Mapping[str, float]) -> None:
         if not self._metrics_from_stream or "step" not in values:

@@ -1,11 +1,14 @@
-// The timeline of the last steps: one lane per process. Filled spans are work; hatched spans are waits for another process.
+// The timeline of the last steps: one lane per process. Filled spans are work; hatched spans are waits for another process;
+// vertical lines are the ends of steps.
 
 import { get } from "./api.js";
-import { $, clean, duration, h } from "./dom.js";
+import { $, clean, duration, h, table } from "./dom.js";
 
 const COLORS = ["#2f7ed8", "#2ca02c", "#e4572e", "#a855f7", "#d4a017", "#17a2b8", "#e83e8c", "#7a8699"];
 const LANE = 26;
 const LEFT = 150;
+const STEP_LABEL = 44;
+const MIN_WAIT_S = 0.05;
 let picture = null;
 const colors = new Map();
 
@@ -24,7 +27,8 @@ export function draw() {
   const canvas = $("lanes");
   const ratio = devicePixelRatio || 1;
   const width = canvas.clientWidth;
-  const height = (picture.lanes.length + 1) * LANE;
+  const bottom = picture.lanes.length * LANE;
+  const height = bottom + 2 * LANE;
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   canvas.style.height = `${height}px`;
@@ -45,13 +49,21 @@ export function draw() {
     }
   });
   context.fillStyle = style.color;
+  context.fillText("ends of steps", 0, bottom + LANE / 2, LEFT - 8);
+  let room = Infinity;
+  for (const [at, step] of [...picture.steps].reverse()) {
+    const x = place(at, width);
+    context.fillRect(x, 0, 1, bottom + LANE);
+    if (step !== null && x + STEP_LABEL <= Math.min(room, width)) context.fillText(String(step), x + 4, bottom + LANE / 2);
+    room = x;
+  }
   for (let tick = 0; tick <= 4; tick += 1) {
     const seconds = (-picture.seconds * tick) / 4;
     context.textAlign = tick === 0 ? "right" : "center";
     context.fillText(tick ? `−${duration(-seconds)}` : "now", place(seconds, width), height - LANE / 2);
   }
   context.textAlign = "left";
-  canvas.setAttribute("aria-label", `timeline of ${picture.lanes.length} processes`);
+  canvas.setAttribute("aria-label", `timeline of ${picture.lanes.length} processes and ${picture.steps.length} steps`);
   const shares = picture.lanes.map((lane) => h("span", {}, `${lane.name} `, h("b", {}, share(lane))));
   const legend = [...colors].map(([what, color]) => {
     const mark = h("i", { class: "mark" });
@@ -59,10 +71,26 @@ export function draw() {
     return h("span", {}, mark, ` ${what}`);
   });
   $("lane-names").replaceChildren(h("div", { class: "facts" }, ...shares), h("div", { class: "facts soft" }, ...legend));
+  $("waits").replaceChildren(...waits());
+}
+
+// Which process waited for which, longest first. Time in which the process also worked does not count.
+function waits() {
+  const rows = picture.lanes.flatMap((lane) => lane.waits.map(([what, of, seconds]) => ({ lane, what, of, seconds })))
+    .filter(({ seconds }) => seconds >= MIN_WAIT_S)
+    .sort((a, b) => b.seconds - a.seconds)
+    .map(({ lane, what, of, seconds }) => h("tr", {},
+      h("td", {}, lane.name),
+      h("td", {}, of),
+      h("td", {}, what),
+      h("td", { class: "number" }, `${duration(seconds)} of ${duration(lane.known_s)}`),
+    ));
+  const heads = [["process"], ["waited for"], ["what"], ["time", "number"]];
+  return rows.length ? [h("h2", {}, "Which process waited for which"), table(heads, rows)] : [];
 }
 
 function share(lane) {
-  const percent = (seconds) => `${Math.round((100 * seconds) / picture.seconds)} %`;
+  const percent = (seconds) => `${Math.round((100 * seconds) / lane.known_s)} %`;
   return `works ${percent(lane.working_s)}, waits ${percent(lane.waiting_s)}`;
 }
 
@@ -91,7 +119,8 @@ function point(event) {
   const width = $("lanes").clientWidth;
   const hit = lane?.spans.findLast(([begin, end]) => place(begin, width) - 2 <= event.offsetX && event.offsetX <= place(end, width) + 2);
   if (hit) {
-    const [begin, end, what, of] = hit;
-    $("span").textContent = clean(`${lane.name}: ${what}${of ? `, waiting for ${of}` : ""}, ${duration(end - begin)}`);
+    const [begin, end, what, of, count] = hit;
+    const many = count > 1 ? `${count} times within ` : "";
+    $("span").textContent = clean(`${lane.name}: ${what}${of ? `, waiting for ${of}` : ""}, ${many}${duration(end - begin)}`);
   }
 }

@@ -99,7 +99,7 @@ class PlayedRun:
             scheduler.emit("step", {**metrics_row(self.step)})
         driver = self.sender("policy-trainer/0")
         driver.emit("staleness", {"step": float(self.step), "0": 96.0, "1": 160.0})
-        driver.span("batch", 0.2, of="scheduler/0")
+        driver.span("batch", 0.2, {"step": float(self.step)}, of="scheduler/0")
         driver.span("step", 0.5)
         self.sender("policy-trainer-worker/0").span("ForwardBackward", 0.4)
         for name in ("rollout/0", "rollout/1"):

@@ -88,6 +88,21 @@ def test_the_lane_of_a_process_shows_work_on_top_of_waits() -> None:
     assert "  rollout/0 waited 5.0 s of 10 s for a lease from scheduler/0" in lines
 
 
+def test_the_ends_of_steps_are_marked_with_their_numbers() -> None:
+    view = RunView()
+
+    def span(name: str, at: float, **values: float | str) -> None:
+        view.apply(TopicRow(service=name, instance=0, topic="span", at=NOW + at, values=values))
+
+    for step, at in ((7, -6.0), (8, -1.0), (9, -0.5)):
+        span("policy-trainer", at - 0.25, what="batch", seconds=0.0, of="scheduler/0", step=step)
+        span("policy-trainer", at, what="step", seconds=0.25)
+    span("rollout", -9, what="generate", seconds=1.0)
+    lines = [line.plain[panes.NAME_WIDTH + 1 :] for line in panes.timeline(view, NOW, 78, 10.0)]
+    assert lines[2] == " " * 16 + "│7" + " " * 18 + "│8│9"
+    assert lines[1][:40] == "█" * 4 + " " * 12 + "│" + " " * 19 + "│ │ "
+
+
 def test_the_overview_can_be_drawn_before_anything_is_known_about_the_run() -> None:
     lines = panes.overview(RunView(), NOW, 76, 19)
     assert any("no step has completed yet" in line.plain for line in lines)

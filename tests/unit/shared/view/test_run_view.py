@@ -13,7 +13,7 @@ from shared.view import RunView
 from shared.view.curves import MAX_POINTS, PANELS, Curves
 from shared.view.notices import LogLine
 from shared.view.services import RESTARTED_S, SILENT_S, Health
-from shared.view.timeline import MAX_SPANS, covered_s
+from shared.view.timeline import KEPT_S, MAX_HISTORY, StepEnd, Wait, covered_s, thinned
 from shared.warnings import WarningRecord
 
 NOW = 1_000_000.0
@@ -205,15 +205,93 @@ def test_the_timeline_distinguishes_work_from_waits() -> None:
     assert lane.spans[0].begin == NOW - 5
 
 
-def test_the_timeline_clips_spans_to_its_window_and_limits_their_number() -> None:
+def busy(name: str, *, seconds: float, rate: int = 30) -> list[TopicRow]:
+    """Return the spans of a process that works and waits in turn until NOW, with `rate` spans per second."""
+    each_s = 1 / rate
+    work: dict[str, float | str] = {"what": "score", "seconds": each_s}
+    wait: dict[str, float | str] = {"what": "call", "seconds": each_s, "of": "policy-trainer/0"}
+    count = int(seconds * rate)
+    return [
+        row("span", wait if number % 2 else work, name=name, at=NOW - (count - 1 - number) * each_s)
+        for number in range(count)
+    ]
+
+
+def busy_view(*names: str, seconds: float) -> RunView:
     view = RunView()
-    for number in range(3 * MAX_SPANS):
+    for each in (each for name in names for each in busy(name, seconds=seconds)):
+        view.apply(each)
+    return view
+
+
+def shares(view: RunView, seconds: float) -> list[tuple[float, float]]:
+    found = view.timeline(NOW, seconds)
+    return [(round(each.working_s / each.known_s, 2), round(each.waiting_s / each.known_s, 2)) for each in found]
+
+
+@pytest.mark.parametrize("window_s", [10.0, 60.0, 300.0, 600.0])
+def test_the_shares_of_a_process_with_thirty_spans_per_second_are_right_in_every_window(window_s: float) -> None:
+    view = busy_view("reference/0", "rollout/0", seconds=KEPT_S + 100)
+    assert shares(view, window_s) == [(0.5, 0.5)] * 2
+    assert [each.known_s for each in view.timeline(NOW, window_s)] == pytest.approx([window_s] * 2, abs=0.1)
+
+
+def test_shares_refer_to_the_seconds_whose_spans_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.view.timeline.MAX_SPANS", 3000)
+    view = busy_view("rollout/0", seconds=300)
+    [lane] = view.timeline(NOW, 300.0)
+    assert len(lane.spans) == 3000
+    assert lane.known_s == pytest.approx(100.0)
+    assert shares(view, 300.0) == [(0.5, 0.5)]
+    assert shares(view, 60.0) == [(0.5, 0.5)]
+
+
+def test_an_observer_that_arrives_late_computes_shares_from_the_part_that_the_history_covers() -> None:
+    view = RunView()
+    view.load_history(msgspec.structs.replace(history([1]), spans=busy("rollout/0", seconds=200)[-MAX_HISTORY:]))
+    [lane] = view.timeline(NOW, 300.0)
+    assert lane.known_s == pytest.approx(MAX_HISTORY / 30, abs=0.1)
+    assert shares(view, 300.0) == [(0.5, 0.5)]
+
+
+def test_a_span_that_is_reported_late_or_twice_takes_its_place_once() -> None:
+    view = RunView()
+    for at in (NOW, NOW - 2, NOW - 2):
+        view.apply(row("span", {"what": "generate", "seconds": 1.0}, name="rollout/0", at=at))
+    [lane] = view.timeline(NOW, 10.0)
+    assert [each.end for each in lane.spans] == [NOW - 2, NOW]
+
+
+def test_the_timeline_clips_spans_to_its_window_and_limits_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.view.timeline.MAX_SPANS", 400)
+    view = RunView()
+    for number in range(500):
         view.apply(row("span", {"what": "generate", "seconds": 1.0}, name="rollout/0", at=NOW + number))
-    [lane] = view.timeline(NOW + 3 * MAX_SPANS, 1e9)
-    assert len(lane.spans) == MAX_SPANS
-    [lane] = view.timeline(NOW + 3 * MAX_SPANS - 1.5, 1.0)
+    [lane] = view.timeline(NOW + 500, 1e9)
+    assert len(lane.spans) == 400
+    [lane] = view.timeline(NOW + 498.5, 1.0)
     assert lane.working_s == 1.0
     assert covered_s([(0, 2), (1, 3), (5, 6)]) == 4
+
+
+def test_the_timeline_says_where_steps_ended_and_which_process_waited_for_which() -> None:
+    view = RunView()
+    name = "policy-trainer/0"
+    for step, at in ((3, NOW - 20), (4, NOW - 6), (5, NOW - 1)):
+        batch: dict[str, float | str] = {"what": "batch", "seconds": 3.0, "of": "scheduler/0", "step": step}
+        view.apply(row("span", batch, name=name, at=at - 2))
+        view.apply(row("span", {"what": "step", "seconds": 2.0}, name=name, at=at))
+    assert view.step_ends(NOW, 10.0) == [StepEnd(NOW - 6, 4), StepEnd(NOW - 1, 5)]
+    [lane] = view.timeline(NOW, 10.0)
+    assert lane.waits == (Wait("batch", "scheduler/0", 5.0),)
+
+
+def test_spans_of_the_same_kind_that_nearly_touch_are_joined() -> None:
+    view = busy_view("rollout/0", seconds=60)
+    [lane] = view.timeline(NOW, 60.0)
+    joined = thinned(lane.spans, 0.06)
+    assert [(each.what, count) for each, count in joined] == [("score", 900), ("call", 900)]
+    assert thinned(lane.spans, 0.01) == [(each, 1) for each in lane.spans]
 
 
 def test_a_warning_that_arrives_in_two_ways_is_kept_once() -> None:
