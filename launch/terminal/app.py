@@ -225,7 +225,9 @@ class MonitorApp(App[None]):
         return panes.curves(self.feed.view, width, height, panels=panels)
 
     def _notices(self, width: int) -> list[Text]:
-        return panes.notices(self.feed.view, width) or [Text("no warnings", style="dim")]
+        count, earlier = len(self.feed.view.warnings()), self.feed.view.warnings_left_out
+        head = f"warnings: {count + earlier}" + (f"; the first {earlier} are only in warnings.jsonl" if earlier else "")
+        return [Text(head, style="dim"), *panes.notices(self.feed.view, width)]
 
     def _draw_services(self) -> None:
         table = self._main.query_one("#service-list", DataTable)

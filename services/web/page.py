@@ -148,5 +148,10 @@ class Page:
         self.parts.put("pipeline", view.pipeline() if live else None)
         self.parts.put(
             "notices",
-            {"warnings": view.warnings(), "troubles": view.troubles() if live else [], "rewinds": view.rewinds()},
+            {
+                "warnings": view.warnings(),
+                "left_out": view.warnings_left_out,
+                "troubles": view.troubles() if live else [],
+                "rewinds": view.rewinds(),
+            },
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_WARNINGS = 200
+"""Maximum number of warnings that are kept. warnings.jsonl has all of them."""
 MAX_LOG_LINES = 2000
 LEVELS = ("debug", "info", "warning", "error", "critical")
 

@@ -39,6 +39,8 @@ class RunView:
         self._curves = Curves()
         self._timeline = Timeline()
         self._warnings: dict[tuple[str, str, int], WarningRecord] = {}
+        self.warnings_left_out = 0
+        """Number of old warnings that are no longer kept."""
         self._rewinds: deque[Rewind] = deque(maxlen=MAX_REWINDS)
         self._log = LogTail()
         self.history_is_old = False
@@ -113,6 +115,7 @@ class RunView:
         self._warnings[(warning.kind, warning.about, warning.step)] = warning
         while len(self._warnings) > MAX_WARNINGS:
             self._warnings.pop(next(iter(self._warnings)))
+            self.warnings_left_out += 1
 
     def add_log(self, lines: Iterable[LogLine]) -> None:
         """Add new log lines."""
@@ -180,7 +183,7 @@ class RunView:
         return self._timeline.step_ends(now - seconds, now)
 
     def warnings(self) -> list[WarningRecord]:
-        """Return the warnings, oldest first."""
+        """Return the newest warnings, oldest first."""
         return sorted(self._warnings.values(), key=lambda each: each.at)
 
     def troubles(self) -> list[TroubleView]:

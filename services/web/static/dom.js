@@ -12,12 +12,13 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Makes control characters visible, including those that colour a terminal or reverse the direction of text.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+// Makes control and invisible characters visible, including those that colour a terminal or reverse the direction of text.
+// They are the characters that `plain` in shared/samples/plain.py escapes.
+const HIDDEN = /(?![\n\t])[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}]/gu;
 
 export function clean(text) {
   return text.replace(HIDDEN, (character) => {
-    const code = character.charCodeAt(0);
+    const code = character.codePointAt(0);
     return code < 0x20 ? String.fromCharCode(0x2400 + code) : `⟨${code.toString(16)}⟩`;
   });
 }

@@ -32,7 +32,7 @@ export function showContact(contact, head) {
 
 export function showServices(services) {
   const heads = [["process"], ["state"], ["restarts", "number"], ["memory", "number"], ["CPU", "number"], ["GPU memory", "number"],
-    ["progress", "number"], ["host"], ["pid", "number"], ["cause"], ...(operable ? [["operator"]] : [])];
+    ["progress", "number"], ["host"], ["pid", "number"], ["incarnation"], ["cause"], ...(operable ? [["operator"]] : [])];
   const rows = services.map((each) => h("tr", { "data-process": each.name },
     h("td", {}, each.name),
     h("td", {}, h("span", { class: `chip ${healthOf(each)}` }, each.state)),
@@ -43,6 +43,7 @@ export function showServices(services) {
     h("td", { class: "number" }, each.progress_age_s === null ? "–" : `${duration(each.progress_age_s)} ago`),
     h("td", {}, each.host || "–"),
     h("td", { class: "number" }, number(each.pid)),
+    h("td", { title: each.incarnation }, each.incarnation.slice(0, 8) || "–"),
     h("td", { class: "wide", title: each.cause }, each.cause),
     ...(operable ? [h("td", {}, ...buttons(each.name))] : []),
   ));
@@ -112,11 +113,25 @@ function bars(pairs) {
   }));
 }
 
-export function showNotices({ warnings, troubles, rewinds }) {
-  const lines = [
-    ...troubles.map((each) => ["bad", `${each.service}: ${each.text}`]),
-    ...warnings.slice(-5).reverse().map((each) => ["warn", `step ${each.step}: ${each.text} ${each.remedy}`]),
-    ...rewinds.slice(-2).reverse().map((each) => ["soft", `Back to step ${each.step}: the steps up to ${each.committed} are trained again.`]),
-  ];
-  $("notices").replaceChildren(...lines.map(([kind, text]) => h("p", { class: `notice ${kind}` }, h("bdi", {}, text))));
+const NEWEST = 5;
+
+// The newest warnings are shown above every tab, all of them under Warnings.
+export function showNotices({ warnings, left_out, troubles, rewinds }) {
+  const bad = troubles.map((each) => ["bad", `${each.service}: ${each.text}`]);
+  const warned = warnings.map((each) => [each.at, "warn", `step ${each.step}: ${each.text} ${each.remedy} (${each.kind})`]);
+  const back = rewinds.map((each) => [each.at, "soft", `Back to step ${each.step}: the steps up to ${each.committed} are trained again.`]);
+  const newest = (lines, count) => lines.slice(-count).reverse().map(([, kind, text]) => [kind, text]);
+  const count = warnings.length + left_out;
+  const more = count > NEWEST ? [["soft", `${count - NEWEST} earlier warnings are listed under Warnings.`]] : [];
+  $("notices").replaceChildren(...[...bad, ...newest(warned, NEWEST), ...more, ...newest(back, 2)].map(notice));
+
+  $("warnings-tab").textContent = count ? `Warnings (${count})` : "Warnings";
+  const head = `${count} warnings${left_out ? `; the first ${left_out} are only in warnings.jsonl` : ""}`;
+  const all = [...warned, ...back].sort((a, b) => b[0] - a[0])
+    .map(([at, kind, text]) => notice([kind, `${new Date(1000 * at).toLocaleString()}, ${text}`]));
+  $("warnings").replaceChildren(h("p", { class: "soft" }, head), ...bad.map(notice), ...all);
+}
+
+function notice([kind, text]) {
+  return h("p", { class: `notice ${kind}` }, h("bdi", {}, text));
 }

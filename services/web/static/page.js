@@ -7,7 +7,7 @@ import * as live from "./live.js";
 import * as samples from "./samples.js";
 import * as timeline from "./timeline.js";
 
-const TABS = ["curves", "services", "timeline", "samples", "log"];
+const TABS = ["curves", "services", "timeline", "samples", "log", "warnings"];
 const LEVELS = { warning: "warn", error: "bad", critical: "bad" };
 let tab = "curves";
 let head = null;

@@ -98,7 +98,7 @@ def test_every_view_shows_the_run(tmp_path: Path, size: tuple[int, int]) -> None
                 ],
                 "log": ["monitor/0", "state=READY"],
                 "samples": ["train/0/1", "completion", "two"],
-                "warnings": ["entropy falls", "lower the rate"],
+                "warnings": ["warnings: 1", "entropy falls", "lower the rate"],
             }
             sending = asyncio.create_task(send_always(played))
             for number, tab in enumerate(TABS[1:], 2):
@@ -135,6 +135,27 @@ def test_curves_follow_the_run_and_lose_the_rows_that_it_rolls_back(tmp_path: Pa
             assert "KL" not in screen(app)
             await pilot.press("down")
             await shows(app, f"KL  {metrics_row(12)['loss/kl']:.4g}")
+            await pilot.press("up")
+            await shows(app, f"reward  {metrics_row(12)['reward/mean']:.4g}")
+        await played.close()
+
+    with monitored(tmp_path) as run:
+        asyncio.run(scenario(run))
+
+
+def test_keys_change_the_window_of_the_timeline(tmp_path: Path) -> None:
+    async def scenario(run: RunDir) -> None:
+        played = PlayedRun(run)
+        played.write_steps(1)
+        played.emit_all()
+        await played.settle()
+        app = MonitorApp(Feed(run))
+        async with app.run_test(size=(100, 30)) as pilot:
+            await pilot.press("5")
+            await shows(app, "-30 s")
+            for key, window in (("minus", "-60 s"), ("minus", "-120 s"), ("plus", "-60 s"), ("equals_sign", "-30 s")):
+                await pilot.press(key)
+                await shows(app, f" {window} ", "ends of steps", "│1")
         await played.close()
 
     with monitored(tmp_path) as run:
@@ -160,9 +181,10 @@ def test_the_log_is_filtered_by_text_and_level(tmp_path: Path) -> None:
             assert app.query_one("#filter", Input).value == "rollout"
             await until(lambda: "lease granted" not in screen(app))
             assert "samples failed" in screen(app)
-            await pilot.press("slash", *["backspace"] * 7, "enter", "l")
+            await pilot.press("slash", *["backspace"] * 7, "escape", "l")
             await until(lambda: "lease granted" not in screen(app))
             assert "samples failed" in screen(app)
+            assert app.query_one("#filter", Input).value == ""
 
     with monitored(tmp_path) as run:
         asyncio.run(scenario(run))

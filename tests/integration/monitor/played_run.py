@@ -90,7 +90,7 @@ class PlayedRun:
             sender.emit(
                 "process",
                 {"host": "node-1", "pid": 100.0 + number, "incarnation": f"{number:016x}", "rss_bytes": 3e8,
-                 "cpu_share": 0.4, "progress_age_s": 0.5},
+                 "cpu_share": 0.4, "progress_age_s": 0.5, "gpu_bytes": 2.5 * (1 << 30)},
             )  # fmt: skip
         scheduler = self.sender("scheduler/0")
         scheduler.emit("scheduler/tasks", {"PENDING": 4.0, "LEASED": 8.0, "READY": 3.0, "COLLECTED": 100.0})
@@ -113,6 +113,8 @@ class PlayedRun:
 
     async def settle(self) -> Snapshot:
         """Return the monitor's state once the monitor has processed everything that was sent."""
+        for sender in self._senders.values():
+            sender.flush()
         found = Snapshot(sequence=0, rows=[], dropped=0)
         for client in self._clients:
             found = await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)

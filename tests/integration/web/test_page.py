@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, FloatRect, Page, expect
 
 from services.web.samples import MAX_RECORDS
+from shared.samples.plain import plain
 from tests.integration.tiny.harness import ROOT, environment
 from tests.integration.web.chromium import PHONE, chromium, visit
 from tests.integration.web.shown_run import HOSTILE, add_samples, ended_run, page_of, row, sample
@@ -176,6 +178,39 @@ def test_hostile_metric_names_samples_and_log_lines_are_shown_as_text_and_do_no_
         expect(page.locator("#lines")).to_contain_text("<script>document.body.dataset.broken")
         assert page.evaluate("document.body.dataset.broken") is None
         assert page.locator("main img, main script").count() == 0
+
+
+def test_the_page_hides_the_same_characters_as_the_terminal(browser: Browser, run: Path) -> None:
+    known = [code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) != "Cn"]
+    hidden = [code for code in known if plain(chr(code)) != chr(code)]
+    assert {0x061C, 0x200B, 0x2060, 0xFEFF, 0xE0001} <= set(hidden)
+    script = """async (codes) => {
+        const { clean } = await import("/dom.js");
+        return codes.filter((code) => clean(String.fromCodePoint(code)) !== String.fromCodePoint(code));
+    }"""
+    with page_of(run) as url, visit(browser, url) as page:
+        assert page.evaluate(script, known) == hidden
+
+
+def test_the_newest_warnings_are_shown_above_every_tab_and_all_of_them_in_their_own(
+    browser: Browser, run: Path
+) -> None:
+    warnings = [
+        {"at": 1e9 + step, "step": step, "kind": "truncation", "text": f"{HOSTILE} at {step}.", "remedy": "raise it"}
+        for step in range(1, 9)
+    ]
+    (run / "warnings.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in warnings))
+    with page_of(run) as url, visit(browser, url) as page:
+        notices, listed = page.locator("#notices .notice.warn"), page.locator("#warnings .notice.warn")
+        expect(notices).to_have_count(5)
+        expect(notices.first).to_contain_text("step 8: <img src=x")
+        expect(notices.first).to_contain_text("at 8. raise it (truncation)")
+        expect(page.locator("#notices")).to_contain_text("3 earlier warnings are listed under Warnings.")
+        page.get_by_role("button", name="Warnings (8)").click()
+        expect(listed).to_have_count(8)
+        expect(listed.first).to_be_visible()
+        expect(listed.last).to_contain_text("step 1: ")
+        assert page.evaluate("document.body.dataset.broken") is None
 
 
 def test_serving_by_hand_refuses_other_machines_and_addresses_in_use_in_one_line(run: Path) -> None:

@@ -103,6 +103,20 @@ def test_the_ends_of_steps_are_marked_with_their_numbers() -> None:
     assert lines[1][:40] == "█" * 4 + " " * 12 + "│" + " " * 19 + "│ │ "
 
 
+def test_a_process_is_listed_with_its_gpu_memory_and_incarnation() -> None:
+    view = RunView()
+    own: dict[str, float | str] = {"pid": 7, "incarnation": "0123456789abcdef", "gpu_bytes": 2.5 * (1 << 30)}
+    view.apply(TopicRow(service="rollout", instance=0, topic="service", at=NOW, values={"state": "READY", "cause": ""}))
+    view.apply(TopicRow(service="rollout", instance=0, topic="process", at=NOW, values=own))
+    view.apply(TopicRow(service="scheduler", instance=0, topic="process", at=NOW, values={"pid": 8}))
+    shown = [
+        dict(zip(panes.SERVICE_COLUMNS, (cell.plain for cell in panes.service_cells(each)), strict=True))
+        for each in view.services(NOW)
+    ]
+    assert [each["GPU memory"] for each in shown] == ["2.5 GiB", "-"]
+    assert [each["incarnation"] for each in shown] == ["01234567", "-"]
+
+
 def test_the_overview_can_be_drawn_before_anything_is_known_about_the_run() -> None:
     lines = panes.overview(RunView(), NOW, 76, 19)
     assert any("no step has completed yet" in line.plain for line in lines)
