@@ -28,6 +28,10 @@ DEFAULTS = (
     "policy/grad_norm",
     "rollout/length_mean",
     "rollout/logprob_mismatch",
+    "rollout/kl",
+    "rollout/is_eff_sample_size",
+    "rollout/is_max",
+    "rollout/zero_variance_fraction",
     "time/step",
 )
 """The metrics that are drawn if none are named."""

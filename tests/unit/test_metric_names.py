@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 
 import numpy as np
 from msgspec.structs import replace
 
+from launch.curves import DEFAULTS
 from proto.messages import DropReason, ForwardBackwardDone, LossReason
+from services.exporter.families import METRICS
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.reward_shaping import KL_SCALAR
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import WriteRow
 from shared.stages import REFERENCE_SCALAR
+from shared.view.curves import PANELS
+from tests.integration.tiny.harness import ROOT
 from tests.metric_names import DOCUMENT, documented, undocumented
 from tests.unit.policy_trainer.test_numbers import step_batch
 from tests.unit.scheduler.bench import Bench, plan
@@ -61,3 +66,18 @@ def test_names_in_the_comparison_with_other_systems_are_documented() -> None:
 
 def test_an_undocumented_metric_name_is_found() -> None:
     assert undocumented({"reward/mean", "reward/median", "reward/part/any thing"}) == {"reward/median"}
+
+
+def test_every_chart_shows_metrics_that_exist() -> None:
+    names = everything()
+    patterns = [*DEFAULTS, *(pattern for panel in PANELS for pattern in panel.names)]
+    assert [each for each in patterns if not fnmatch.filter(names, each)] == []
+
+
+def test_every_view_shows_how_many_samples_the_update_can_learn_from() -> None:
+    wanted = {"rollout/kl", "rollout/is_eff_sample_size", "rollout/is_max", "rollout/zero_variance_fraction"}
+    dashboard = (ROOT / "launch" / "dashboards" / "grafana.json").read_text()
+    queried = {metric.name for metric in METRICS if f'"{metric.family}{{' in dashboard}
+    assert wanted - {name for panel in PANELS for name in panel.names} == set()
+    assert wanted - set(DEFAULTS) == set()
+    assert wanted - queried == set()
