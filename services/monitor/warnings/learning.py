@@ -25,6 +25,9 @@ ZERO_VARIANCE = 0.75, 0.6
 """Fraction of groups with equal rewards. At 0.75, a step learns from only a quarter of its samples, and its gradient
 noise has doubled. Healthy runs are below 0.5. DAPO (arXiv 2503.14476, section 3.2) filters such groups for this
 reason."""
+ZERO_VARIANCE_RISE, ZERO_VARIANCE_FLOOR = (0.3, 0.2), (0.5, 0.4)
+"""Rise of this fraction above its first values, and the minimum fraction at which such a rise counts. In healthy runs,
+it rises by at most 0.1."""
 SOLVED_RISE = 0.5
 """If the mean reward has risen by this many standard deviations, equal rewards mean that tasks have become too easy."""
 
@@ -98,10 +101,10 @@ def zero_variance(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sig
         return
     if median(spread) < CONSTANT_STD and not held:
         return  # `reward_flat` reports rewards that are all equal from the start
-    share = median(shares)
-    if share < ZERO_VARIANCE[bool(held)]:
+    share, before = median(shares), median(history.first("rollout/zero_variance_fraction"))
+    rising = share >= max(ZERO_VARIANCE_FLOOR[bool(held)], before + ZERO_VARIANCE_RISE[bool(held)])
+    if share < ZERO_VARIANCE[bool(held)] and not rising:
         return
-    before = median(history.first("rollout/zero_variance_fraction"))
     first, now = median(history.first("reward/mean")), median(rewards)
     if now - first >= SOLVED_RISE * median(history.first("reward/std")):
         why, remedy = "the tasks have become too easy", "add harder rows to data.train.source"

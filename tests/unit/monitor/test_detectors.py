@@ -36,7 +36,12 @@ def evaluated(step: int) -> Values:
 
 
 CASES: list[tuple[str, Callable[[int], Values], str]] = [
-    ("zero-variance", lambda s: {"rollout/zero_variance_fraction": after(s, 60, 0.2, 0.9)}, "90% of the groups"),
+    ("zero-variance", lambda s: {"rollout/zero_variance_fraction": after(s, 60, 0.55, 0.9)}, "90% of the groups"),
+    (
+        "zero-variance",
+        lambda s: {"rollout/zero_variance_fraction": min(0.1 + 0.005 * s, 0.6)},
+        "50% of the groups have equal rewards, and no advantage (median of 10 steps; 13% at the start)",
+    ),
     ("reward-flat", lambda s: {"reward/mean": 0.3 + 0.01 * (s % 2)}, "flat: 0.305 in the first 10 steps"),
     ("reward-falling", lambda s: {"reward/mean": after(s, 60, 0.2 + 0.01 * s, 0.3)}, "fallen from 0.7"),
     ("entropy-collapse", lambda s: {"policy/entropy": 0.6 * 0.97**s}, "to 0.05 nats, from 0.51 nats at the start"),
@@ -70,6 +75,13 @@ def test_each_change_in_a_metric_is_reported_by_exactly_one_kind_of_warning(
     [only] = told(change)
     assert only.kind == kind
     assert text in only.text
+
+
+@pytest.mark.parametrize("rise", [(0.1, 0.45), (0.28, 0.5), (0.45, 0.7), (0.6, 0.7)])
+def test_groups_with_equal_rewards_are_not_reported_if_they_are_few_or_hardly_more_than_at_the_start(
+    rise: tuple[float, float],
+) -> None:
+    assert told(lambda step: {"rollout/zero_variance_fraction": after(step, 60, *rise)}) == []
 
 
 def test_every_kind_of_warning_about_rows_is_tested() -> None:

@@ -20,8 +20,8 @@ SICK: dict[str, list[tuple[int, str]]] = {
         (69, "reward-flat"),
     ],
     "rising-learning-rate": [
+        (25, "zero-variance"),
         (30, "reward-flat"),
-        (31, "zero-variance"),
         (33, "kl-blow-up"),
         (40, "reward-falling"),
         (57, "truncation"),
@@ -29,7 +29,7 @@ SICK: dict[str, list[tuple[int, str]]] = {
         (99, "truncation"),
         (101, "length-hacking"),
     ],
-    "too-stale": [(14, "zero-variance"), (30, "reward-flat"), (34, "staleness"), (40, "reward-falling")],
+    "too-stale": [(13, "zero-variance"), (30, "reward-flat"), (34, "staleness"), (40, "reward-falling")],
     "waiting-trainer": [(5, "reward-slow"), (10, "zero-variance"), (22, "trainer-starved")],
     "memorized-rows": [(20, "overfitting"), (58, "zero-variance")],
     "unbounded-reward": [(20, "truncation"), (24, "gradient"), (40, "length-hacking")],
