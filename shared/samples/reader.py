@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,18 +30,33 @@ def steps(run: Path, split: str = TRAIN) -> list[int]:
     return sorted(int(path.stem) for path in paths if path.stem.isdigit())
 
 
-def read(run: Path, *, step: int | None = None, task: str | None = None, split: str = TRAIN) -> list[Record]:
+def read(
+    run: Path, *, step: int | None = None, task: str | None = None, split: str = TRAIN, limit: int | None = None
+) -> list[Record]:
     """Return the records of a split, for one step or all steps, and for one task or all tasks.
 
-    They are in step order, and within a step in the order in which they were written.
+    They are in step order, and within a step in the order in which they were written. With `limit`, at most `limit`
+    records are returned, from the newest steps.
     """
-    return list(records(run, step=step, task=task, split=split))
+    found: list[list[Record]] = []
+    missing = limit
+    for number in reversed(_chosen(run, step, split)):
+        if missing is not None and missing <= 0:
+            break
+        records = list(itertools.islice(_records(run / FOLDER / file_of(split, number), task), missing))
+        found.append(records)
+        missing = None if missing is None else missing - len(records)
+    return [record for records in reversed(found) for record in records]
 
 
-def records(run: Path, *, step: int | None = None, task: str | None = None, split: str = TRAIN) -> Iterator[Record]:
-    """Yield what `read` returns, without holding it in memory."""
-    for number in steps(run, split) if step is None or not _is_split(split) else [step]:
+def every(run: Path, *, step: int | None = None, task: str | None = None, split: str = TRAIN) -> Iterator[Record]:
+    """Yield the records that `read` returns without a limit, in the same order, one at a time."""
+    for number in _chosen(run, step, split):
         yield from _records(run / FOLDER / file_of(split, number), task)
+
+
+def _chosen(run: Path, step: int | None, split: str) -> list[int]:
+    return steps(run, split) if step is None or not _is_split(split) else [step]
 
 
 def _is_split(split: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from shared.samples.reader import records
+from shared.samples.reader import every
 from shared.samples.record import Record, rank
 
 
@@ -63,7 +63,7 @@ def select(
 
     def matching() -> Iterator[Record]:
         nonlocal total
-        for record in records(run, step=step, task=task, split=split):
+        for record in every(run, step=step, task=task, split=split):
             if order is None or record.sample >= 0:
                 total += 1
                 yield record

@@ -32,6 +32,12 @@ def test_records_are_read_by_step_in_the_order_in_which_they_were_written(tmp_pa
     assert read(tmp_path, step=11) == []
 
 
+def test_a_limit_keeps_the_newest_steps(tmp_path: Path) -> None:
+    write(tmp_path, sample(1, 0), sample(2, 1), sample(2, 2))
+    assert read(tmp_path, limit=1) == [sample(2, 1)]
+    assert read(tmp_path, limit=3) == [sample(1, 0), sample(2, 1), sample(2, 2)]
+
+
 def test_one_task_is_found_in_all_steps(tmp_path: Path) -> None:
     write(tmp_path, sample(1, 1), sample(1, 10), sample(4, 1))
     assert read(tmp_path, task="train/0/1") == [sample(1, 1), sample(4, 1)]
