@@ -31,6 +31,20 @@ OBSERVING = [
         f"{DRAWN}::test_the_lane_of_a_process_shows_work_on_top_of_waits",
     ),
     Mutation(
+        "shares divide by seconds whose spans are not known",
+        "shared/view/timeline.py",
+        "known = max(begin, lane.known_since, self._known_since or begin)",
+        "known = begin",
+        f"{VIEW}::test_shares_refer_to_the_seconds_whose_spans_are_known",
+    ),
+    Mutation(
+        "the worst of the first samples are shown as the worst of all",
+        "shared/samples/selection.py",
+        "matching(), key=_KEYS[order])",
+        "matching(), key=_KEYS[None])",
+        "tests/unit/shared/test_samples_selection.py::test_the_limit_applies_after_the_order",
+    ),
+    Mutation(
         "escape codes in a sample reach the terminal",
         "launch/terminal/visible.py",
         "for code in range(0x20) if code != 0x0A}",

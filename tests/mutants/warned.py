@@ -53,6 +53,13 @@ WARNED = [
         f"{TOLD}::test_a_value_that_fluctuates_around_its_bound_is_reported_once",
     ),
     Mutation(
+        "a rising share of groups with equal rewards is not reported below the fixed bound",
+        LEARNING,
+        "if share < ZERO_VARIANCE[bool(held)] and not rising:",
+        "if share < ZERO_VARIANCE[bool(held)]:",
+        "tests/unit/monitor/test_detectors.py::test_each_change_in_a_metric_is_reported_by_exactly_one_kind_of_warning",
+    ),
+    Mutation(
         "rolled-back rows are noticed only by the size of the file",
         "shared/followed_file.py",
         "restarted = self._was_cut(descriptor) and self._restart()",

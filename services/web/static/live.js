@@ -118,7 +118,7 @@ const NEWEST = 5;
 // The newest warnings are shown above every tab, all of them under Warnings.
 export function showNotices({ warnings, left_out, troubles, rewinds }) {
   const bad = troubles.map((each) => ["bad", `${each.service}: ${each.text}`]);
-  const warned = warnings.map((each) => [each.at, "warn", `step ${each.step}: ${each.text} ${each.remedy} (${each.kind})`]);
+  const warned = warnings.map((each) => [each.at, "warn", `step ${each.step}: ${each.text} → ${each.remedy} (${each.kind})`]);
   const back = rewinds.map((each) => [each.at, "soft", `Back to step ${each.step}: the steps up to ${each.committed} are trained again.`]);
   const newest = (lines, count) => lines.slice(-count).reverse().map(([, kind, text]) => [kind, text]);
   const count = warnings.length + left_out;

@@ -7,7 +7,6 @@ import { $, clean, duration, h, table } from "./dom.js";
 const COLORS = ["#2f7ed8", "#2ca02c", "#e4572e", "#a855f7", "#d4a017", "#17a2b8", "#e83e8c", "#7a8699"];
 const LANE = 26;
 const LEFT = 150;
-const STEP_LABEL = 44;
 const MIN_WAIT_S = 0.05;
 let picture = null;
 const colors = new Map();
@@ -54,7 +53,8 @@ export function draw() {
   for (const [at, step] of [...picture.steps].reverse()) {
     const x = place(at, width);
     context.fillRect(x, 0, 1, bottom + LANE);
-    if (step !== null && x + STEP_LABEL <= Math.min(room, width)) context.fillText(String(step), x + 4, bottom + LANE / 2);
+    const label = step === null ? "" : String(step);
+    if (x + context.measureText(label).width + 8 <= Math.min(room, width)) context.fillText(label, x + 4, bottom + LANE / 2);
     room = x;
   }
   for (let tick = 0; tick <= 4; tick += 1) {

@@ -196,7 +196,7 @@ def test_the_newest_warnings_are_shown_above_every_tab_and_all_of_them_in_their_
     browser: Browser, run: Path
 ) -> None:
     warnings = [
-        {"at": 1e9 + step, "step": step, "kind": "truncation", "text": f"{HOSTILE} at {step}.", "remedy": "raise it"}
+        {"at": 1e9 + step, "step": step, "kind": "truncation", "text": f"{HOSTILE} at {step}", "remedy": "raise it"}
         for step in range(1, 9)
     ]
     (run / "warnings.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in warnings))
@@ -204,7 +204,7 @@ def test_the_newest_warnings_are_shown_above_every_tab_and_all_of_them_in_their_
         notices, listed = page.locator("#notices .notice.warn"), page.locator("#warnings .notice.warn")
         expect(notices).to_have_count(5)
         expect(notices.first).to_contain_text("step 8: <img src=x")
-        expect(notices.first).to_contain_text("at 8. raise it (truncation)")
+        expect(notices.first).to_contain_text("at 8 → raise it (truncation)")
         expect(page.locator("#notices")).to_contain_text("3 earlier warnings are listed under Warnings.")
         page.get_by_role("button", name="Warnings (8)").click()
         expect(listed).to_have_count(8)

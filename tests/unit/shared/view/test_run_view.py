@@ -11,7 +11,7 @@ import pytest
 from proto.messages import History, TopicRow
 from shared.view import RunView
 from shared.view.curves import MAX_POINTS, PANELS, Curves
-from shared.view.notices import LogLine
+from shared.view.notices import MAX_WARNINGS, LogLine
 from shared.view.services import RESTARTED_S, SILENT_S, Health
 from shared.view.timeline import KEPT_S, MAX_HISTORY, StepEnd, Wait, covered_s, thinned
 from shared.warnings import WarningRecord
@@ -292,6 +292,14 @@ def test_spans_of_the_same_kind_that_nearly_touch_are_joined() -> None:
     joined = thinned(lane.spans, 0.06)
     assert [(each.what, count) for each, count in joined] == [("score", 900), ("call", 900)]
     assert thinned(lane.spans, 0.01) == [(each, 1) for each in lane.spans]
+
+
+def test_old_warnings_that_are_no_longer_kept_are_counted() -> None:
+    view = RunView()
+    for step in range(MAX_WARNINGS + 7):
+        view.add_warning(WarningRecord(at=NOW + step, step=step, kind="kl", text="KL rises", remedy="lower lr"))
+    assert view.warnings_left_out == 7
+    assert [each.step for each in view.warnings()] == list(range(7, MAX_WARNINGS + 7))
 
 
 def test_a_warning_that_arrives_in_two_ways_is_kept_once() -> None:
