@@ -106,10 +106,10 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(folder: Path, delay_s: float = 0.0) -> Iterator[Run]:
-    """Start a run on one of two hosts, for an agent on the other one."""
+def running(folder: Path, delay_s: float = 0.0, place: str = "{}") -> Iterator[Run]:
+    """Start a run on one of two hosts, for an agent on the other one. `place` is its entry in `placement.hosts`."""
     sets = [
-        "placement.hosts={b: {}}",
+        f"placement.hosts={{b: {place}}}",
         "services.rollout.host=b",
         "services.batch-store.memory=256MiB",
         "run.steps=100000",
@@ -182,6 +182,21 @@ def test_a_host_without_power_counts_as_lost_and_joins_again_with_a_new_agent(tm
             run.told.wait_for("host b has joined", lost)
             run.goes_on()
             assert not any(folder.exists() for folder in before)
+            run.ends(agent)
+
+
+def test_an_agent_listens_at_the_address_that_the_topology_gives_it(tmp_path: Path) -> None:
+    with running(tmp_path, place="{address: 10.99.0.7}") as run:
+        for host, command in (
+            (run.away, "addr add 10.99.0.7/32 dev lo"),
+            (run.home, f"route add 10.99.0.7/32 via {run.away.address}"),
+        ):
+            subprocess.run(host.command("ip", *command.split()), check=True, timeout=20)
+        with run.agent() as agent:
+            run.told.wait_for("host b has joined")
+            run.goes_on()
+            listening = subprocess.run(run.away.command("ss", "-ltnH"), check=True, capture_output=True, text=True)
+            assert {line.split()[3].rpartition(":")[0] for line in listening.stdout.splitlines()} == {"10.99.0.7"}
             run.ends(agent)
 
 

@@ -187,6 +187,11 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.placement.engine",
         "integration/hosts/test_ray_smoke.py::test_a_run_on_two_nodes_completes_and_leaves_nothing_behind",
     ),
+    "placement.hosts.*.address": (
+        "launch/host.py",
+        "there.address",
+        "integration/hosts/test_host_agent.py::test_an_agent_listens_at_the_address_that_the_topology_gives_it",
+    ),
     "placement.hosts.*.gpus": (
         "launch/placement/book.py",
         "topology.placement.hosts[name].gpus",
