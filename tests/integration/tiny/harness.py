@@ -45,7 +45,8 @@ def wait_for(what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) 
 
 
 def environment(tiny: str = ALL_TINY) -> dict[str, str]:
-    return {**os.environ, "TINY": tiny, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "TINY": tiny, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @dataclass

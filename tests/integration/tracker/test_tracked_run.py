@@ -96,3 +96,26 @@ def test_a_run_continues_without_a_tracker_that_refuses_it(tmp_path: Path, monke
         assert here.process.poll() is None
         assert ctl(here.path, "stop").returncode == 0
         here.end(120)
+
+
+def test_a_run_continues_without_a_tracker_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In every process of the run, importing trackio fails as if it were not installed.
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['trackio'] = None")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sets = ("--set", "monitor.trackio.project=p", "--set", "monitor.tensorboard={}")
+    with launched(tmp_path / "run", *sets) as here:
+        line = wait_line(here, "tracker/1: ")
+        assert "trackio: trackio not installed" in line
+        assert "the run goes on without it" in line
+        here.wait_ready(SERVICES + 1)  # with the other tracker
+        commit(here, 3)
+        wait_for("event files", lambda: ledger.read(here.path, "tensorboard").sent == 3)
+        [row] = [each for each in here.status()["services"] if (each["service"], each["instance"]) == ("tracker", 1)]
+        assert (row["state"], row["restarts"]) == ("FAILED", 0)
+        assert ctl(here.path, "stop").returncode == 0
+        _, _, errors = here.end(120)
+        [warning] = [line for line in errors.splitlines() if line.startswith("warning: ")]
+        assert "services.monitor.trackio: trackio not installed; the run goes on without trackio" in warning
+        assert "trackio lacks steps 0-2; python -m launch.ctl" in errors
