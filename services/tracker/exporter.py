@@ -82,7 +82,8 @@ class Exporter(Protocol):
 
     SURE: bool
     samples: int
-    """Number of samples per split in a table, or 0 to show no tables."""
+    """Number of samples per split in a table, or 0 to show no tables. An exporter that cannot store tables sets it to
+    0."""
 
     def open(self, subject: Subject) -> int:
         """Create the run in the tracker, or continue it. Return the number of rows that the tracker holds.

@@ -22,7 +22,7 @@ import structlog
 from services.tracker import ledger
 from services.tracker.exporter import End, Exporter, Note, Subject, Unusable, make
 from services.tracker.history import History, Row
-from services.tracker.samples import is_evaluated, table_of
+from services.tracker.samples import is_due, is_evaluated, table_of
 from shared.redaction import without_secrets
 from shared.rundir import RunDir
 from shared.topology import Topology
@@ -56,7 +56,12 @@ class Feeder:
         self._ledger = ledger.read(run.path, name)
         self._exporter: Exporter | None = None
         self._pause_s = FIRST_RETRY_S
-        self._evaluated: list[Row] = []
+        self._section = topology.services.monitor.trackers[name]
+        recorded = topology.services.monitor.samples
+        self._recorded = recorded.every if recorded is not None else 1
+        """Training samples are recorded of the steps that are multiples of this number."""
+        self._due: Row | None = None
+        """The last row that was sent if its samples are still to be sent."""
         self._end: End | None = None
         self._ending = threading.Event()
         self._log = structlog.get_logger("tracker")
@@ -95,8 +100,7 @@ class Feeder:
 
     def _feed(self) -> None:
         if self._exporter is None:
-            section = self._topology.services.monitor.trackers[self.name]
-            self._exporter = self._call(lambda: make(self.name, section))
+            self._exporter = self._call(lambda: make(self.name, self._section))
         exporter = self._exporter
         self._open(exporter)
         self._pause_s = FIRST_RETRY_S
@@ -133,10 +137,12 @@ class Feeder:
             lineage = rows[0].lineage
             if lineage != self._ledger.lineage:
                 self._annotate(exporter, self._rewound(rows[0]))
-            rows = [row for row in rows if row.lineage == lineage]
             self._show(exporter)  # only for earlier steps, whose samples have already been written
+            rows = [row for row in rows if row.lineage == lineage]
+            # A row with samples is the last of its batch, so that a tracker can send each table with the next row.
+            rows = rows[: next((n for n, row in enumerate(rows, 1) if self._has_table(exporter, row)), None)]
             self._call(functools.partial(exporter.send, rows))
-            self._evaluated += [row for row in rows if exporter.samples and is_evaluated(row)]
+            self._due = rows[-1] if self._has_table(exporter, rows[-1]) else None
             self._ledger.sent, self._ledger.step = rows[-1].position + 1, rows[-1].step
             self._ledger.lineage = lineage
             self._ledger.sure = self._ledger.sent if exporter.SURE else self._ledger.sure
@@ -161,11 +167,14 @@ class Feeder:
         self._save()
 
     def _show(self, exporter: Exporter) -> None:
-        """Send samples from those evaluated steps whose rows have been sent."""
-        for row in self._evaluated:
-            if table := table_of(self._run.path, row, exporter.samples):
-                self._call(functools.partial(exporter.show, table))
-        self._evaluated = []
+        """Send the samples that are due."""
+        if self._due is not None and (table := table_of(self._run.path, self._due, exporter.samples)):
+            self._call(lambda: exporter.show(table))
+        self._due = None
+
+    def _has_table(self, exporter: Exporter, row: Row) -> bool:
+        due = is_evaluated(row) or is_due(row, self._section.samples_every, self._recorded)
+        return due and exporter.samples > 0
 
     def _rewound(self, row: Row) -> Note:
         before, last = row.step - 1, self._ledger.step

@@ -1,8 +1,9 @@
-"""Presents a few samples from an evaluated step as a table, for trackers that show tables."""
+"""Presents a few samples of a step and of its evaluations as a table."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,20 @@ from shared.samples.reader import read
 from shared.samples.record import EVAL_PREFIX, Record
 from shared.stages import TRAIN
 
-COLUMNS = ("split", "task", "prompt", "completion", "reward", "advantage", "length", "finish_reason")
+COLUMNS = (
+    "split",
+    "task",
+    "state",
+    "prompt",
+    "completion",
+    "length",
+    "finish_reason",
+    "turns",
+    "versions",
+    "advantage",
+    "reward",
+)
+"""Columns of every table. A column `reward/<name>` for each reward that has a name follows them."""
 TEXT_CHARS = 4000
 """Maximum number of characters shown of a prompt or completion. The full text is in `samples/` in the run directory."""
 Cell = str | float | int | None
@@ -20,16 +34,26 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True)
 class Table:
-    """Samples from the step that one row describes, in the columns `COLUMNS`."""
+    """Samples from the step that one row describes."""
 
     position: int
     step: int
+    columns: tuple[str, ...]
     rows: list[tuple[Cell, ...]]
 
 
 def is_evaluated(row: Row) -> bool:
     """Return whether the row contains evaluation results."""
     return bool(_sets(row))
+
+
+def is_due(row: Row, every: int, recorded: int) -> bool:
+    """Return whether the step of the row is the first of `every` steps whose training samples have been recorded.
+
+    Samples are recorded of the steps that are multiples of `recorded`.
+    """
+    step = row.step
+    return step > 0 and step % recorded == 0 and step // every != (step - recorded) // every
 
 
 def table_of(run: Path, row: Row, count: int) -> Table | None:
@@ -39,8 +63,12 @@ def table_of(run: Path, row: Row, count: int) -> Table | None:
     version = int(row.values.get("policy/version", row.step))
     for name in _sets(row):
         records += read(run, step=version, split=f"{EVAL_PREFIX}{name}", limit=count)
-    found = [_cells(record) for record in records if record.sample >= 0]
-    return Table(row.position, row.step, found) if found else None
+    records = [record for record in records if record.sample >= 0]
+    if not records:
+        return None
+    names = sorted({name for record in records for name in record.rewards})
+    columns = (*COLUMNS, *(f"reward/{name}" for name in names))
+    return Table(row.position, row.step, columns, [_cells(record, names) for record in records])
 
 
 def _sets(row: Row) -> list[str]:
@@ -48,14 +76,18 @@ def _sets(row: Row) -> list[str]:
     return sorted({match[1] for match in names if match})
 
 
-def _cells(record: Record) -> tuple[Cell, ...]:
+def _cells(record: Record, rewards: Sequence[str]) -> tuple[Cell, ...]:
     return (
         record.split,
         record.task,
+        str(record.state),
         conversation(record.prompt)[:TEXT_CHARS],
         record.completion[:TEXT_CHARS],
-        record.reward,
-        record.advantage,
         record.length,
         record.finish_reason,
+        record.turns,
+        " ".join(map(str, record.versions)),
+        record.advantage,
+        record.reward,
+        *(record.rewards.get(name) for name in rewards),
     )

@@ -6,15 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.topology.fields import LocalPath, Section
+from shared.topology.fields import Count, LocalPath, Section
 
 SampleCount = Annotated[
     int,
     Field(
         ge=0,
-        description="number of samples from each evaluated step, and from each of its evaluations, that are sent as a "
-        "table; 0: none",
+        description="number of samples that a table has of a training step and of each of its evaluations; 0: no tables",
     ),
+]
+SampleInterval = Annotated[
+    Count,
+    Field(description="steps from one table of training samples to the next; evaluated steps always have a table"),
 ]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]+$")]
 
@@ -26,6 +29,7 @@ class Wandb(Section):
         default="online", description="offline: only write files, which `wandb sync` uploads later"
     )
     samples: SampleCount = 8
+    samples_every: SampleInterval = 10
 
 
 class Tensorboard(Section):
@@ -34,6 +38,7 @@ class Tensorboard(Section):
         description="folder in which this run creates a folder for its event files; default: the run directory",
     )
     samples: SampleCount = 8
+    samples_every: SampleInterval = 10
 
 
 class Mlflow(Section):
@@ -42,6 +47,8 @@ class Mlflow(Section):
         description="tracking server http://HOST:PORT, or sqlite:///FILE, which `mlflow ui` reads",
     )
     experiment: str = Field(default="rlbus", min_length=1, description="name of the MLflow experiment")
+    samples: SampleCount = 8
+    samples_every: SampleInterval = 10
 
 
 class Trackio(Section):
@@ -50,6 +57,7 @@ class Trackio(Section):
         default=None, description="trackio server of your own; default: the database that `trackio show` reads"
     )
     samples: SampleCount = 8
+    samples_every: SampleInterval = 10
 
 
 Tracker = Wandb | Tensorboard | Mlflow | Trackio

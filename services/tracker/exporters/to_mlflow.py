@@ -7,15 +7,19 @@ metric `tracker/row`, so the newest value of this metric shows which rows MLflow
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import re
 import time
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the feeder itself retries as long as necessary
 
+import structlog
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
@@ -42,7 +46,7 @@ class MlflowExporter:
 
     def __init__(self, section: Mlflow) -> None:
         self._section = section
-        self.samples = 0
+        self.samples = section.samples
         self._client: MlflowClient
         self._run = ""
 
@@ -80,7 +84,22 @@ class MlflowExporter:
         self._client.set_tag(self._run, f"{note.title}.{note.key}", f"step {note.step}: {note.text}"[:TAG_CHARS])
 
     def show(self, table: Table) -> None:
-        """Do nothing, because MLflow keeps tables in its own file store, which many installations lack."""
+        """Store the table as a CSV file among the run's artifacts. MLflow shows such a file as a table.
+
+        MLflow keeps artifacts apart from rows. If only the artifacts cannot be stored, no more tables are sent.
+        """
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(["step", *table.columns])
+        writer.writerows([table.step, *cells] for cells in table.rows)
+        try:
+            self._client.log_text(self._run, text.getvalue(), f"samples/row-{table.position:06}.csv")
+        except Exception as error:
+            self._client.get_run(self._run)  # raises if the server does not answer, so the table is sent later
+            self.samples = 0
+            reason = f"none: artifacts cannot be stored: {type(error).__name__}: {_line(error)}"
+            structlog.get_logger("tracker").warning("samples are no longer sent", tracker="mlflow", exc_info=error)
+            self._client.set_tag(self._run, "samples", reason[:TAG_CHARS])
 
     def close(self, end: End) -> None:
         status = _STATUS.get(end.outcome, RunStatus.KILLED)
@@ -89,7 +108,7 @@ class MlflowExporter:
     def _experiment(self) -> str:
         found = self._client.get_experiment_by_name(self._section.experiment)
         if found is None:
-            return str(self._client.create_experiment(self._section.experiment))
+            return str(self._client.create_experiment(self._section.experiment, self._artifacts()))
         if found.lifecycle_stage != "active":
             name = self._section.experiment
             raise Unusable(
@@ -97,6 +116,14 @@ class MlflowExporter:
                 "(services.monitor.mlflow.experiment)"
             )
         return str(found.experiment_id)
+
+    def _artifacts(self) -> str | None:
+        """Return the folder for artifacts beside the database, or None if a server decides where they are.
+
+        MLflow's own default for a database is the folder in which this process runs.
+        """
+        database = self._section.uri.removeprefix("sqlite:///")
+        return str(Path(database).absolute().parent / "mlartifacts") if database != self._section.uri else None
 
     def _log(self, metrics: list[Metric]) -> None:
         remaining = iter(metrics)

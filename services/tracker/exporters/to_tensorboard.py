@@ -24,7 +24,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from services.tracker.exporter import End, Note, Subject
 from services.tracker.history import Row
-from services.tracker.samples import COLUMNS, Cell, Table
+from services.tracker.samples import Cell, Table
 from shared.redaction import flat
 from shared.topology.monitor_trackers import Tensorboard
 
@@ -72,7 +72,7 @@ class TensorboardExporter:
         self._write(self._lineage, note.step, _text(f"notes/{note.title}", note.text))
 
     def show(self, table: Table) -> None:
-        lines = [COLUMNS, ("---",) * len(COLUMNS), *table.rows]
+        lines = [table.columns, ("---",) * len(table.columns), *table.rows]
         text = "\n".join("|" + "|".join(map(_cell, cells)) + "|" for cells in lines)
         self._write(self._lineage, table.step, _text("samples", text))
 

@@ -19,7 +19,7 @@ from trackio.sqlite_storage import SQLiteStorage
 
 from services.tracker.exporter import End, Note, Subject, Unusable
 from services.tracker.history import Row
-from services.tracker.samples import COLUMNS, Table
+from services.tracker.samples import Table
 from shared.topology.monitor_trackers import Trackio
 
 TIMEOUT_S = 20.0
@@ -81,7 +81,7 @@ class TrackioExporter:
         )
 
     def show(self, table: Table) -> None:
-        cells = [dict(zip(COLUMNS, row, strict=True)) for row in table.rows]
+        cells = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
         metrics = {"samples": {"_type": "trackio.table", "_value": cells}}
         self._deliver([self._log(f"samples-{table.position}", table.position, metrics)])
 

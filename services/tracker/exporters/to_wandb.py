@@ -23,7 +23,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from services.tracker.exporter import End, Note, Subject, Unusable
 from services.tracker.history import Row
-from services.tracker.samples import COLUMNS, Table
+from services.tracker.samples import Table
 from shared.topology.monitor_trackers import Wandb
 
 INIT_S = 60.0
@@ -96,7 +96,7 @@ class WandbExporter:
         self._run.summary[f"notes/{note.key}"] = f"step {note.step}: {note.text}"
 
     def show(self, table: Table) -> None:
-        columns = ["step", *COLUMNS]
+        columns = ["step", *table.columns]
         self._tables.append(wandb.Table(columns=columns, data=[[table.step, *cells] for cells in table.rows]))
 
     def close(self, end: End) -> None:

@@ -80,8 +80,10 @@ def mlflow(here: Tracked) -> Held:
         return [each.value for each in history]
 
     rows = list(zip(map(int, column("lineage")), map(int, column("step")), column("loss/policy"), strict=True))
-    assert column("eval/held/pass_at_8")
-    return Held(rows, str(run.data.params), str(run.data.tags), run.info.status)
+    files = client.list_artifacts(run.info.run_id, "samples")
+    artifacts = [client.download_artifacts(run.info.run_id, each.path) for each in files]
+    samples = "".join(Path(path).read_text() for path in artifacts)
+    return Held(rows, str(run.data.params), str(run.data.tags), run.info.status, samples=samples)
 
 
 def trackio(here: Tracked) -> Held:

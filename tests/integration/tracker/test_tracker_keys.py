@@ -74,13 +74,15 @@ def test_event_files_are_in_the_directory_that_the_topology_names(tmp_path: Path
         ("tensorboard", {}, read_back.tensorboard),
         pytest.param("wandb", {"project": "p", "mode": "offline"}, read_back.wandb, marks=pytest.mark.long),
         pytest.param("trackio", {"project": "p"}, read_back.trackio, marks=pytest.mark.long),
+        pytest.param("mlflow", {"uri": "sqlite:///FOLDER/mlflow.db"}, read_back.mlflow, marks=pytest.mark.long),
     ],
 )
 def test_no_samples_are_sent_if_the_topology_says_so(
     tmp_path: Path, name: str, section: dict[str, str], read: Callable[[Tracked], Held], samples: int
 ) -> None:
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    with tracked(tmp_path, name, {**section, "samples": samples}, **environment) as here:
+    values = {key: value.replace("FOLDER", str(tmp_path)) for key, value in section.items()}
+    with tracked(tmp_path, name, {**values, "samples": samples}, **environment) as here:
         here.commit(0, 1)
         here.sample("train", 1, "an answer")
         done = here.command()
@@ -102,6 +104,25 @@ def test_mlflow_has_the_run_at_the_uri_and_in_the_experiment_that_the_topology_n
         assert found is not None
         [run] = client.search_runs([found.experiment_id])
         assert (run.info.run_name, run.info.status) == ("a-run", "KILLED")
+
+
+@pytest.mark.long
+def test_mlflow_has_every_row_if_samples_cannot_be_stored(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    (tmp_path / "a-file").touch()
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("rlbus", str(tmp_path / "a-file" / "artifacts"))
+    with tracked(tmp_path, "mlflow", {"uri": uri}) as here:
+        here.commit(0, 1, 2)
+        here.sample("train", 1, "an answer")
+        done = here.command()
+        assert done.returncode == 0, done.stderr
+        held = read_back.mlflow(here)
+        assert held.rows == here.committed
+        [run] = client.search_runs([experiment])
+        assert run.data.tags["samples"].startswith("none: artifacts cannot be stored: NotADirectoryError")
 
 
 def test_trackio_has_the_run_in_the_project_that_the_topology_names(tmp_path: Path) -> None:

@@ -79,10 +79,25 @@ def test_each_row_is_reported_once_despite_kills_of_the_tracker_and_a_rewind(
         assert "back to step 3: steps 4-5 were rolled back; lineage 1 begins" in held.notes
         assert "the run ended: failed (rollout/0 died)" in held.notes
         assert held.state in ("", "FAILED")
-        if here.name != "mlflow":
-            assert "an answer <b>in training</b>" in held.samples
-            assert "an answer in the evaluation" in held.samples
+        assert "an answer <b>in training</b>" in held.samples
+        assert "an answer in the evaluation" in held.samples
         assert ledger.unsent(here.run.path, here.name) == ""
+
+
+@EVERY
+def test_training_samples_are_reported_without_any_evaluation(
+    tmp_path: Path, tracker: Maker, read: Callable[[Tracked], Held]
+) -> None:
+    with tracker(tmp_path) as here:
+        here.commit(*range(21), evaluated=False)
+        for step in (9, 10, 20):
+            here.sample("train", step, f"answer {step}.", rewards={"exact": 0.25, "short": 0.75}, versions=[7, 8])
+        assert here.command().returncode == 0
+        held = read(here)
+        assert held.rows == here.committed
+        assert [step for step in (9, 10, 20) if f"answer {step}." in held.samples] == [10, 20]
+        for text in ("reward/exact", "0.25", "reward/short", "0.75", "7 8", "trained"):
+            assert text in held.samples
 
 
 def kill_at_random(here: Tracked, seed: int, lives: int) -> None:

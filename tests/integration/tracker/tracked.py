@@ -43,10 +43,12 @@ class Tracked:
     def __post_init__(self) -> None:
         self._file = MetricsFile(self.run.metrics, lambda _: [], -1, 0)
 
-    def commit(self, *steps: int) -> None:
+    def commit(self, *steps: int, evaluated: bool = True) -> None:
         for step in steps:
             loss = len(self.committed) / 8  # exact in 32 bits, too
-            row = {"step": float(step), "loss/policy": loss, "eval/held/pass@8": 0.5, "policy/grad_norm": float("nan")}
+            row = {"step": float(step), "loss/policy": loss, "policy/grad_norm": float("nan")}
+            if evaluated:
+                row["eval/held/pass@8"] = 0.5
             self._file.write(json.dumps(row))
             self.committed.append((self.lineage, step, loss))
 
@@ -58,11 +60,12 @@ class Tracked:
         with (self.run.path / "warnings.jsonl").open("a") as file:
             file.write(json.dumps({"at": 1.0, "step": step, "kind": kind, "text": text, "remedy": "lower lr"}) + "\n")
 
-    def sample(self, split: str, step: int, completion: str) -> None:
+    def sample(self, split: str, step: int, completion: str, **fields: Any) -> None:
         """Write a sample as the recorder does."""
         path = self.run.path / FOLDER / file_of(split, step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        record = Record(task=f"{split}/0/1", split=split, step=step, prompt="1 | 1", completion=completion, length=3)
+        fields = {"split": split, "step": step, "prompt": "1 | 1", "completion": completion, "length": 3} | fields
+        record = Record(task=f"{split}/0/1", **fields)
         path.write_bytes(msgspec.json.encode(record) + b"\n")
 
     def start(self) -> None:
