@@ -15,6 +15,7 @@ from services.tracker import ledger
 from services.tracker.exporter import missing
 from services.tracker.feeder import Feeder, end_of
 from shared import topology
+from shared.actor import logging
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 
@@ -32,6 +33,8 @@ def main() -> int:
             print(f"{name}: {', '.join(lacking)} not installed; run `make setup-trackers`", file=sys.stderr)
             return 2
         ledger.hold(run.path, name)
+        instance = list(loaded.services.monitor.trackers).index(name)
+        logging.configure(run.log_file("tracker", instance), service="tracker", instance=instance, run=run.name)
     except RpcError as error:
         print(error, file=sys.stderr)
         return 2

@@ -53,12 +53,18 @@ class MlflowExporter:
     def open(self, subject: Subject) -> int:
         self._client = MlflowClient(self._section.uri)
         try:
-            experiment = self._experiment()
-            found = self._client.search_runs([experiment], f"tags.`{ID}` = '{subject.id}'")
+            return self._open(subject)
         except MlflowException as error:
             if error.error_code in _REFUSED:
-                raise Unusable(f"{self._section.uri}: {error.error_code}: {_line(error)}") from None
+                raise Unusable(
+                    f"{self._section.uri}: {error.error_code}: {_line(error)} (MLFLOW_TRACKING_USERNAME and "
+                    "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, of a user who may write to the experiment)"
+                ) from None
             raise
+
+    def _open(self, subject: Subject) -> int:
+        experiment = self._experiment()
+        found = self._client.search_runs([experiment], f"tags.`{ID}` = '{subject.id}'")
         tags = {ID: subject.id, "rlbus.path": str(subject.path)}
         run = found[0] if found else self._client.create_run(experiment, tags=tags, run_name=subject.name)
         self._run = run.info.run_id

@@ -17,6 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
+
+os.environ.setdefault("WANDB_SILENT", "true")  # `wandb.init` prints a line before it knows the setting `silent`
+
 import wandb
 from wandb.errors import AuthenticationError, CommError, UsageError
 from wandb.proto.wandb_internal_pb2 import Record
@@ -33,7 +36,9 @@ CORE_END_S = 10.0
 is killed."""
 _MAGIC_BYTES, _BLOCK_BYTES, _HEADER_BYTES = 7, 32768, 7
 _FULL, _LAST = 1, 4
-_REFUSED = re.compile(r"permission denied|not found|unauthori[sz]ed|\b40[134]\b", re.IGNORECASE)
+_KEY_REFUSED = re.compile(r"unauthori[sz]ed|\b401\b", re.IGNORECASE)
+_PROJECT_REFUSED = re.compile(r"permission denied|not found|\b40[34]\b", re.IGNORECASE)
+_KEY_REMEDY, _PROJECT_REMEDY = "WANDB_API_KEY, or `wandb login`", "services.monitor.wandb.entity and project"
 
 
 class WandbExporter:
@@ -72,10 +77,12 @@ class WandbExporter:
                 settings=settings,
             )
         except (AuthenticationError, UsageError) as error:
-            raise Unusable(f"{_line(error)} (WANDB_API_KEY, or `wandb login`)") from None
+            raise Unusable(f"{_line(error)} ({_KEY_REMEDY})") from None
         except CommError as error:
-            if _REFUSED.search(str(error)):
-                raise Unusable(f"{_line(error)} (services.monitor.wandb.entity and project)") from None
+            if _KEY_REFUSED.search(str(error)):
+                raise Unusable(f"{_line(error)} ({_KEY_REMEDY})") from None
+            if _PROJECT_REFUSED.search(str(error)):
+                raise Unusable(f"{_line(error)} ({_PROJECT_REMEDY})") from None
             raise
         self._run.config.update(dict(subject.configuration), allow_val_change=True)
         self._run.define_metric("step", hidden=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,98 @@ def test_wandb_without_a_key_is_refused_with_a_one_line_error(tmp_path: Path) ->
         assert done.returncode == 1
         assert len(done.stderr.splitlines()) == 1
         assert "WANDB_API_KEY" in done.stderr
+
+
+@contextmanager
+def refusing_server(status: int, kind: str, body: str) -> Iterator[str]:
+    """A server that gives the same answer to every request. Yield its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def refusal(here: Tracked) -> str:
+    """Return the line with which the tracker refuses the run."""
+    here.commit(0)
+    done = here.command()
+    assert done.returncode == 1
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert here.ledger().sent == 0
+    return line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("status", "message", "remedy"),
+    [
+        (401, "user is not logged in", "(WANDB_API_KEY, or `wandb login`)"),
+        (403, "permission denied", "(services.monitor.wandb.entity and project)"),
+        (404, "entity a-team not found during upsertBucket", "(services.monitor.wandb.entity and project)"),
+    ],
+)
+def test_wandb_refuses_a_wrong_key_entity_or_project_with_a_one_line_error(
+    tmp_path: Path, status: int, message: str, remedy: str
+) -> None:
+    answer = json.dumps({"data": None, "errors": [{"message": message}]})
+    section = {"project": "a-project", "entity": "a-team"}
+    with refusing_server(status, "application/json", answer) as url:
+        with tracked(tmp_path, "wandb", section, WANDB_BASE_URL=url, WANDB_API_KEY="0" * 40) as here:
+            line = refusal(here)
+            assert message in line
+            assert line.endswith(remedy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "code"),
+    [
+        (401, "text/html", "You are not authenticated.", "UNAUTHENTICATED"),
+        (403, "text/html", "Permission denied", "PERMISSION_DENIED"),
+        (403, "application/json", '{"error_code": "PERMISSION_DENIED", "message": "no"}', "PERMISSION_DENIED"),
+    ],
+)
+def test_mlflow_refuses_a_wrong_user_with_a_one_line_error(
+    tmp_path: Path, status: int, kind: str, body: str, code: str
+) -> None:
+    with refusing_server(status, kind, body) as url, tracked(tmp_path, "mlflow", {"uri": url}) as here:
+        line = refusal(here)
+        assert line.startswith(f"mlflow: {url}: {code}: ")
+        assert "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN" in line
+
+
+@pytest.mark.long
+def test_a_deleted_mlflow_experiment_is_refused_with_a_one_line_error(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    client.delete_experiment(client.create_experiment("a"))
+    with tracked(tmp_path, "mlflow", {"uri": uri, "experiment": "a"}) as here:
+        assert refusal(here) == (
+            "mlflow: experiment 'a' has been deleted; restore it, or name another (services.monitor.mlflow.experiment)"
+        )
 
 
 def test_a_warning_names_a_missing_library_and_what_is_lost_and_the_command_that_installs_it(

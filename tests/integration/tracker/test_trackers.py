@@ -187,6 +187,7 @@ def test_the_command_says_which_steps_are_missing_when_the_server_is_unreachable
         done = here.command()
         assert done.returncode == 1
         assert done.stderr.startswith("trackio lacks steps 0-2 (")
+        assert done.stdout == ""
         assert len(done.stderr.splitlines()) == 1
 
 
