@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,9 +16,21 @@ import pytest
 
 from services.scheduler.metrics_file import MetricsFile
 from services.tracker import ledger
+from services.tracker.exporters.to_wandb import history_steps
 from services.tracker.server import END_S
-from tests.integration.tiny.harness import SERVICES, TINY, Launched, assert_nothing_left, ctl, launched, wait_for
+from tests.integration.tiny.harness import (
+    QUICKSTART,
+    ROOT,
+    SERVICES,
+    TINY,
+    Launched,
+    assert_nothing_left,
+    ctl,
+    launched,
+    wait_for,
+)
 from tests.integration.tracker.test_trackers import silent_server
+from tests.integration.whole_cluster import cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -83,6 +97,30 @@ def test_a_killed_tracker_is_restarted_and_sends_each_step_once(tmp_path: Path) 
         file = MetricsFile(here.run.metrics, lambda _: [], 2, 0)
         file.write(json.dumps({"step": 3.0, "loss/policy": 0.5}))
         wait_for("later rows", lambda: ledger.read(here.path, "tensorboard").sent == 4)
+
+
+@pytest.mark.long
+def test_resume_continues_the_same_run_in_each_tracker(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    sets = ("monitor.wandb={project: p, mode: offline}", f"monitor.mlflow.uri={uri}", "data.eval={}")
+    ids = []
+    for steps in (3, 6):
+        with cluster(QUICKSTART, tmp_path, *sets, f"run.steps={steps}", limit_s=180, resume=steps > 3) as here:
+            assert here.process.wait(180) == 0, (here.run.path / "cluster.out").read_text()
+        ids.append({name: ledger.read(here.run.path, name).id for name in ("wandb", "mlflow")})
+    assert ids[0] == ids[1]
+    # On a busy machine, a run can end before the trackers have everything.
+    subprocess.run([sys.executable, "-m", "launch.ctl", "--run", str(here.run.path), "track"], cwd=ROOT, check=True)
+    files = sorted((here.run.path / "trackers" / "wandb").glob(f"wandb/offline-run-*-{ids[0]['wandb']}/*.wandb"))
+    assert len(files) > 1
+    assert [position for each in files for position in history_steps(each)] == list(range(6))
+    client = MlflowClient(uri)
+    [run] = client.search_runs([client.get_experiment_by_name("rlbus").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "step")
+    assert sorted((each.step, each.value) for each in history) == [(step - 1, step) for step in range(1, 7)]
+    assert run.info.status == "FINISHED"
 
 
 @pytest.mark.long

@@ -85,6 +85,30 @@ def test_each_row_is_reported_once_despite_kills_of_the_tracker_and_a_rewind(
 
 
 @EVERY
+def test_a_run_that_is_resumed_continues_in_the_tracker(
+    tmp_path: Path, tracker: Maker, read: Callable[[Tracked], Held]
+) -> None:
+    with tracker(tmp_path) as here:
+        here.commit(0, 1, 2)
+        here.start()
+        here.wait_sent()
+        here.stop("stopped", "interrupted")
+        before = here.ledger()
+        assert (before.ended, before.sure) == ("stopped", 3)
+        here.commit(3, 4)
+        here.start()
+        here.wait_sent()
+        here.stop()
+        after = here.ledger()
+        assert (after.id, after.ended, after.sure) == (before.id, "done", 5)
+        held = read(here)
+        assert held.rows == here.committed
+        assert "the run ended: stopped (interrupted)" in held.notes
+        assert "the run ended: done" in held.notes
+        assert held.state in ("", "FINISHED")
+
+
+@EVERY
 def test_training_samples_are_reported_without_any_evaluation(
     tmp_path: Path, tracker: Maker, read: Callable[[Tracked], Held]
 ) -> None:
