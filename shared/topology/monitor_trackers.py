@@ -12,7 +12,7 @@ SampleCount = Annotated[
     int,
     Field(
         ge=0,
-        description="number of samples that a table has of a training step and of each of its evaluations; 0: no tables",
+        description="number of samples that a table has of a step and of each of its evaluations; 0: no tables",
     ),
 ]
 SampleInterval = Annotated[

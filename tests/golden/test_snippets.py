@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import re
 import shlex
@@ -15,12 +16,19 @@ import pytest
 import typer.main
 import yaml
 
+from shared.topology import load
+from shared.topology.document import read
 from tests.golden import api_reference, topology_keys
-from tests.golden.test_documents import DOCUMENTS, name
+from tests.golden.test_documents import DOCUMENTS, ROOT, name
+from tests.unit.shared.topology.small_topology import BASE, make
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-COMMANDS = ("cluster", "ctl", "host", "monitor")
+SPAN = re.compile(r"`([^`]+)`")
+SET = re.compile(r"""--set (?:"([^"]+)"|'([^']+)'|([^\s`"]+))""")
 KEYS = {re.sub(r"\[\]", "", each) for each in re.findall(r"^\| `([^`]+)`", topology_keys.DOCUMENT.read_text(), re.M)}
+KEYS |= {key.removeprefix("services.") for key in KEYS if key.startswith("services.monitor.")}  # the short form
+FOREIGN = ("apiVersion:", "scrape_configs:")
+"""Beginnings of YAML blocks that are for other programs."""
 FREE = ("params", "engine_args")
 """Last parts of the keys whose value is a mapping with arbitrary keys."""
 SECTIONS = {key.partition(".")[0] for key in KEYS}
@@ -34,17 +42,43 @@ def blocks(document: Path) -> Iterator[tuple[str, str]]:
         yield language, re.sub(f"^{indent}", "", text, flags=re.MULTILINE)
 
 
-def command_lines(document: Path) -> list[list[str]]:
-    """Return the words of each `python -m launch...` in the document, without comments."""
-    found = []
+def lines(document: Path) -> Iterator[str]:
+    """Yield each line of every fenced block, and each code span of the other text."""
     for _, text in blocks(document):
-        for line in text.replace("\\\n", " ").splitlines():
-            at = re.search(r"python -m launch\.(\w+)(.*)", line)
-            if at and at[1] in COMMANDS:
-                words = shlex.split(at[2].replace("[", " ").replace("]", " ").replace("…", ""), comments=True)
-                ends = [n for n, word in enumerate(words) if word in (";", "&&", "|", ">", "2>&1")]
-                found.append([at[1], *words[: ends[0] if ends else None]])
+        yield from text.replace("\\\n", " ").splitlines()
+    for span in SPAN.findall(FENCE.sub("", document.read_text())):
+        yield " ".join(span.split())
+
+
+def command_lines(document: Path) -> list[list[str]]:
+    """Return the module and the words of each `python -m MODULE ...` and `ctl ...` in the document."""
+    found = []
+    for line in lines(document):
+        whole = re.sub("^ctl ", "python -m launch.ctl ", line)
+        at = re.search(r"python -m ((?:launch|services|tests)\.[\w.]*\w)(.*)", whole)
+        if at:
+            words = shlex.split(re.sub(r"[\[\]]", " ", at[2]).replace("…", ""), comments=True)
+            ends = [n for n, word in enumerate(words) if word in (";", "&&", "|", ">", "2>&1")]
+            found.append([at[1], *words[: ends[0] if ends else None]])
     return found
+
+
+def options_of(module: str, words: list[str], where: str) -> set[str]:
+    """Return the options of a command. For a module without typer, return all options in its source code."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    main = Path(spec.origin).with_name("__main__.py") if spec.submodule_search_locations else Path(spec.origin)
+    source = main.read_text()
+    if not re.search(r"^app = typer", source, re.M):
+        source += (ROOT / "shared" / "actor" / "process.py").read_text() if "run_process" in source else ""
+        return set(re.findall(r'"(--?[a-z][\w-]*)"', source))
+    commands = [typer.main.get_command(importlib.import_module(module).app)]
+    if parts := getattr(commands[0], "commands", {}):
+        named = [word for word in words if word in parts]
+        assert named or not words or "--help" in words, f"{where}: {module} has no {words}"
+        commands += [parts[word] for word in named[:1]]
+    return {option for each in commands for parameter in each.params for option in parameter.opts}
 
 
 def is_key(path: str) -> bool:
@@ -65,21 +99,15 @@ def is_key(path: str) -> bool:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_commands_have_the_options_that_documents_give_them(document: Path) -> None:
     for module, *words in command_lines(document):
-        command = typer.main.get_command(importlib.import_module(f"launch.{module}").app)
-        commands = [command]
-        if parts := getattr(command, "commands", {}):
-            named = [word for word in words if word in parts]
-            assert named or not words or "--help" in words, f"{name(document)}: launch.{module} has no {words}"
-            commands += [parts[word] for word in named[:1]]
-        known = {option for each in commands for parameter in each.params for option in parameter.opts} | {"--help"}
+        known = options_of(module, words, name(document)) | {"--help"}
         given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
-        assert given <= known, f"{name(document)}: launch.{module} {words[:1]} has no {given - known}"
+        assert given <= known, f"{name(document)}: {module} {words[:1]} has no {given - known}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_topology_keys_that_documents_name_exist(document: Path) -> None:
     text = document.read_text()
-    named = {key for key, _ in re.findall(r"--set \"?([\w.-]+)=(\S*)", text)} - {"a.b"}
+    named = {key for key, _ in re.findall(r"--set \"?([\w.-]+)=(\S*)", text)}
     if name(document) not in ("docs/coming_from.md", "CHANGELOG.md"):
         named |= set(re.findall(r"`((?:\w[\w-]*\.)+[\w<>*-]+)(?::[^`]*)?`", text))
     named |= {
@@ -108,20 +136,48 @@ def test_code_blocks_in_documents_can_be_parsed(document: Path) -> None:
                 assert language in ("", "mermaid", "text"), f"{name(document)}: a block in {language!r} is not checked"
 
 
-def keys_of(data: Any, path: str = "") -> Iterator[str]:
-    if isinstance(data, dict) and data:
-        for key, value in data.items():
-            yield from keys_of(value, f"{path}.{key}" if path else str(key))
-    elif path:
-        yield path
+def merged(below: Any, above: Any) -> Any:
+    """Return `below` with the values of `above`, which replace other values than mappings."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {key: merged(below.get(key), value) for key, value in above.items()}
+
+
+def small_topology(folder: Path) -> Path:
+    """Write a topology, and the files that it names, into `folder`. Examples change parts of this topology."""
+    path = make(folder) / "t.yaml"
+    path.write_text(BASE.replace("held:", "heldout:").replace("instances: 2", "instances: 1"))
+    return path
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_keys_of_example_topologies_in_documents_exist(document: Path) -> None:
+def test_example_topologies_in_documents_are_valid(document: Path, tmp_path: Path) -> None:
+    path, example = small_topology(tmp_path), tmp_path / "example.yaml"
+    whole = read(path).data
     for language, text in blocks(document):
-        data = yaml.safe_load(text) if language == "yaml" and "apiVersion" not in text else None
-        if isinstance(data, dict) and set(data) <= SECTIONS:
-            assert [key for key in keys_of(data) if not is_key(key)] == []
+        if language == "yaml" and not text.startswith(FOREIGN):
+            example.write_text(text)
+            path.write_text(json.dumps(merged(whole, read(example).data)))  # JSON is YAML
+            load(path, check_files=False)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_overrides_in_documents_are_valid(document: Path, tmp_path: Path) -> None:
+    path = small_topology(tmp_path)
+    for line in lines(document):
+        overrides = ["".join(found) for found in SET.findall(line)]
+        if overrides:
+            load(path, overrides, check_files=False)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_values_that_documents_give_to_topology_keys_are_valid(document: Path, tmp_path: Path) -> None:
+    path = small_topology(tmp_path)
+    hosts = ["placement={engine: ray, hosts: {b: {}}}", "services.rollout.host=b", "transport.listen=10.0.0.1"]
+    for key, value in re.findall(r"`((?:[\w-]+\.)+[\w-]+): ([^`]+)`", FENCE.sub("", document.read_text())):
+        shortened = "…" in value or value.startswith("...")
+        if is_key(key) and not shortened and document.name not in ("coming_from.md", "CHANGELOG.md"):
+            load(path, [*hosts, f"{key}={' '.join(value.split())}"], check_files=False)
 
 
 def test_api_reference_is_written_from_the_docstrings() -> None:

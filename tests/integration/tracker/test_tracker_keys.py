@@ -247,11 +247,13 @@ def test_wandb_refuses_a_wrong_key_entity_or_project_with_a_one_line_error(
 ) -> None:
     answer = json.dumps({"data": None, "errors": [{"message": message}]})
     section = {"project": "a-project", "entity": "a-team"}
-    with refusing_server(status, "application/json", answer) as url:
-        with tracked(tmp_path, "wandb", section, WANDB_BASE_URL=url, WANDB_API_KEY="0" * 40) as here:
-            line = refusal(here)
-            assert message in line
-            assert line.endswith(remedy)
+    with (
+        refusing_server(status, "application/json", answer) as url,
+        tracked(tmp_path, "wandb", section, WANDB_BASE_URL=url, WANDB_API_KEY="0" * 40) as here,
+    ):
+        line = refusal(here)
+        assert message in line
+        assert line.endswith(remedy)
 
 
 @pytest.mark.long
