@@ -14,6 +14,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -32,6 +33,8 @@ BATCH_ROWS = 50
 POLL_S = 1.0
 FIRST_RETRY_S, RETRY_S = 1.0, 30.0
 """Seconds between attempts to reach a tracker: the initial and the longest interval."""
+RECORDED_S = 5.0
+"""Seconds after a step within which its samples are written to the run directory, if they are written at all."""
 LINE_CHARS = 300
 T = TypeVar("T")
 
@@ -59,9 +62,9 @@ class Feeder:
         self._section = topology.services.monitor.trackers[name]
         recorded = topology.services.monitor.samples
         self._recorded = recorded.every if recorded is not None else 1
-        """Training samples are recorded of the steps that are multiples of this number."""
-        self._due: Row | None = None
-        """The last row that was sent if its samples are still to be sent."""
+        """Only steps that are multiples of this number have recorded training samples."""
+        self._due: deque[tuple[float, Row]] = deque()
+        """Rows that have been sent and whose samples have not, with the times (time.monotonic) of sending."""
         self._end: End | None = None
         self._ending = threading.Event()
         self._log = structlog.get_logger("tracker")
@@ -137,17 +140,19 @@ class Feeder:
             lineage = rows[0].lineage
             if lineage != self._ledger.lineage:
                 self._annotate(exporter, self._rewound(rows[0]))
-            self._show(exporter)  # only for earlier steps, whose samples have already been written
+            self._show(exporter)
             rows = [row for row in rows if row.lineage == lineage]
             # A row with samples is the last of its batch, so that a tracker can send each table with the next row.
             rows = rows[: next((n for n, row in enumerate(rows, 1) if self._has_table(exporter, row)), None)]
             self._call(functools.partial(exporter.send, rows))
-            self._due = rows[-1] if self._has_table(exporter, rows[-1]) else None
+            if self._has_table(exporter, rows[-1]):
+                self._due.append((time.monotonic(), rows[-1]))
             self._ledger.sent, self._ledger.step = rows[-1].position + 1, rows[-1].step
             self._ledger.lineage = lineage
             self._ledger.sure = self._ledger.sent if exporter.SURE else self._ledger.sure
             self._save()
             self.rows_sent = self._ledger.sent
+        self._show(exporter)
         for warning in self._new_warnings():
             self._annotate(exporter, warning)
             self._ledger.warnings += 1
@@ -167,10 +172,11 @@ class Feeder:
         self._save()
 
     def _show(self, exporter: Exporter) -> None:
-        """Send the samples that are due."""
-        if self._due is not None and (table := table_of(self._run.path, self._due, exporter.samples)):
-            self._call(lambda: exporter.show(table))
-        self._due = None
+        """Send the samples that are due and have been written. At the end of the run, all of them have been."""
+        while self._due and (self._ending.is_set() or time.monotonic() - self._due[0][0] > RECORDED_S):
+            if table := table_of(self._run.path, self._due[0][1], exporter.samples):
+                self._call(functools.partial(exporter.show, table))
+            self._due.popleft()
 
     def _has_table(self, exporter: Exporter, row: Row) -> bool:
         due = is_evaluated(row) or is_due(row, self._section.samples_every, self._recorded)

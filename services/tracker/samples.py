@@ -48,9 +48,9 @@ def is_evaluated(row: Row) -> bool:
 
 
 def is_due(row: Row, every: int, recorded: int) -> bool:
-    """Return whether the step of the row is the first of `every` steps whose training samples have been recorded.
+    """Return whether the row's step is the first step with recorded training samples in an interval of `every` steps.
 
-    Samples are recorded of the steps that are multiples of `recorded`.
+    Only steps that are multiples of `recorded` have such samples.
     """
     step = row.step
     return step > 0 and step % recorded == 0 and step // every != (step - recorded) // every

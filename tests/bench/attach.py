@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import fcntl
 import os
 import pty
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -35,18 +37,28 @@ LIMIT_S = 60.0
 COLUMNS, LINES = 80, 24
 
 
-def attach(run: RunDir) -> tuple[float, float]:
-    """Return the seconds from the start of the process until the picture is complete, and the CPU seconds that the
-    process has used by then."""
-    begun = time.monotonic()
+@contextlib.contextmanager
+def in_terminal(run: RunDir, columns: int, lines: int) -> Iterator[tuple[int, int]]:
+    """Run `python -m launch.monitor` in a pseudo-terminal. Yield its process id and the terminal's descriptor."""
     pid, descriptor = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
         os.environ["TERM"] = "xterm-256color"
         os.execv(sys.executable, [sys.executable, "-m", "launch.monitor", "--run", str(run.path)])  # noqa: S606
-    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-    seen = b""
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     try:
+        yield pid, descriptor
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(descriptor)
+
+
+def attach(run: RunDir) -> tuple[float, float]:
+    """Return the seconds from the start of the process until the picture is complete, and the CPU seconds that the
+    process has used by then."""
+    begun, seen = time.monotonic(), b""
+    with in_terminal(run, COLUMNS, LINES) as (pid, descriptor):
         while not all(text.encode() in seen for text in WANTED) or "┤".encode() not in seen:
             ready, _, _ = select.select([descriptor], [], [], LIMIT_S)
             if not ready or time.monotonic() - begun > LIMIT_S:
@@ -54,10 +66,6 @@ def attach(run: RunDir) -> tuple[float, float]:
             seen += os.read(descriptor, 1 << 16)
         times = psutil.Process(pid).cpu_times()
         return time.monotonic() - begun, times.user + times.system
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(descriptor)
 
 
 async def connect(run: RunDir) -> float:

@@ -124,6 +124,25 @@ def test_training_samples_are_reported_without_any_evaluation(
             assert text in held.samples
 
 
+def test_samples_that_are_written_after_the_next_step_are_reported(tmp_path: Path) -> None:
+    with to_tensorboard(tmp_path) as here:
+        here.commit(10, 11, evaluated=False)
+        here.start()
+        here.wait_sent()
+        here.sample("train", 10, "a late answer")
+        here.stop()
+        assert "a late answer" in read_back.tensorboard(here).samples
+
+
+def test_samples_are_reported_while_the_next_step_runs(tmp_path: Path) -> None:
+    with to_tensorboard(tmp_path) as here:
+        here.commit(10, evaluated=False)
+        here.start()
+        here.wait_sent()
+        here.sample("train", 10, "an early answer")
+        wait_for("samples", lambda: "an early answer" in read_back.tensorboard(here).samples)
+
+
 def kill_at_random(here: Tracked, seed: int, lives: int) -> None:
     """Commit steps and roll some of them back while the tracker is repeatedly killed and restarted."""
     chance, step = random.Random(seed), -1
