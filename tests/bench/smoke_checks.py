@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -23,13 +22,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
-from tests.bench.smoke_gpu import LEFT_OUT, ROOT
+from tests.bench.own_process import ROOT, Measured, Missing, answer, not_installed
 
-Measured = dict[str, Any]
 GIB = 1 << 30
 PACKAGES = ("torch", "transformers", "triton", "vllm", "megatron-core", "pyzmq", "msgspec", "pydantic", "trl")
 SHAPES = 8
@@ -37,21 +34,12 @@ ABORTS = 20
 STEPS = 3
 
 
-class Missing(Exception):
-    """This machine lacks what a check needs."""
-
-
-def require(*modules: str) -> None:
-    """Raise Missing if one of the modules is not installed."""
-    lacking = [each for each in modules if importlib.util.find_spec(each) is None]
-    if lacking:
-        raise Missing(f"not installed: {', '.join(lacking)}")
-
-
 def versions(device: str) -> Measured:
     """Return the versions and sizes on which the other results depend. On CUDA, an operation on the device must
     succeed.
     """
+    import psutil
+
     found: Measured = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -173,6 +161,8 @@ def _slowest_kernel(call: Callable[[], None]) -> str:
 def locked_memory(device: str) -> Measured:
     """Measure how much memory the optimizer's shelf takes up relative to its content, and how fast it is filled and
     emptied."""
+    import psutil
+
     from shared.colocation.locked import LockedMemory
 
     on_gpu = device.startswith("cuda")
@@ -222,36 +212,46 @@ def device_memory(device: str) -> Measured:
 
 
 def nccl_one_rank(device: str) -> Measured:
-    """Send 4 GiB to a communicator of one rank, then abandon joins that no peer answers."""
-    require("msgspec", "zmq")
+    """Send 4 GiB of live weights to a communicator of one rank, then abandon joins that no peer answers.
+
+    With one rank, NCCL's broadcast moves nothing. The rate is that of the copies which the trainer makes of its live
+    weights, a chunk at a time, before NCCL sends them.
+    """
     from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
+    from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
     from shared.ranks.meeting import LOOPBACK
     from shared.weights.gloo import TransferLost
+    from shared.weights.table import described
 
-    weights = [torch.ones(GIB // 4, dtype=torch.float32, device=device) for _ in range(4)]
+    size = GIB // 64
+    weights = {f"{number}": torch.ones(size, dtype=torch.float32, device=device) for number in range(64)}
+    live = LiveWeights()
+    live.show((0, 0), weights)
+    outgoing = OutgoingWeights(described(weights), dict, live, (0, 0))
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     group = NcclGroup(new_unique_id(LOOPBACK), 1, device=f"{device}:0", deadline_s=60.0)
-    group.broadcast([weights[:1]])
+    group.broadcast(outgoing.chunks(device))
     began = time.perf_counter()
-    group.broadcast([[each] for each in weights])
+    group.broadcast(outgoing.chunks(device))
     seconds = time.perf_counter() - began
     peak = torch.cuda.max_memory_allocated() - base
     group.abort()
+    few = [next(iter(weights.values()))]
     for _ in range(ABORTS):
         lonely = NcclGroup(new_unique_id(LOOPBACK), 2, device=f"{device}:0", deadline_s=0.2)
         outcome = "joined"
         try:
-            lonely.broadcast([weights[:1]])
+            lonely.broadcast([few])
         except TransferLost as lost:
             outcome = str(lost)
         assert "not done within" in outcome, outcome
-    return {"bytes": 4 * GIB, "bytes_per_s": 4 * GIB / seconds, "peak_bytes": peak, "aborted_joins": ABORTS}
+    nbytes = sum(each.nbytes for each in weights.values())
+    return {"bytes": nbytes, "copy_bytes_per_s": nbytes / seconds, "peak_bytes": peak, "aborted_joins": ABORTS}
 
 
 def megatron_one_rank(device: str) -> Measured:
     """Update a model with Megatron on one rank. Megatron's optimizer gathers device tensors, which gloo cannot do."""
-    require("megatron.core" if importlib.util.find_spec("megatron") else "megatron")
     from services.policy_trainer.worker.megatron.backend import MegatronBackend
 
     return _updates(device, "float32", backend=MegatronBackend, large=False)
@@ -358,7 +358,8 @@ def utilisation(device: str) -> Measured:
 
 def colocated_run(device: str) -> Measured:
     """Train three steps with policy, reference and engine on one GPU. One process is killed, and the run continues."""
-    require("zmq", "msgspec", "structlog", "pydantic", "ruamel", "cryptography")
+    import psutil
+
     from shared.topology import load
 
     topology = ROOT / "launch" / "topologies" / "colocate.yaml"
@@ -380,6 +381,8 @@ def colocated_run(device: str) -> Measured:
                         process.kill()
                         killed += 1
             output = run.communicate()[0]
+        if name := not_installed(output):
+            raise Missing(f"not installed: {name}")
         assert killed == 1, "the run ended before a process could be killed"
         assert run.returncode == 0, output.strip().splitlines()[-1]
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -389,12 +392,43 @@ def colocated_run(device: str) -> Measured:
 
 def gpu_tests(device: str) -> Measured:
     """Run the tests that are marked `gpu`."""
-    require("pytest", "hypothesis", "msgspec", "pytest_timeout")
-    command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    last = done.stdout.strip().splitlines()[-1]
-    assert done.returncode == 0, "; ".join(done.stdout.strip().splitlines()[-10:])
-    return {"told": last}
+    return run_tests(
+        [str(each) for each in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in each.read_text()]
+    )
+
+
+def run_tests(files: list[str]) -> Measured:
+    """Run the tests in `files` that are marked `gpu`. Tests that need a package that is not installed are left out, and
+    the package is named."""
+    import pytest
+
+    outcomes: dict[str, list[str]] = {"passed": [], "skipped": [], "failed": []}
+    lacking: set[str] = set()
+
+    class Reports:
+        """A pytest plugin that collects the outcomes."""
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+            if name := not_installed(report.longreprtext) if report.failed else "":
+                lacking.add(name)
+            elif report.failed:
+                outcomes["failed"].append(f"{report.nodeid}: {report.longreprtext.strip().splitlines()[-1]}")
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if name := not_installed(report.longreprtext) if report.failed else "":
+                lacking.add(name)
+            elif report.when == "call" or not report.passed:
+                outcomes[report.outcome].append(report.nodeid)
+
+    # The settings in pyproject.toml name options of plugins, which may not be installed either.
+    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-W", "ignore"]
+    with contextlib.redirect_stdout(sys.stderr):
+        pytest.main([*options, "-o", "addopts=--import-mode=importlib", *files], plugins=[Reports()])
+    assert not outcomes["failed"], "; ".join(outcomes["failed"][:10])
+    if not outcomes["passed"] and lacking:
+        raise Missing(f"not installed: {', '.join(sorted(lacking))}")
+    assert outcomes["passed"], "no test ran"
+    return {"passed": len(outcomes["passed"]), "skipped": len(outcomes["skipped"]), "not_installed": sorted(lacking)}
 
 
 def _timed_ms(call: Callable[[], object], device: str) -> float:
@@ -417,10 +451,4 @@ CHECKS: dict[str, Callable[[str], Measured]] = {
 
 
 if __name__ == "__main__":
-    try:
-        if sys.argv[2] == "cuda" and not torch.cuda.is_available():
-            raise Missing("no CUDA device")
-        print(json.dumps(CHECKS[sys.argv[1]](sys.argv[2])))
-    except Missing as missing:
-        print(missing)
-        sys.exit(LEFT_OUT)
+    answer(CHECKS, sys.argv[1], sys.argv[2])

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.bench.smoke_gpu import LIMITS_S, ROOT, WITHOUT_GPU, run
+from tests.bench.own_process import NO_TIME, ROOT, exit_status
+from tests.bench.own_process import run as run_command
+from tests.bench.smoke_gpu import LIMITS_S, WITHOUT_GPU, run
 
 
 @pytest.mark.slow
@@ -42,3 +46,48 @@ def test_every_check_has_a_limit() -> None:
     from tests.bench.smoke_checks import CHECKS
 
     assert set(CHECKS) == set(LIMITS_S)
+
+
+def test_a_check_is_skipped_with_the_name_of_a_package_that_is_not_installed() -> None:
+    def line(program: str) -> dict[str, Any]:
+        return run_command([sys.executable, "-c", program], {}, 60)
+
+    lacking = line("import no_such_wheel.part")
+    assert (lacking["ok"], lacking["left_out"]) == (None, "not installed: no_such_wheel")
+    ours = line("import tests.no_such_module")
+    assert ours["ok"] is False
+    assert "tests.no_such_module" in ours["error"]
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ({"ok": True}, 0),
+        ({"ok": False, "error": "wrong"}, 1),
+        ({"ok": None, "left_out": "not installed: vllm"}, 0),
+        ({"ok": None, "left_out": NO_TIME}, 1),
+    ],
+)
+def test_a_check_that_failed_or_had_no_time_makes_the_exit_status_1(line: dict[str, Any], status: int) -> None:
+    assert exit_status([{"ok": True}, line]) == status
+    assert exit_status([{"ok": None, "left_out": "not installed: vllm"}]) == 1
+
+
+@pytest.mark.slow
+def test_gpu_tests_whose_packages_are_not_installed_are_left_out_and_others_still_run(tmp_path: Path) -> None:
+    mark = "import pytest\npytestmark = pytest.mark.gpu\n"
+    (tmp_path / "test_lacking.py").write_text(f"{mark}import no_such_wheel\n")
+    (tmp_path / "test_inside.py").write_text(f"{mark}def test_it():\n    import other_wheel\n")
+    (tmp_path / "test_here.py").write_text(f"{mark}def test_it():\n    pass\n")
+    (tmp_path / "test_wrong.py").write_text(f"{mark}def test_it():\n    assert 1 == 2\n")
+
+    def outcome(*names: str) -> subprocess.CompletedProcess[str]:
+        files = [str(tmp_path / f"test_{name}.py") for name in names]
+        program = f"import json; from tests.bench.smoke_checks import run_tests; print(json.dumps(run_tests({files})))"
+        return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    done = outcome("lacking", "inside", "here")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"passed": 1, "skipped": 0, "not_installed": ["no_such_wheel", "other_wheel"]}
+    assert "test_wrong.py" in outcome("here", "wrong").stderr.splitlines()[-1]
+    assert "Missing: not installed: no_such_wheel" in outcome("lacking").stderr
