@@ -159,9 +159,12 @@ test-gpu: setup-dev setup-vllm ## the tests that need a CUDA device
 	$(PY) -m pytest tests -m gpu
 
 # ---------------------------------------------------------------------------------------------- measure
-.PHONY: smoke-gpu bench-data bench-train bench-rollout bench-quickstart
+.PHONY: smoke-gpu bench-gpu bench-data bench-train bench-rollout bench-quickstart
 smoke-gpu: setup-dev ## every part that needs a GPU, once: a JSON line for each, within ten minutes
 	$(PY) -m tests.bench.smoke_gpu
+
+bench-gpu: setup peers ## MFU, rollout, weight sync and whole steps on a GPU, against TRL and a plain FSDP2 loop
+	$(PY) -m tests.bench.bench_gpu
 
 bench-data: setup peers-data ## the data plane against the machine's limits and its peers
 	$(PY) -m tests.bench.bench_data --sizes 1,4

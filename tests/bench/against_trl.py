@@ -18,7 +18,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -98,13 +98,15 @@ class Side:
     others_cores: float
 
 
-def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float) -> Side:
-    """Measure one run from the row of the last warm-up step to the row of step `work.steps`. Raises BenchError."""
+def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float, more: Sequence[str] = ()) -> Side:
+    """Measure one run from the row of the last warm-up step to the row of step `work.steps`, with `more` settings.
+    Raises BenchError.
+    """
     settings = [f"staleness={staleness}", *work.settings(model)]
     if not staleness:  # nothing else computes while the trainer works, so it gets all CPUs
         settings.append(f"services.policy-trainer.threads={len(os.sched_getaffinity(0))}")
     with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
-        arrivals = run_cluster(work.steps + COOL_DOWN, Path(name), limit_s, settings=settings)[: work.steps]
+        arrivals = run_cluster(work.steps + COOL_DOWN, Path(name), limit_s, settings=[*settings, *more])[: work.steps]
     rows = [arrival.row for arrival in arrivals]
     seconds = arrivals[-1].at_s - arrivals[work.warm_up - 1].at_s
     samples = sum(work.samples - row["rollout/samples_failed"] for row in rows[work.warm_up :])
@@ -117,11 +119,20 @@ def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float) -> 
     )
 
 
-def measure_trl(work: Work, model: Path, settings: Settings, limit_s: float) -> Side:
-    """Measure one run of GRPOTrainer. Raises BenchError if the run fails or exceeds `limit_s`."""
+def measure_trl(
+    work: Work,
+    model: Path,
+    settings: Settings,
+    limit_s: float,
+    *,
+    python: Path = PEER_PYTHON,
+    options: Sequence[str] = (),
+) -> Side:
+    """Measure one run of GRPOTrainer, with further `options` of `trl_grpo`. Raises BenchError if the run fails or
+    exceeds `limit_s`."""
     # A cycle is the number of steps per generation; the run has a whole number of cycles.
     cycle = max(settings.generation_batch // work.samples, 1)
-    command = [str(PEER_PYTHON), str(PEER), "--model", str(model), "--samples", str(work.samples)]
+    command = [str(python), str(PEER), *options, "--model", str(model), "--samples", str(work.samples)]
     command += ["--steps", str(work.steps // cycle * cycle), "--warm-up", str(-(-work.warm_up // cycle) * cycle)]
     command += ["--threads", str(settings.threads), "--micro-batch", str(settings.micro_batch)]
     command += ["--generation-batch", str(settings.generation_batch), "--max-new-tokens", str(work.tokens)]

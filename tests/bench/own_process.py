@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,9 +60,16 @@ def run(command: Sequence[str], line: Measured, limit_s: float) -> Measured:
     return line | {"error": last[:500]}
 
 
-def run_all(kind: str, limits_s: Mapping[str, float], command: Callable[[str], Sequence[str]], whole_s: float) -> int:
-    """Run the processes one after the other for at most `whole_s` seconds, and print their lines. Return the exit
-    status."""
+def run_all(
+    kind: str,
+    limits_s: Mapping[str, float],
+    command: Callable[[str], Sequence[str]],
+    whole_s: float,
+    goals: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Run the processes one after the other for at most `whole_s` seconds, and print their lines with their goals.
+    Return the exit status.
+    """
     until = time.monotonic() + whole_s
     lines: list[Measured] = []
     for name, limit_s in limits_s.items():
@@ -71,6 +79,7 @@ def run_all(kind: str, limits_s: Mapping[str, float], command: Callable[[str], S
             line = run(command(name), {kind: name}, min(limit_s, left_s))
             if "not done within" in line.get("error", "") and left_s < limit_s:
                 line = {kind: name, "ok": None, "left_out": NO_TIME}
+        line |= {"goal": goals[name]} if name in goals else {}
         print(json.dumps(line), flush=True)
         lines.append(line)
     return exit_status(lines)

@@ -343,14 +343,9 @@ async def _beside_a_loop(work: Callable[[], object]) -> tuple[float, float]:
 def utilisation(device: str) -> Measured:
     """Return the MFU over rounds with new lengths, and the tokens/s of a plain transformers loop over the same
     lengths."""
-    from shared.ranks.process_group import own_device
-    from tests.bench.train_parts import plain_tokens_per_s
-    from tests.bench.train_parts import utilisation as measure
+    from tests.bench.train_parts import against_plain
 
-    own_device(device, 0)
-    found = measure(device)
-    plain = plain_tokens_per_s(device, [each["lengths"] for each in found["rounds"]])
-    return {name: found[name] for name in ("mfu", "flops_per_s", "tokens_per_s")} | {"plain_tokens_per_s": plain}
+    return against_plain(device)
 
 
 # ---- whole

@@ -1,9 +1,10 @@
-"""The measurements of `bench_train` that run in separate processes: `speed BATCH MODEL`, `products BATCH MODEL`,
-`memory chunked|whole` and `utilisation cuda|cpu`.
+"""The measurements of `bench_train` and `bench_gpu` that run in separate processes: `speed BATCH MODEL`,
+`products BATCH MODEL`, `memory chunked|whole`, `utilisation cuda|cpu` and `update ours|fsdp2 BATCH DEVICE`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import resource
@@ -26,6 +27,7 @@ from services.policy_trainer.worker.batch_loss import BatchLoss
 from shared.model import logprobs
 from shared.model.linear import product
 from shared.ranks.layout import Layout
+from shared.ranks.process_group import own_device
 from shared.topology.algorithm import Optimizer
 from tests.bench.model_flops import peak_flops, training_flops
 
@@ -37,6 +39,10 @@ LINEAR = "mkldnn::_linear_pointwise"
 PRODUCTS = (LINEAR, "aten::mm", "aten::addmm")
 """Names of the operations that compute matrix products, other than attention."""
 VOCABULARY, HIDDEN, TOKENS = 150_000, 64, 2048
+HIDDEN_7B, INNER_7B, VOCABULARY_7B = 3584, 18_944, 152_064
+SLICE_MICRO_BATCH = 8192
+STATE_BYTES = 18
+FULL = 0.85
 
 
 def forward_backward_of(batch: Path, model: Path) -> tuple[int, Callable[[], None]]:
@@ -112,46 +118,87 @@ def _fastest_product_s(rows: int, inputs: int, outputs: int) -> float:
     return min(times)
 
 
-def small_or_qwen3(on_gpu: bool) -> Any:
-    """Return the configuration of a model as large as Qwen3-0.6B, or of a small model."""
+def qwen3_or_small(device: str) -> Any:
+    """Return the configuration of a model as large as Qwen3-0.6B, or, on a CPU, of a small one."""
+    sizes = (1024, 3072, 28, 16, 8, 151_936, 128) if device == "cuda" else (64, 192, 2, 4, 2, 512, 32)
+    return _config("qwen3", sizes, tied=True)
+
+
+def slice_or_small(device: str) -> Any:
+    """Return the configuration of a model with the layers of Qwen2.5-7B, as many as fit on the GPU in training, or, on
+    a CPU, of a small one."""
+    if device != "cuda":
+        return _config("qwen2", (64, 192, 2, 4, 2, 512), tied=False)
+    layers = layers_that_fit(torch.cuda.get_device_properties(0).total_memory)
+    return _config("qwen2", (HIDDEN_7B, INNER_7B, layers, 28, 4, VOCABULARY_7B), tied=False)
+
+
+def layers_that_fit(device_bytes: int) -> int:
+    """Return the number of layers of Qwen2.5-7B whose training takes up at most `FULL` of a device.
+
+    A parameter takes 18 bytes (`shared/topology/model_memory.py`). A token takes about 40 bytes per layer and hidden
+    unit, and 8 per unit of the MLP, for what a layer keeps until its backward pass; and 16 per token and word for a
+    chunk of logits is below 4 GiB.
+    """
+    key_width = HIDDEN_7B // 7
+    layer = 2 * HIDDEN_7B**2 + 2 * HIDDEN_7B * key_width + 3 * HIDDEN_7B * INNER_7B
+    kept = SLICE_MICRO_BATCH * (40 * HIDDEN_7B + 8 * INNER_7B)
+    room = FULL * device_bytes - 2 * STATE_BYTES * HIDDEN_7B * VOCABULARY_7B - (4 << 30)
+    return int(room // (STATE_BYTES * layer + kept))
+
+
+def _config(kind: str, sizes: tuple[int, ...], *, tied: bool) -> Any:
     from transformers import AutoConfig
 
-    sizes = (1024, 3072, 28, 16, 8, 128, 151_936) if on_gpu else (64, 192, 2, 4, 2, 16, 512)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    given = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
-    return AutoConfig.for_model("qwen3", tie_word_embeddings=True, max_position_embeddings=8192, **given)
+    given = dict(zip((*names, "vocab_size", "head_dim"), sizes, strict=False))
+    return AutoConfig.for_model(kind, tie_word_embeddings=tied, max_position_embeddings=8192, **given)
 
 
-def utilisation(device: str) -> dict[str, Any]:
+def save_model(config: Any, folder: Path, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Save a random model, and return it without its weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
+    return model.to("meta")
+
+
+def new_lengths(rng: np.random.Generator, device: str) -> np.ndarray:
+    """Return lengths of the sequences of one round: on a GPU, 32 of 512 to 4,096 tokens."""
+    return (rng.integers(512, 4097, 32) if device == "cuda" else rng.integers(16, 129, 8)).astype(np.int32)
+
+
+def utilisation(
+    device: str, config_of: Callable[[str], Any] = qwen3_or_small, micro_batch: int = MICRO_BATCH
+) -> dict[str, Any]:
     """Return operations per second of forward and backward in bfloat16, and the MFU if the peak rate of the device is
     known.
 
     Both are means over the rounds, whose individual values are also returned, for each way of counting attention
     (`model_flops`). Every round has new lengths, like every step of a run, so a library that has to prepare for each
-    new shape does so in every round. On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to
-    4,096 tokens; on a CPU, a small trial model is used.
+    new shape does so in every round. The whole training state, with the optimizer's, is on the device.
     """
-    from transformers import AutoModelForCausalLM
-
-    on_gpu = device == "cuda"
-    config = small_or_qwen3(on_gpu)
+    config = config_of(device)
     rng = np.random.default_rng(0)
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(Path(name) / "model")
-        options = BackendOptions(max_tokens=MICRO_BATCH, threads=1, device=device, scratch=Path(name) / "offloaded")
+        model = save_model(config, Path(name) / "model", device)
+        options = BackendOptions(max_tokens=micro_batch, threads=1, device=device, scratch=Path(name) / "offloaded")
         backend = TorchBackend(Path(name) / "model", "bfloat16", Optimizer(lr=1e-4), options, Layout(1).place(0))
-        for _ in range(ROUNDS + 1):
-            lengths = (rng.integers(512, 4097, 32) if on_gpu else rng.integers(16, 129, 8)).astype(np.int32)
+        round_s(backend, new_lengths(rng, device), config.vocab_size, device, keep=True)  # the warm-up
+        backend.step(1)
+        for _ in range(ROUNDS):
+            lengths = new_lengths(rng, device)
             seconds = round_s(backend, lengths, config.vocab_size, device)
             counts = {how: training_flops(model, config, lengths.tolist(), how) for how in CONVENTIONS}
             rounds.append({"lengths": lengths.tolist(), "seconds": seconds, **counts})
-    del rounds[0]  # the warm-up
-    peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
+    peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
     total_s = sum(each["seconds"] for each in rounds)
     rates = {how: sum(each[how] for each in rounds) / total_s for how in CONVENTIONS}
     return {
+        "layers": config.num_hidden_layers,
         "flops_per_s": rates,
         "mfu": {how: rate / peak for how, rate in rates.items()} if peak else None,
         "tokens_per_s": sum(sum(each["lengths"]) for each in rounds) / total_s,
@@ -159,43 +206,134 @@ def utilisation(device: str) -> dict[str, Any]:
     }
 
 
-def plain_tokens_per_s(device: str, rounds: Sequence[Sequence[int]]) -> float:
+def against_plain(
+    device: str, config_of: Callable[[str], Any] = qwen3_or_small, micro_batch: int = MICRO_BATCH
+) -> dict[str, Any]:
+    """Return the means of `utilisation`, and the tokens/s of a plain transformers loop over the same lengths."""
+    own_device(device, 0)
+    found = utilisation(device, config_of, micro_batch)
+    gc.collect()  # the model's hooks keep it in memory until then
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    plain = plain_tokens_per_s(device, [each["lengths"] for each in found.pop("rounds")], config_of)
+    return found | {"plain_tokens_per_s": plain}
+
+
+def plain_tokens_per_s(
+    device: str, rounds: Sequence[Sequence[int]], config_of: Callable[[str], Any] = qwen3_or_small
+) -> float:
     """Return tokens/s of transformers' own model and attention over padded micro-batches of the same lengths.
 
     The model is the same as in `utilisation`. A micro-batch has at most `PLAIN_MICRO_BATCH` tokens, including padding;
-    the float32 logits of that many tokens need 2.5 GB with the vocabulary of Qwen3. The loss is the mean log-prob of
-    all next tokens, and its gradient costs as much as a policy gradient.
+    the float32 logits of that many tokens need 2.5 GB with the vocabulary of Qwen3.
     """
     from transformers import AutoModelForCausalLM
 
-    config = small_or_qwen3(device == "cuda")
+    config = config_of(device)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).train()
-    rng = np.random.default_rng(0)
     total_s = 0.0
     for number, lengths in enumerate([rounds[0], *rounds]):
-        began = time.perf_counter()
-        left = sorted(lengths, reverse=True)
-        while left:
-            rows = max(PLAIN_MICRO_BATCH // left[0], 1)
-            taken, left = left[:rows], left[rows:]
-            ids = torch.from_numpy(rng.integers(0, config.vocab_size, (len(taken), taken[0]))).to(device)
-            mask = (torch.arange(taken[0])[None] < torch.tensor(taken)[:, None]).to(device)
-            labels = ids.masked_fill(~mask, -100)
-            model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        total_s += (time.perf_counter() - began) if number else 0.0  # the first is the warm-up
+        seconds = padded_round_s(model, lengths, config.vocab_size, device, micro_batch=PLAIN_MICRO_BATCH)
+        total_s += seconds if number else 0.0  # the first is the warm-up
         model.zero_grad(set_to_none=False)
     return sum(map(sum, rounds)) / total_s
 
 
-def round_s(backend: TorchBackend, lengths: np.ndarray, vocabulary: int, device: str, *, keep: bool = False) -> float:
-    """Return how long, in seconds, one forward and backward pass over random sequences of `lengths` takes. With `keep`,
-    the gradient is kept for an update.
+def padded_round_s(
+    model: Any, lengths: Sequence[int], vocabulary: int, device: str, *, micro_batch: int, prompt: int = 1
+) -> float:
+    """Return how long, in seconds, forward and backward of a transformers model take over padded micro-batches of at
+    most `micro_batch` tokens. The first `prompt` tokens of a sequence are not scored.
+
+    The loss is the mean log-prob of the other tokens, whose gradient costs as much as a policy gradient.
+    """
+    rng = np.random.default_rng(0)
+    began = time.perf_counter()
+    left = sorted(lengths, reverse=True)
+    while left:
+        rows = max(micro_batch // left[0], 1)
+        taken, left = left[:rows], left[rows:]
+        ids = torch.from_numpy(rng.integers(0, vocabulary, (len(taken), taken[0]))).to(device)
+        mask = (torch.arange(taken[0])[None] < torch.tensor(taken)[:, None]).to(device)
+        labels = ids.masked_fill(~mask, -100)
+        labels[:, :prompt] = -100
+        model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def update(side: str, batch: Path, device: str) -> dict[str, float]:
+    """Return tokens/s of forward and backward, and of a whole update, on the lengths in the file `batch`: of our torch
+    backend (`ours`), or of a plain loop with a transformers model under FSDP2 (`fsdp2`). Both have one rank, float32
+    masters and micro-batches of equally many tokens.
+    """
+    given = json.loads(batch.read_text())
+    config, lengths, prompt = qwen3_or_small(device), given["lengths"], given["prompt"]
+    limit: int = given["micro_batch"]
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
+        if side == "ours":
+            own_device(device, 0)
+            save_model(config, Path(name) / "model", device)
+            options = BackendOptions(max_tokens=limit, threads=1, device=device, scratch=Path(name) / "offloaded")
+            backend = TorchBackend(Path(name) / "model", "bfloat16", Optimizer(lr=1e-6), options, Layout(1).place(0))
+            array = np.array(lengths, np.int32)
+
+            def pass_s() -> float:
+                return round_s(backend, array, config.vocab_size, device, keep=True, prompt=prompt)
+
+            def step() -> object:
+                return backend.step(1)
+        else:
+            model, optimizer = _under_fsdp2(config, device)
+
+            def pass_s() -> float:
+                return padded_round_s(model, lengths, config.vocab_size, device, micro_batch=limit, prompt=prompt)
+
+            def step() -> object:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                return optimizer.zero_grad()
+
+        passes, steps = [], []
+        for _ in range(ROUNDS + 1):
+            passes.append(pass_s())
+            began = time.perf_counter()
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            steps.append(time.perf_counter() - began)
+    tokens = sum(lengths) * ROUNDS  # the first round is the warm-up
+    return {"tokens_per_s": tokens / sum(passes[1:]), "update_tokens_per_s": tokens / sum(passes[1:] + steps[1:])}
+
+
+def _under_fsdp2(config: Any, device: str) -> tuple[Any, torch.optim.Optimizer]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AutoModelForCausalLM
+
+    kinds = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(kinds, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+
+def round_s(
+    backend: TorchBackend, lengths: np.ndarray, vocabulary: int, device: str, *, keep: bool = False, prompt: int = 1
+) -> float:
+    """Return how long, in seconds, one forward and backward pass over random sequences of `lengths` takes. The first
+    `prompt` tokens of a sequence are not scored. With `keep`, the gradient is kept for an update.
     """
     ids = np.random.default_rng(int(lengths.sum())).integers(0, vocabulary, int(lengths.sum())).astype(np.int32)
     mask = np.ones(len(ids), np.uint8)
-    mask[np.cumsum(lengths) - lengths] = 0
+    for first in np.cumsum(lengths) - lengths:
+        mask[first : first + prompt] = 0
     flat = {
         "token_ids": ids,
         "lengths": lengths,
@@ -250,7 +388,10 @@ def memory(how: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] in ("speed", "products"):
+    found: dict[str, Any]
+    if sys.argv[1] == "update":
+        found = update(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
+    elif sys.argv[1] in ("speed", "products"):
         found = {"speed": speed, "products": products}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
     else:
         found = {"memory": memory, "utilisation": utilisation}[sys.argv[1]](sys.argv[2])

@@ -1,7 +1,9 @@
 """Measures the sync of a policy version from the trainer's memory into an engine's, over a real store and real
 messages. Only syncs whose canary matched are timed.
 
-    python -m tests.bench.weight_sync MODEL --engine transformers|vllm --dtype DTYPE --times N --threads N    as JSON
+    python -m tests.bench.weight_sync MODEL --engine transformers|vllm --dtype DTYPE --times N --threads N
+
+prints JSON. With `--device cuda`, trainer and engine share a GPU, and the version passes through the host's memory.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from services.rollout.weights_sync import WeightsSync
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
 from shared.ranks.layout import Layout
+from shared.ranks.process_group import own_device
 from shared.topology.algorithm import Optimizer
 from tests.bench.cluster_run import BenchError
 from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
@@ -84,11 +87,14 @@ class Measured:
 class Trainer:
     """The worker's backend and canaries, on a compute thread as in the worker."""
 
-    def __init__(self, folder: Path, model: Path, dtype: str, threads: int, *, with_digests: bool) -> None:
-        options = BackendOptions(max_tokens=4096, threads=threads, device="cpu", scratch=folder / "scratch")
+    def __init__(
+        self, folder: Path, model: Path, dtype: str, threads: int, *, with_digests: bool, device: str = "cpu"
+    ) -> None:
+        options = BackendOptions(max_tokens=4096, threads=threads, device=device, scratch=folder / "scratch")
         self.backend = TorchBackend(model, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
         self.canaries = Canaries(self.backend, model, dtype, SEED, with_digests=with_digests)
         self._signs = np.random.default_rng(SEED)
+        self._staging = Staging()
         self._compute = ThreadPoolExecutor(1, "compute")
         self._compute.submit(torch.set_num_threads, threads).result()
 
@@ -109,7 +115,7 @@ class Trainer:
         proof = asyncio.get_running_loop().run_in_executor(self._compute, self.canaries.current)
         digests = asyncio.to_thread(self.canaries.digests, weights)
         (receipt, put_s), (found, digests_s), (canary, canary_s) = await asyncio.gather(
-            timed(put_weights(data, weights, request, Staging())), timed(digests), timed(proof)
+            timed(put_weights(data, weights, request, self._staging)), timed(digests), timed(proof)
         )
         ref = weights_ref(receipt, self.canaries, canary, found, request)
         return ref, canary_s, max(put_s, digests_s)
@@ -127,10 +133,12 @@ def copier(nbytes: int) -> Callable[[], float]:
     return seconds
 
 
-async def measure(folder: Path, model: Path, dtype: str, engine: Engine, times: int, threads: int) -> Measured:
+async def measure(
+    folder: Path, model: Path, dtype: str, engine: Engine, times: int, threads: int, device: str = "cpu"
+) -> Measured:
     """Measure the PARTS of `times` syncs from a trainer into `engine` after the warm-up."""
-    mapped = isinstance(engine, TransformersEngine)
-    trainer = Trainer(folder, model, dtype, threads, with_digests=not mapped)
+    mapped = isinstance(engine, TransformersEngine) and device == "cpu"
+    trainer = Trainer(folder, model, dtype, threads, with_digests=not mapped, device=device)
     measured = Measured(sum(value.nbytes for value in trainer.backend.weights().values()))
     run = make_run(folder, memory=4 * measured.nbytes)
     store = StoreProcess(run)
@@ -175,12 +183,18 @@ async def _sync(trainer: Trainer, sync: WeightsSync, peer: Peer, step: int) -> O
 
 
 def measure_alone(
-    name: str, model: Path, times: int, threads: int, dtype: str = "float32", limit_s: float = LIMIT_S
+    name: str,
+    model: Path,
+    times: int,
+    threads: int,
+    dtype: str = "float32",
+    limit_s: float = LIMIT_S,
+    device: str = "cpu",
 ) -> Measured:
     """Measure syncs into engine `name` in a separate process (vLLM patches its environment) with the launcher's
     environment for services. Raises BenchError."""
     command = [sys.executable, "-m", MODULE, str(model), "--engine", name]
-    command += ["--dtype", dtype, "--times", str(times), "--threads", str(threads)]
+    command += ["--dtype", dtype, "--times", str(times), "--threads", str(threads), "--device", device]
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
@@ -197,10 +211,12 @@ def measure_alone(
     return Measured(**{**answer, "syncs": syncs})
 
 
-def _engine(name: str, model: Path, dtype: str, threads: int) -> Engine:
+def _engine(name: str, model: Path, dtype: str, threads: int, device: str) -> Engine:
     if name == "transformers":
-        return TransformersEngine(model=model, dtype=dtype, threads=threads, deterministic=False)
-    arguments = {"max_model_len": 128, "max_num_seqs": 8}
+        return TransformersEngine(model=model, dtype=dtype, threads=threads, deterministic=False, device=device)
+    arguments: dict[str, float] = {"max_model_len": 128, "max_num_seqs": 8}
+    if device == "cuda":
+        arguments["gpu_memory_utilization"] = 0.4  # the trainer is on the same GPU
     return VllmEngine(model=model, dtype=dtype, threads=threads, deterministic=False, engine_args=arguments)
 
 
@@ -211,10 +227,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--times", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    engine = _engine(args.engine, args.model, args.dtype, args.threads)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        measured = asyncio.run(measure(Path(folder), args.model, args.dtype, engine, args.times, args.threads))
+    own_device(args.device, 0)
+    engine = _engine(args.engine, args.model, args.dtype, args.threads, args.device)
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        measured = asyncio.run(measure(folder, args.model, args.dtype, engine, args.times, args.threads, args.device))
     print(json.dumps(asdict(measured)))
 
 

@@ -82,9 +82,9 @@ def config(args: argparse.Namespace, folder: str) -> GRPOConfig:
     return GRPOConfig(
         output_dir=folder,
         seed=args.seed,
-        use_cpu=True,
-        bf16=False,
-        model_init_kwargs={"dtype": "float32", "attn_implementation": args.attention},
+        use_cpu=args.device == "cpu",
+        bf16=args.dtype == "bfloat16",
+        model_init_kwargs={"dtype": args.dtype, "attn_implementation": args.attention},
         max_steps=args.steps,
         per_device_train_batch_size=args.micro_batch,
         gradient_accumulation_steps=args.samples // args.micro_batch,
@@ -135,6 +135,8 @@ def main() -> None:
         default=512,
         help="samples generated together; a multiple of --micro-batch",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     args = parser.parse_args()
     if args.samples % args.micro_batch or args.samples % GROUP_SIZE:
