@@ -14,6 +14,7 @@ from launch import evaluation, preflight
 from launch.gpus import visible_gpus, wanted
 from launch.heavy import spare_kinds
 from launch.logs import last_lines, shorten
+from launch.memory import memory_lines
 from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.report import write_in_time
 from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
@@ -29,6 +30,7 @@ from shared.followed_file import FollowedFile
 from shared.rundir import RunDir, checkpoint_steps, service_name
 from shared.topology import Topology, model_memory, snapshot_bytes
 from shared.topology.fields import format_size
+from shared.topology.memory_plan import by_place, uses
 from shared.topology.model_files import parameter_count
 
 STATUS_DEADLINE_S = 2.0
@@ -62,15 +64,16 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
     try:
         elements = parameter_count(topology.policy.model)
         model = {key: format_size(nbytes) for key, nbytes in model_memory.per_process(topology, elements).items()}
-        total = model_memory.per_place(topology, elements, gpus).get(model_memory.Place(topology.home, ""), 0)
-        print(f"model memory   {format_size(total)} of host memory, without activations and libraries")
+        places = by_place(uses(topology, elements, gpus))
+        memory = memory_lines(topology, places, preflight.room_of(topology, places))
     except (OSError, ValueError):
-        model = {}  # the model is not on this machine yet, or cannot be read
+        model, memory = {}, []  # the model is not on this machine yet, or cannot be read
     print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  {'model':>9}  {'host' if hosts else '':<{far}}module")
     for spec in plan:
         threads, seen = preflight.threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"
         where, holds = hosts.get(spec, ""), model.get((spec.service, spec.instance), "-")
         print(f"{spec.name:<26}{threads:>8}  {seen:<{width}}  {holds:>9}  {where:<{far}}{module_of(spec.service)}")
+    print("\n".join(memory))
 
 
 class Console:

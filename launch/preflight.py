@@ -5,24 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
-import math
 import os
 import resource
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from launch import functions, gpus
+from launch import functions, gpus, memory
 from services.tracker.exporter import missing
 from shared.data import DataError, open_source
 from shared.rundir import SHM_ROOT
 from shared.security.connections import MOST_CONNECTIONS, most_connections
-from shared.topology import Topology, hub, model_files, model_memory, monitor_traces, monitor_web, snapshot_bytes
+from shared.topology import Topology, hub, memory_plan, model_files, monitor_traces, monitor_web, snapshot_bytes
 from shared.topology.fields import format_size
+from shared.topology.memory_plan import Place
 from shared.topology.monitor_web import split_address
 from shared.topology.services import DEVICE_SERVICE
 
@@ -197,20 +198,19 @@ def _check_model_memory(topology: Topology, file: str, findings: Findings) -> No
         elements = model_files.parameter_count(topology.policy.model)
     except (OSError, ValueError):
         return  # Another check reports it, or the model is not here yet.
-    needed = model_memory.per_place(topology, elements, visible)
-    room = {"": host_bytes()} | (gpu_bytes() if any(place.gpu for place in needed) else {})
-    shares = model_memory.training_parts(topology)
-    parts = ", ".join(f"{part} {format_size(math.ceil(elements * share))}" for part, share in shares.items() if share)
-    for (host, gpu), wanted in needed.items():
-        limit = room.get(gpu)
-        if host != topology.home or limit is None or wanted <= limit:
-            continue
-        where = f"GPU {gpu}" if gpu else "this machine"
-        findings.errors.append(
-            f"{file}: policy.model: its training takes {format_size(wanted)} of the memory of {where}, which has "
-            f"{format_size(limit)} (each rank of the trainer: {parts}); use a smaller model, or divide it "
-            "(services.policy-trainer.gpus, placement.hosts)"
-        )
+    places = memory_plan.by_place(memory_plan.uses(topology, elements, visible))
+    room = room_of(topology, places)
+    for place, held in places.items():
+        if place in room:
+            findings.errors.extend(
+                f"{file}: {line}" for line in memory.too_large(topology, elements, place, held, room[place])
+            )
+
+
+def room_of(topology: Topology, places: Iterable[Place]) -> dict[Place, int]:
+    """Return the sizes, in bytes, of those places that are on this machine, as far as they can be measured."""
+    sizes = {"": host_bytes()} | (gpu_bytes() if any(place.gpu for place in places) else {})
+    return {place: sizes[place.gpu] for place in places if place.host == topology.home and place.gpu in sizes}
 
 
 def host_bytes() -> int:

@@ -205,4 +205,5 @@ def test_the_7b_example_for_one_machine_fails_only_the_machine_checks(tmp_path: 
     assert [seen["policy-trainer-worker", rank] for rank in range(4)] == list("0123")
     assert [seen["rollout", i] for i in range(4)] == list("4567")
     lacking = [line.split(": ")[1] for line in check(made, "qwen7b.yaml").errors]
-    assert set(lacking) <= {"services.*.gpus", "services.batch-store.memory", "services.rollout.engine"}
+    machine = {"services.*.gpus", "services.batch-store.memory", "services.rollout.engine", "policy.model"}
+    assert set(lacking) <= machine

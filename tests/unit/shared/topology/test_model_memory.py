@@ -9,19 +9,23 @@ from pathlib import Path
 import pytest
 
 from launch import preflight
+from launch.console import show_plan
 from launch.gpus import visible_gpus
+from launch.memory import memory_lines
 from launch.preflight import Findings
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from shared.ranks.layout import Layout
 from shared.topology import Topology, load
 from shared.topology.algorithm import Optimizer
+from shared.topology.memory_plan import Phase, Place, by_place, gpus_that_fit, peak, uses
 from shared.topology.model_files import parameter_count
-from shared.topology.model_memory import Part, Place, per_place, per_process, training_parts
+from shared.topology.model_memory import Part, per_process, saved_bytes, training_parts
 from tests.unit.policy_trainer.test_host_waits import gradient
 from tests.unit.tiny_models import make_model
 
 TOPOLOGIES = Path(__file__).resolve().parents[4] / "launch" / "topologies"
+DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "gpus.md"
 GIB = 1 << 30
 HOME = Place(None, "")
 
@@ -68,6 +72,12 @@ def elements(given: Topology) -> int:
     return parameter_count(given.policy.model)
 
 
+def most(given: Topology, phase: Phase) -> dict[Place, int]:
+    """Return the memory that the run needs in each place in `phase`."""
+    places = by_place(uses(given, elements(given), visible_gpus(given)))
+    return {place: peak(held, frozenset({phase})).nbytes for place, held in places.items()}
+
+
 @pytest.fixture(scope="module")
 def half_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qwen2(tmp_path_factory.mktemp("memory") / "0.5b", 896, 4864, 24, 2)
@@ -82,9 +92,7 @@ def test_a_model_in_training_takes_18_bytes_per_parameter_in_bfloat16(half_b: Pa
     for model, gib in ((half_b, 8.28), (one_and_a_half_b, 25.87)):
         given = topology(model, "policy.dtype=bfloat16", "algorithm.kl=null", "services.reference=null")
         assert per_process(given, elements(given))["policy-trainer-worker", 0] / GIB == pytest.approx(gib, abs=0.02)
-        assert per_place(given, elements(given), {}) == {
-            HOME: per_process(given, elements(given))["policy-trainer-worker", 0]
-        }
+        assert most(given, Phase.STEPS) == {HOME: per_process(given, elements(given))["policy-trainer-worker", 0]}
 
 
 def test_the_calculated_parts_of_one_rank_equal_those_that_the_backend_holds(tmp_path: Path) -> None:
@@ -133,17 +141,18 @@ def test_services_that_take_turns_need_room_for_the_largest_and_the_trainer_wait
     assert parts[Part.MASTERS] == 4
     trainer = per_process(given, elements(given))["policy-trainer-worker", 0]
     parameters = trainer / sum(parts.values())
-    assert per_place(given, elements(given), visible_gpus(given)) == {
-        Place(None, "0"): trainer,
-        HOME: parameters * (sum(parts.values()) - parts[Part.GRADIENTS]),
-    }
+    waiting = parameters * (sum(parts.values()) - parts[Part.GRADIENTS])
+    published = 2 * parameters
+    assert most(given, Phase.STEPS) == {Place(None, "0"): trainer, HOME: waiting + published}
+    assert most(given, Phase.CHECKPOINTS)[HOME] == waiting + published + (2 + 4 + 8) * parameters
 
 
 def test_an_evaluation_holds_weights_and_masters(half_b: Path) -> None:
     given = topology(
         half_b, "policy.dtype=bfloat16", "run.evaluate=true", "algorithm.kl=null", "services.reference=null"
     )
-    assert per_place(given, elements(given), {})[HOME] / GIB == pytest.approx(3 * 0.92, abs=0.02)
+    for phase in (Phase.STEPS, Phase.CHECKPOINTS):
+        assert most(given, phase)[HOME] / GIB == pytest.approx(3 * 0.92, abs=0.02)
 
 
 def test_parameters_are_counted_in_the_indexed_files_without_a_stored_copy_of_a_tied_head(tmp_path: Path) -> None:
@@ -175,18 +184,145 @@ def test_a_model_that_cannot_fit_is_refused_with_its_size(
     assert found.errors == []
     preflight._check_model_memory(topology(one_and_a_half_b, *more), "t.yaml", found)
     assert found.errors == [
-        "t.yaml: policy.model: its training takes 25.9 GiB of the memory of this machine, which has 24.0 GiB (each "
-        "rank of the trainer: weights 2.9 GiB, masters 5.8 GiB, gradients 5.8 GiB, optimizer 11.5 GiB); use a smaller "
-        "model, or divide it (services.policy-trainer.gpus, placement.hosts)"
+        "t.yaml: policy.model: its training takes 25.9 GiB of the memory of this machine, which has 24.0 GiB "
+        "(policy-trainer-worker/0: weights 2.9 GiB, masters 5.8 GiB, gradients 5.8 GiB, optimizer 11.5 GiB), and 40.3 "
+        "GiB while it saves a checkpoint; 16.3 GiB more would fit; use a smaller model, or a machine with more memory"
     ]
 
 
-def test_a_gpu_that_is_too_small_is_reported(one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_which_only_a_checkpoint_does_not_fit_is_refused(
+    one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "host_bytes", lambda: 32 * GIB)
+    more = ("policy.dtype=bfloat16", "algorithm.kl=null", "services.reference=null")
+    [line] = refusals(topology(one_and_a_half_b, *more))
+    assert "its checkpoints take 40.3 GiB of the memory of this machine, which has 32.0 GiB" in line
+    assert "saving 20.1 GiB" in line
+    assert "; 8.3 GiB more would fit; " in line
+
+
+def refusals(given: Topology) -> list[str]:
+    found = Findings()
+    preflight._check_model_memory(given, "t.yaml", found)
+    return found.errors
+
+
+def on_gpus(model: Path, *overrides: str) -> Topology:
+    more = ("policy.dtype=bfloat16", "algorithm.kl=null", "services.reference=null", "services.rollout.gpus=1")
+    return topology(model, *more, *overrides)
+
+
+def test_a_gpu_that_is_too_small_is_reported_with_the_number_of_gpus_that_would_fit(
+    one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "host_bytes", lambda: 1000 * GIB)
     monkeypatch.setattr(preflight, "gpu_bytes", lambda: {"0": 80 * GIB, "1": 16 * GIB})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    gpus = ["services.policy-trainer.gpus=1", "services.rollout.gpus=1"]
-    more = ("policy.dtype=bfloat16", "algorithm.kl=null", "services.reference=null", *gpus)
-    found = Findings()
-    preflight._check_model_memory(topology(one_and_a_half_b, *more), "t.yaml", found)
-    [line] = found.errors
+    [line] = refusals(on_gpus(one_and_a_half_b, "services.policy-trainer.gpus=1"))
     assert "25.9 GiB of the memory of GPU 1, which has 16.0 GiB" in line
+    assert line.endswith("; services.policy-trainer.gpus: 2 would fit")
+    monkeypatch.setattr(preflight, "gpu_bytes", lambda: {"0": 16 * GIB, "1": 16 * GIB, "2": 16 * GIB})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert refusals(on_gpus(one_and_a_half_b, "services.policy-trainer.gpus=2")) == []
+
+
+def test_the_smallest_number_of_gpus_is_a_multiple_of_a_copys_ranks(one_and_a_half_b: Path) -> None:
+    megatron = "services.policy-trainer={backend: megatron, gpus: 2, parallel: {tp: 2}}"
+    given = on_gpus(one_and_a_half_b, megatron)
+    each = elements(given)
+    assert gpus_that_fit(given, each, math.ceil(each * (1 + 2 + 12 / 4)) + 4) == 4
+    assert gpus_that_fit(given, each, each * 3) is None  # tp alone divides weights and gradients
+
+
+def test_an_engine_whose_weights_exceed_vllms_share_of_a_gpu_is_refused_with_the_ranks_that_would_fit(
+    one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "host_bytes", lambda: 1000 * GIB)
+    monkeypatch.setattr(preflight, "gpu_bytes", lambda: {"0": 48 * GIB, "1": 48 * GIB})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    engine = ("services.policy-trainer.gpus=1", "services.rollout.engine=vllm")
+    assert refusals(on_gpus(one_and_a_half_b, *engine)) == []
+    small = "services.rollout.engine_args={gpu_memory_utilization: 0.03}"
+    [line] = refusals(on_gpus(one_and_a_half_b, *engine, small))
+    assert "the engine's weights take 2.9 GiB of GPU 1, of whose 48.0 GiB vLLM uses 3%" in line
+    assert line.endswith("parallel.tp of at least 2 would fit")
+
+
+def test_the_copies_of_a_run_on_gpus_are_planned_where_they_are(half_b: Path) -> None:
+    given = on_gpus(half_b, "services.policy-trainer.gpus=2", "services.rollout.engine=vllm")
+    parameters = elements(given)
+    found = {(use.key, use.place.gpu, use.what): use.nbytes for use in uses(given, parameters, visible_gpus(given))}
+    first = ("policy-trainer-worker", 0)
+    assert {what: nbytes for (key, gpu, what), nbytes in found.items() if key == first and not gpu} == {
+        "loading": 2 * parameters,
+        "publishing": 2 * parameters,
+        "saving": 14 * parameters,
+    }
+    assert {key: what for key, gpu, what in found if not gpu and key != first} == {("rollout", 0): "loading"}
+    assert {gpu for key, gpu, _ in found if key[0] == "policy-trainer-worker" and gpu} == {"0", "1"}
+
+
+def test_the_copy_for_a_checkpoint_is_as_large_as_the_plan_says(tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        make_model("qwen3", head_dim=16).to(getattr(__import__("torch"), dtype)).save_pretrained(tmp_path)
+        options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded")
+        backend = TorchBackend(tmp_path, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
+        gradient(backend)
+        backend.step(1)
+        state = backend.state()
+        held = [each for each in (*state.weights.values(), *state.optimizer.values()) if each.numel() > 1]
+        given = load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}"])
+        assert sum(each.nbytes for each in held) == backend.parameters * saved_bytes(given)
+
+
+def test_the_table_has_a_row_for_every_device_of_every_host(half_b: Path) -> None:
+    hosts = ["placement.hosts={a: {gpus: 1}, b: {gpus: 1}}", "transport.listen=10.0.0.1"]
+    where = ["services.policy-trainer.host=a", "services.rollout.host=b", "services.policy-trainer.gpus=1"]
+    given = on_gpus(half_b, "services.rollout.engine=vllm", *hosts, *where)
+    places = by_place(uses(given, elements(given), visible_gpus(given)))
+    lines = memory_lines(given, places, {Place("a", ""): 64 * GIB})
+    rows = [line.split("  ")[0].strip() for line in lines]
+    assert [row for row in rows if row] == ["memory of", "this machine", "host b", "GPU 0", "GPU 0 of host b"]
+    text = "\n".join(lines)
+    assert "64.0 GiB" in next(line for line in lines if line.startswith("this machine"))
+    assert "loading 942.3 MiB (start), publishing 942.3 MiB (steps, checkpoints), saving 6.4 GiB (checkpoints)" in text
+    assert text.count("batch-store/") == 2
+    assert "up to 64.0 GiB of shards, not included" in text
+    assert lines[-1].endswith("vLLM takes 92% of the GPU for weights and cache (gpu_memory_utilization)")
+
+
+def test_a_dry_run_shows_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    show_plan(load(TOPOLOGIES / "quickstart.yaml"), tmp_path, {})
+    shown = capsys.readouterr().out
+    assert "\nmemory of" in shown
+    assert "\nthis machine  21.3 MiB" in shown
+
+
+COLUMNS = ("weights", "masters", "gradients", "optimizer")
+
+
+@pytest.mark.parametrize(("ranks", "megatron"), [(1, None), (4, None), (1, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_documented_formula_gives_the_planned_bytes(
+    half_b: Path, dtype: str, ranks: int, megatron: int | None
+) -> None:
+    backend = f"backend: {'megatron' if megatron else 'torch'}, gpus: {ranks}, parallel: {{tp: {megatron or 1}}}"
+    given = on_gpus(half_b, f"policy.dtype={dtype}", f"services.policy-trainer={{{backend}}}")
+    if megatron:
+        name = "n, backend megatron, 16 bits" if dtype == "bfloat16" else "n, backend megatron, float32"
+    elif ranks > 1:
+        name = "n, backend torch"
+    else:
+        name = "one, bfloat16 or float16" if dtype == "bfloat16" else "one, float32"
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in DOCUMENT.read_text().splitlines()]
+    cells = next(row[1:] for row in rows if row and row[0] == name)
+    found = {}
+    for column, cell in zip(COLUMNS, cells, strict=True):
+        above, _, below = cell.partition("/")
+        factors = {"": 1, "n": ranks, "(tp·pp)": megatron or 1}
+        found[column] = int(above) / factors[below]
+    parts = {str(part): share for part, share in training_parts(given).items()}
+    assert found == {column: parts.get(column, 0) for column in COLUMNS}
+    saved = next(row for row in rows if row and row[0] == "saving")
+    assert saved[1] == ("weights, masters and moments: 14 with 16 bits, 12 with float32")
+    assert saved_bytes(given) == (14 if dtype == "bfloat16" else 12)
