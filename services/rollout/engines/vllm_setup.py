@@ -50,6 +50,7 @@ _OURS = {
     "distributed_executor_backend": "",
     "trust_remote_code": "",
     "quantization": "",
+    "quantization_config": "",
     "speculative_config": "",
 }
 

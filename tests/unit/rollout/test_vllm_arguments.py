@@ -9,7 +9,7 @@ import pytest
 from services.rollout.engines.vllm_setup import InFlight, arguments_of, prepare_process
 from shared.rpc.errors import RpcError
 
-KNOWN = {"async_scheduling", "max_num_seqs"}
+KNOWN = {"async_scheduling", "enforce_eager", "max_num_seqs", "quantization", "quantization_config"}
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
@@ -33,3 +33,17 @@ def test_vllm_runs_models_with_the_tested_settings_unless_the_user_sets_others(m
     monkeypatch.setattr(os, "environ", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
     prepare_process(1)
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_cuda_graphs_are_vllms_default_on_a_gpu_and_the_user_can_switch_them_off() -> None:
+    assert "enforce_eager" not in arguments_of({}, KNOWN, on_cpu=False, in_flight="wait")
+    assert arguments_of({"enforce_eager": True}, KNOWN, on_cpu=False, in_flight="wait")["enforce_eager"] is True
+    assert arguments_of({}, KNOWN, on_cpu=True, in_flight="wait")["enforce_eager"] is True
+
+
+@pytest.mark.parametrize(
+    "given", [{"quantization": "fp8"}, {"quantization_config": {"linear": {"weight": "fp8"}}}], ids=str
+)
+def test_quantised_weights_which_cannot_be_proved_bit_by_bit_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(RpcError, match=f"engine_args.{next(iter(given))}: cannot be set here because it decides what"):
+        arguments_of(given, KNOWN, on_cpu=False, in_flight="wait")
