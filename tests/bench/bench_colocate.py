@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -109,9 +109,15 @@ def make_model(folder: Path) -> int:
     return sum(each.numel() for each in model.parameters())
 
 
+def service_of(command: Sequence[str]) -> str:
+    """Return the service that a command line starts, such as `policy_trainer.worker`, or `other`."""
+    return next((each for each in command if each.startswith("services.")), "other").removeprefix("services.")
+
+
 @contextlib.contextmanager
-def watching(run: Cluster) -> Iterator[Memory]:
-    """Sample the memory of the run's processes on a thread until the end of the block."""
+def watching(run: Cluster, name_of: Callable[[Sequence[str]], str] = service_of) -> Iterator[Memory]:
+    """Sample the memory of the run's processes, by the names of their command lines, on a thread until the end of the
+    block."""
     memory, over = Memory(), threading.Event()
 
     def look() -> None:
@@ -122,9 +128,7 @@ def watching(run: Cluster) -> Iterator[Memory]:
                 processes = psutil.Process(run.process.pid).children(recursive=True)
             for process in processes:
                 with contextlib.suppress(psutil.Error, OSError, StopIteration):
-                    command = process.cmdline()
-                    name = next((each for each in command if each.startswith("services.")), "other")
-                    found[name.removeprefix("services.")] += _pss_bytes(process.pid)
+                    found[name_of(process.cmdline())] += _pss_bytes(process.pid)
             if found:
                 memory.looks.append((time.time(), dict(found)))
 
