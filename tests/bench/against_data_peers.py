@@ -34,6 +34,7 @@ SWEPT: dict[str, dict[str, list[Any]]] = {
     "transfer-queue": {"threads": [1, 8], "io_threads": [1, 8], "units": [2, 4], "blocks": [False, True]},
 }
 """The peers' settings to try. `peers/data_peers.py` describes them."""
+GOALS = {"steady put + get + read": "10 over transfer-queue"}
 
 
 def peer_rounds(system: str, settings: Mapping[str, Any], rounds: int) -> Rows:
@@ -98,10 +99,14 @@ def measure(turns: int, rounds: int) -> None:
         print(f"{system}: {settings}, fastest of {len(record[system])} in {RECORD.relative_to(REPOSITORY)}")
     print(f"recorded on {record['machine']}; {software()}")
     print(order_line(sides, turns), flush=True)
-    results = by_turns(sides, turns)
+    Console(width=WIDTH).print(comparison(by_turns(sides, turns), turns, rounds))
+
+
+def comparison(results: Mapping[str, list[Rows]], turns: int, rounds: int) -> Table:
+    """Return the table of all sides, with the ratios and the goals."""
     nbytes = nbytes_of(regular(1)[0])
     table = Table(title=f"{turns} fresh starts of each, {rounds} rounds in each; steady: all but the first round")
-    for column in ("GB/s", *sides, *(f"ours over {system}" for system in SWEPT)):
+    for column in ("GB/s", *results, *(f"ours over {system}" for system in SWEPT), "goal"):
         table.add_column(column, justify="left" if column == "GB/s" else "right")
     figures: dict[str, Callable[[Rows], float]] = {
         "first put": lambda rows: rows[0]["put_s"],
@@ -112,5 +117,5 @@ def measure(turns: int, rounds: int) -> None:
     for what, figure in figures.items():
         speeds = {side: spread(nbytes / figure(rows) / 1e9 for rows in runs) for side, runs in results.items()}
         over = [ratios(speeds[OURS].values, speeds[system].values).text() for system in SWEPT]
-        table.add_row(what, *(each.text() for each in speeds.values()), *over)
-    Console(width=WIDTH).print(table)
+        table.add_row(what, *(each.text() for each in speeds.values()), *over, GOALS.get(what, ""))
+    return table
