@@ -73,7 +73,8 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
         threads, seen = preflight.threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"
         where, holds = hosts.get(spec, ""), model.get((spec.service, spec.instance), "-")
         print(f"{spec.name:<26}{threads:>8}  {seen:<{width}}  {holds:>9}  {where:<{far}}{module_of(spec.service)}")
-    print("\n".join(memory))
+    for line in memory:
+        print(line)
 
 
 class Console:

@@ -137,11 +137,8 @@ def _trained(topology: Topology, elements: int, place: Place, key: Key, *, turns
 def _copies(topology: Topology, elements: int, host: Place, key: Key, *, on_gpu: bool, turns: bool) -> Iterator[Use]:
     """Yield the copies that a process has in the memory of its host, besides what it computes with."""
     whole = elements * DTYPE_BYTES[topology.policy.dtype]
-    trainer, rollout, reference = (
-        topology.services.policy_trainer,
-        topology.services.rollout,
-        topology.services.reference,
-    )
+    trainer, rollout = topology.services.policy_trainer, topology.services.rollout
+    reference = topology.services.reference
     if key[0] == "rollout" and (on_gpu or rollout.engine == "vllm" or holds_none(topology)):
         yield Use(host, key, "loading", whole, frozenset({Phase.START}))
     if key[0] == "reference" and on_gpu and reference is not None and reference.backend == "torch":

@@ -42,7 +42,9 @@ VOCABULARY, HIDDEN, TOKENS = 150_000, 64, 2048
 HIDDEN_7B, INNER_7B, VOCABULARY_7B = 3584, 18_944, 152_064
 SLICE_MICRO_BATCH = 8192
 STATE_BYTES = 18
+"""Bytes of training state per parameter in bfloat16 on one rank."""
 FULL = 0.85
+"""Share of a GPU's memory that the slice of 7B may take up by estimate."""
 
 
 def forward_backward_of(batch: Path, model: Path) -> tuple[int, Callable[[], None]]:
@@ -136,9 +138,9 @@ def slice_or_small(device: str) -> Any:
 def layers_that_fit(device_bytes: int) -> int:
     """Return the number of layers of Qwen2.5-7B whose training takes up at most `FULL` of a device.
 
-    A parameter takes 18 bytes (`shared/topology/model_memory.py`). A token takes about 40 bytes per layer and hidden
-    unit, and 8 per unit of the MLP, for what a layer keeps until its backward pass; and 16 per token and word for a
-    chunk of logits is below 4 GiB.
+    A parameter takes 18 bytes (`shared/topology/model_memory.py`). What a layer keeps until its backward pass is
+    estimated as 40 bytes per token and hidden unit, and 8 bytes per token and unit of the MLP. A chunk of logits takes
+    less than 4 GiB.
     """
     key_width = HIDDEN_7B // 7
     layer = 2 * HIDDEN_7B**2 + 2 * HIDDEN_7B * key_width + 3 * HIDDEN_7B * INNER_7B
