@@ -6,6 +6,8 @@ Lightweight services do not import this module, even indirectly, because it impo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 from proto import dtypes
 from proto.tensors import Array
 
+_ALIGNMENT = 16
+"""Arrays begin at multiples of this number of bytes in a packed tensor. It is a multiple of the size of every dtype."""
 _NAMES = {getattr(torch, row.name): row.name for row in dtypes.TABLE}
 # Types that torch and numpy cannot exchange. Integers of the same size carry their bits.
 _CARRIERS = {
@@ -69,3 +73,38 @@ def to_torch(array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
     tensor: torch.Tensor = torch.from_numpy(array.view(carrier[1])).view(getattr(torch, row.name))
     return tensor
+
+
+def to_device(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+    """Return tensors on `device` with the shapes and bits of `arrays`. On a CPU, they are the results of `to_torch`.
+
+    Elsewhere, all arrays travel in one copy. On CUDA, the copy is made from page-locked memory and the host does not
+    wait for it; for a copy from other memory, the host would wait for all earlier work of the device.
+    """
+    found = [to_torch(each) for each in arrays]
+    if device.type == "cpu":
+        return found
+    # The allocator of page-locked memory keeps the packed tensors until their copy is complete.
+    return unpacked(packed(found, page_locked=device.type == "cuda").to(device, non_blocking=True), found)
+
+
+def packed(tensors: Sequence[torch.Tensor], *, page_locked: bool = False) -> torch.Tensor:
+    """Return a uint8 tensor that holds all tensors of the host, one after the other."""
+    starts = _starts(tensors)
+    whole = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=page_locked)
+    for place, each in zip(unpacked(whole, tensors), tensors, strict=True):
+        place.copy_(each)
+    return whole
+
+
+def unpacked(whole: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors in `whole`, which is the result of `packed` for tensors of the shapes and dtypes of `like`."""
+    return [
+        whole[start : start + each.nbytes].view(each.dtype).view(each.shape)
+        for each, start in zip(like, _starts(like)[:-1], strict=True)
+    ]
+
+
+def _starts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the byte at which each tensor begins in a packed tensor, and the size of the packed tensor."""
+    return list(accumulate((-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors), initial=0))

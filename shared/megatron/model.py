@@ -34,16 +34,19 @@ from shared.megatron.attention import PackedAttention
 from shared.megatron.logprobs import token_logprobs
 from shared.model.attention import Trees
 from shared.model.context import Cut
-from shared.model.logprobs import MAX_LOGITS, Entropy, Scores
-from shared.model.tree import MicroBatch
+from shared.model.logprobs import Entropy, Scores, max_logits
+from shared.model.nodes import Nodes
+from shared.model.tree import MicroBatch, head_blocks
 from shared.ranks.layout import Place
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A micro-batch on the device; with context parallelism, this rank's part. `layout` is for attention only."""
+    """A micro-batch and its arrays on the device; with context parallelism, this rank's part. `layout` is for attention
+    only."""
 
     batch: MicroBatch
+    nodes: Nodes
     layout: Trees | Cut
     temperature: float
     entropy: Entropy
@@ -151,11 +154,10 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     def forward(self, packed: Packed) -> Any:
-        batch, device = packed.batch, self._frequencies.device
-        angles = torch.from_numpy(batch.depths).to(device).float()[:, None] * self._frequencies
+        angles = packed.nodes.depths.float()[:, None] * self._frequencies
         hidden: Tensor | None = None
         if self.pre_process:
-            hidden = self.embedding(input_ids=torch.from_numpy(batch.token_ids).to(device)[None], position_ids=None)
+            hidden = self.embedding(input_ids=packed.nodes.token_ids[None], position_ids=None)
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=packed.layout,
@@ -165,22 +167,18 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
     def _scores(self, packed: Packed, hidden: Tensor) -> Scores:
         """Return log-probs and entropies of the tokens scored in this micro-batch, on every tensor-parallel rank."""
-        batch, device = packed.batch, hidden.device
+        nodes = packed.nodes
         if self.config.sequence_parallel:
             hidden = gather_sequence(hidden, tensor_parallel_output_grad=False)
-        rows = hidden[torch.from_numpy(batch.predictors).to(device)]
-        predictor_C = torch.from_numpy(batch.child_predictor).to(device)
-        token_C = torch.from_numpy(batch.child_token).to(device)
-        step = max(1, MAX_LOGITS * self.config.tensor_model_parallel_size // self.vocab_size)
+        rows = hidden[nodes.predictors]
+        most = max_logits(hidden.device.type) * self.config.tensor_model_parallel_size
+        step = max(1, most // self.vocab_size)
         if len(rows) <= step:
-            logprobs_C, entropy_P = self._head(packed, rows, predictor_C, token_C)
+            logprobs_C, entropy_P = self._head(packed, rows, nodes.child_predictor, nodes.child_token)
         else:
-            logprobs_C, entropy_P = self._head_in_blocks(packed, rows, predictor_C, token_C, step)
-        child_M = torch.from_numpy(batch.token_child).to(device)
-        entropy_M = None
-        if entropy_P is not None:
-            entropy_M = entropy_P[predictor_C][child_M]
-        return Scores(torch.from_numpy(batch.tokens).to(device), logprobs_C[child_M], entropy_M)
+            logprobs_C, entropy_P = self._head_in_blocks(packed, rows, step)
+        entropy_M = None if entropy_P is None else entropy_P[nodes.child_predictor][nodes.token_child]
+        return Scores(nodes.tokens, logprobs_C[nodes.token_child], entropy_M)
 
     def _head(self, packed: Packed, rows: Tensor, predictor_C: Tensor, token_C: Tensor) -> tuple[Tensor, Tensor | None]:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -195,28 +193,22 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             group=parallel_state.get_tensor_model_parallel_group(),
         )
 
-    def _head_in_blocks(
-        self, packed: Packed, rows: Tensor, predictor_C: Tensor, token_C: Tensor, step: int
-    ) -> tuple[Tensor, Tensor | None]:
+    def _head_in_blocks(self, packed: Packed, rows: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
         """Do the work of `_head` with at most `step` rows of logits at a time. The backward pass recomputes them."""
-        places: list[Tensor] = []
+        nodes = packed.nodes
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
-        for start in range(0, len(rows), step):
-            which = ((predictor_C >= start) & (predictor_C < start + step)).nonzero()[:, 0]
+        for some, children in head_blocks(packed.batch, step):
             found, entropy = checkpoint(
                 self._head,
                 packed,
-                rows[start : start + step],
-                predictor_C[which] - start,
-                token_C[which],
+                rows[some],
+                nodes.child_predictor[children] - some.start,
+                nodes.child_token[children],
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            places.append(which)
             logprobs.append(found)
             if entropy is not None:
                 entropies.append(entropy)
-        joined = torch.cat(logprobs)
-        joined = torch.zeros_like(joined).index_copy(0, torch.cat(places), joined)
-        return joined, torch.cat(entropies) if entropies else None
+        return torch.cat(logprobs), torch.cat(entropies) if entropies else None

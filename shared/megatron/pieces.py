@@ -26,6 +26,7 @@ from shared.megatron.groups import Groups
 from shared.megatron.model import Packed, PackedGPT, transformer_config
 from shared.model import attention, context, tree
 from shared.model.logprobs import Entropy, Scores
+from shared.model.nodes import to_nodes
 from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
 
@@ -154,10 +155,10 @@ class Pieces:
         device, ranks = torch.device(self._device), self.groups.context
         if ranks is None:
             batch = self._pad_nodes(batch)
-            return Packed(batch, attention.to_trees(batch, device), temperature, entropy)
+            return Packed(batch, to_nodes(batch, device), attention.to_trees(batch, device), temperature, entropy)
         cut = context.cut(batch, ranks.rank, ranks.size)
         cut = replace(cut, batch=self._pad_nodes(cut.batch))
-        return Packed(cut.batch, context.to_device(cut, ranks, device), temperature, entropy)
+        return Packed(cut.batch, to_nodes(cut.batch, device), context.to_cut(cut, ranks, device), temperature, entropy)
 
     def _pad_nodes(self, batch: tree.MicroBatch) -> tree.MicroBatch:
         """Pad `batch` to a number of nodes that sequence-parallel ranks can share equally. Nothing uses the added

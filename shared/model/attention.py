@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shared.model.tree import MicroBatch
+from shared.model.tree import Array, AttentionBlock, MicroBatch
+from shared.tensors_torch import to_device
 
 NAME = "rlbus_tree"
 _PLAIN_LAYERS = frozenset(["full_attention", "sliding_attention"])
@@ -67,22 +68,29 @@ class Trees:
 
 def to_trees(batch: MicroBatch, device: torch.device) -> Trees:
     """Return the indices and masks of `batch` on `device`."""
-    depths = torch.from_numpy(batch.depths).to(device)
-    blocks: list[TreeBlock] = []
+    arrays = [batch.scatter]
     first_slot = 0
     for block in batch.blocks:
-        gather = torch.from_numpy(block.gather).to(device)
+        arrays += [block.gather, batch.depths[block.gather].reshape(block.rows, -1)]
+        if block.end is not None:
+            arrays.append(block.end)
+        elif packs(device):
+            arrays += _packed(batch, first_slot, block)
+        first_slot += block.rows * block.longest
+    scatter, *others = to_device(arrays, device)
+    moved = iter(others)
+    blocks: list[TreeBlock] = []
+    for block in batch.blocks:
+        gather, depths = next(moved), next(moved)
         mask: Tensor | None = None
         packed: PackedChains | None = None
-        if block.end is None:
-            packed = _packed(batch, first_slot, block.rows, block.longest, device) if packs(device) else None
-        else:
-            end_RL = torch.from_numpy(block.end).to(device)
+        if block.end is not None:
             slot_L = torch.arange(block.longest, device=device)
-            mask = ((slot_L[None, :, None] >= slot_L) & (slot_L[None, :, None] < end_RL[:, None, :]))[:, None]
-        blocks.append(TreeBlock(block.rows, block.longest, gather, depths[gather].view(block.rows, -1), mask, packed))
-        first_slot += block.rows * block.longest
-    return Trees(blocks, torch.from_numpy(batch.scatter).to(device))
+            mask = ((slot_L[None, :, None] >= slot_L) & (slot_L[None, :, None] < next(moved)[:, None, :]))[:, None]
+        elif packs(device):
+            packed = PackedChains(nodes=next(moved), slots=next(moved), bounds=next(moved))
+        blocks.append(TreeBlock(block.rows, block.longest, gather, depths, mask, packed))
+    return Trees(blocks, scatter)
 
 
 def packs(device: torch.device) -> bool:
@@ -91,13 +99,15 @@ def packs(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _packed(batch: MicroBatch, first_slot: int, rows: int, longest: int, device: torch.device) -> PackedChains:
+def _packed(batch: MicroBatch, first_slot: int, block: AttentionBlock) -> list[Array]:
+    """Return the arrays of `PackedChains`."""
+    rows, longest = block.rows, block.longest
     # Nodes may be padded at the end (shared.megatron). These nodes share slot 0 with the first node, which is kept.
     slots, nodes = np.unique(batch.scatter, return_index=True)
     inside = (slots >= first_slot) & (slots < first_slot + rows * longest)
     slots, nodes = slots[inside] - first_slot, nodes[inside]
     bounds = np.append(0, np.cumsum(np.bincount(slots // longest, minlength=rows))).astype(np.int32)
-    return PackedChains(*(torch.from_numpy(each).to(device) for each in (nodes, slots, bounds)))
+    return [nodes, slots, bounds]
 
 
 def supports_trees(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shared.model.attention import UNKNOWN_TERMS, attend
 from shared.model.tree import AttentionBlock, MicroBatch
+from shared.tensors_torch import to_device
 
 NAME = "rlbus_context"
 
@@ -44,13 +45,20 @@ class CutBatch:
 
 @dataclass(frozen=True)
 class ContextBlock:
-    """A block on the device: `gather` [R * Ll], the nodes of the local slots; `mask` bool [Ll, n * Ll], true where a
-    local slot attends; `distance` int64 [Ll, n * Ll] between the two positions."""
+    """A block on the device: `gather` [R * Ll], the nodes of the local slots; `queries` int32 [Ll, 1] and `keys` int32
+    [n * Ll], the positions of the local slots and of the slots of all ranks; `mask` bool [Ll, n * Ll], true where a
+    local slot attends in a layer without a window."""
 
     rows: int
     gather: Tensor
+    queries: Tensor
+    keys: Tensor
     mask: Tensor
-    distance: Tensor
+
+    def near(self, window: int) -> Tensor:
+        """Return the mask of a layer in which a slot attends to the `window` latest positions."""
+        # Comparisons store one byte for each pair, while a difference of positions would take four or eight.
+        return self.mask & (self.keys > self.queries - window)
 
 
 @dataclass(frozen=True)
@@ -122,15 +130,19 @@ def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
     return CutBatch(local, longest)
 
 
-def to_device(cut_batch: CutBatch, ranks: ContextRank, device: torch.device) -> Cut:
+def to_cut(cut_batch: CutBatch, ranks: ContextRank, device: torch.device) -> Cut:
     """Return the indices and masks of `cut_batch` on `device`."""
-    blocks: list[ContextBlock] = []
+    arrays = [cut_batch.batch.scatter]
     for block, longest in zip(cut_batch.batch.blocks, cut_batch.longest, strict=True):
-        query = torch.from_numpy(local_slots(longest, ranks.rank, ranks.size)).to(device)
-        keys = np.concatenate([local_slots(longest, rank, ranks.size) for rank in range(ranks.size)])
-        distance = query[:, None] - torch.from_numpy(keys).to(device)
-        blocks.append(ContextBlock(block.rows, torch.from_numpy(block.gather).to(device), distance >= 0, distance))
-    return Cut(blocks, torch.from_numpy(cut_batch.batch.scatter).to(device), ranks)
+        slots = [local_slots(longest, rank, ranks.size).astype(np.int32) for rank in range(ranks.size)]
+        arrays += [block.gather, slots[ranks.rank][:, None], np.concatenate(slots)]
+    scatter, *others = to_device(arrays, device)
+    moved = iter(others)
+    blocks: list[ContextBlock] = []
+    for block in cut_batch.batch.blocks:
+        gather, queries, keys = next(moved), next(moved), next(moved)
+        blocks.append(ContextBlock(block.rows, gather, queries, keys, queries >= keys))
+    return Cut(blocks, scatter, ranks)
 
 
 def attend_cut(
@@ -161,9 +173,7 @@ def attend_cut(
         q_RHLD = _rows(q_NHD, block)
         all_RGKX = gather_rows(_rows(nodes_NXD, block), cut.ranks)
         k_RGKD, v_RGKD = torch.split(all_RGKX, [key.shape[3], dim], dim=3)
-        mask = block.mask
-        if sliding_window is not None:
-            mask = mask & (block.distance < sliding_window)
+        mask = block.mask if sliding_window is None else block.near(sliding_window)
         out_RHLD = attend(q_RHLD, k_RGKD, v_RGKD, mask, scaling)
         outputs.append(out_RHLD.transpose(1, 2).reshape(-1, heads * dim))
     slots = torch.cat(outputs)

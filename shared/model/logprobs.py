@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shared.model import attention, context, tree
 from shared.model.context import ContextRank, CutBatch
+from shared.model.nodes import Nodes, to_nodes
 from shared.model.plain_decoder import PlainDecoder, is_plain
-from shared.model.tree import MicroBatch
+from shared.model.tree import MicroBatch, head_blocks
+from shared.tensors_torch import to_device
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Entropy = Literal["none", "value", "gradient"]
@@ -135,58 +137,43 @@ class LogprobScorer(nn.Module):
         token."""
         cut = None if self._ranks is None else context.cut(batch, self._ranks.rank, self._ranks.size)
         part = batch if cut is None else cut.batch
-        logprobs_C, entropy_P = self(part, cut, temperature, entropy)
-        device = logprobs_C.device
+        nodes = to_nodes(part, next(self.model.parameters()).device)
+        logprobs_C, entropy_P = self(part, cut, nodes, temperature, entropy)
         # Where sequences share a prefix, several tokens belong to one child.
-        child_M = torch.from_numpy(part.token_child).to(device)
-        entropy_M: Tensor | None = None
-        if entropy_P is not None:
-            entropy_M = entropy_P[torch.from_numpy(part.child_predictor).to(device)][child_M]
-        return Scores(torch.from_numpy(part.tokens).to(device), logprobs_C[child_M], entropy_M)
+        entropy_M = None if entropy_P is None else entropy_P[nodes.child_predictor][nodes.token_child]
+        return Scores(nodes.tokens, logprobs_C[nodes.token_child], entropy_M)
 
     def forward(
-        self, batch: MicroBatch, cut: CutBatch | None, temperature: float, entropy: Entropy
+        self, batch: MicroBatch, cut: CutBatch | None, nodes: Nodes, temperature: float, entropy: Entropy
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs [C] of the children, and entropies [P] of the predictors or None. `score` calls this."""
         model: Any = self.model
-        device = next(model.parameters()).device
-        predictors = torch.from_numpy(batch.predictors).to(device)
-        child_predictor = torch.from_numpy(batch.child_predictor).to(device)
-        child_token = torch.from_numpy(batch.child_token).to(device)
         vocab = int(model.config.vocab_size)
-        limit = max_logits(device.type)
-        whole_head = len(predictors) * vocab <= limit or any(
+        limit = max_logits(nodes.predictors.device.type)
+        whole_head = len(batch.predictors) * vocab <= limit or any(
             getattr(model.config, name, None) not in (None, 1, 1.0) for name in _HEAD_TERMS
         )
         if cut is not None and self._ranks is not None:
-            out_PX = _run_cut(model, cut, self._ranks, predictors, logits=whole_head)
+            out_PX = _run_cut(model, cut, self._ranks, nodes, logits=whole_head)
         else:
             run = _run_trees if self._trees else _run_padded
-            out_PX = run(model, batch, predictors, logits=whole_head)
+            out_PX = run(model, batch, nodes, logits=whole_head)
         if whole_head:
-            return _gather(out_PX, child_predictor, child_token, temperature, entropy)
+            return _gather(out_PX, nodes.child_predictor, nodes.child_token, temperature, entropy)
         head = model.get_output_embeddings()
-        step = max(1, limit // vocab)
-        places: list[Tensor] = []
         logprob_parts: list[Tensor] = []
         entropy_parts: list[Tensor] = []
-        for start in range(0, len(predictors), step):
-            # Computed on the host, because `nonzero` on a GPU would wait for all earlier work.
-            mine = (batch.child_predictor >= start) & (batch.child_predictor < start + step)
-            which = torch.from_numpy(np.flatnonzero(mine)).to(device)
-            target, token = child_predictor[which] - start, child_token[which]
+        for rows, children in head_blocks(batch, max(1, limit // vocab)):
+            target, token = nodes.child_predictor[children] - rows.start, nodes.child_token[children]
 
             def block(hidden: Tensor, target: Tensor = target, token: Tensor = token) -> tuple[Tensor, Tensor | None]:
                 return _gather(head(hidden), target, token, temperature, entropy)
 
-            logprobs, entropies = checkpoint(block, out_PX[start : start + step], use_reentrant=False)
-            places.append(which)
+            logprobs, entropies = checkpoint(block, out_PX[rows], use_reentrant=False, preserve_rng_state=False)
             logprob_parts.append(logprobs)
             if entropies is not None:
                 entropy_parts.append(entropies)
-        logprobs_C = torch.cat(logprob_parts)
-        logprobs_C = torch.zeros_like(logprobs_C).index_copy(0, torch.cat(places), logprobs_C)
-        return logprobs_C, torch.cat(entropy_parts) if entropy_parts else None
+        return torch.cat(logprob_parts), torch.cat(entropy_parts) if entropy_parts else None
 
 
 def max_logits(device: str) -> int:
@@ -209,19 +196,18 @@ def _gather(
         return logprobs_C, -(logprobs_PV.exp() * logprobs_PV).sum(-1)
 
 
-def _run_trees(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logits: bool) -> Tensor:
+def _run_trees(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bool) -> Tensor:
     """Return [P, V] logits, or [P, hidden] if `logits` is false."""
-    device = predictors.device
     arguments: dict[str, Any] = {
-        "input_ids": torch.from_numpy(batch.token_ids).to(device)[None],
-        "position_ids": torch.from_numpy(batch.depths).to(device)[None],
+        "input_ids": nodes.token_ids[None],
+        "position_ids": nodes.depths[None],
         "use_cache": False,
-        "trees": attention.to_trees(batch, device),
+        "trees": attention.to_trees(batch, nodes.token_ids.device),
     }
     if torch.is_inference_mode_enabled() and is_plain(model):
-        return _run_plain(model, arguments, predictors, logits=logits)
+        return _run_plain(model, arguments, nodes.predictors, logits=logits)
     with attention.using(model, attention.NAME):
-        return _outputs(model, arguments, predictors, logits=logits)
+        return _outputs(model, arguments, nodes.predictors, logits=logits)
 
 
 def _run_plain(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
@@ -235,17 +221,16 @@ def _run_plain(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, 
     return decoder.logits(hidden) if logits else decoder.normed(hidden)
 
 
-def _run_cut(model: nn.Module, cut: CutBatch, ranks: ContextRank, predictors: Tensor, *, logits: bool) -> Tensor:
+def _run_cut(model: nn.Module, cut: CutBatch, ranks: ContextRank, nodes: Nodes, *, logits: bool) -> Tensor:
     """Do the work of `_run_trees` for this rank's part of every sequence."""
-    device = predictors.device
     arguments: dict[str, Any] = {
-        "input_ids": torch.from_numpy(cut.batch.token_ids).to(device)[None],
-        "position_ids": torch.from_numpy(cut.batch.depths).to(device)[None],
+        "input_ids": nodes.token_ids[None],
+        "position_ids": nodes.depths[None],
         "use_cache": False,
-        "cut": context.to_device(cut, ranks, device),
+        "cut": context.to_cut(cut, ranks, nodes.token_ids.device),
     }
     with attention.using(model, context.NAME):
-        return _outputs(model, arguments, predictors, logits=logits)
+        return _outputs(model, arguments, nodes.predictors, logits=logits)
 
 
 def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
@@ -254,22 +239,20 @@ def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *,
     return cast(Tensor, cast(Any, model).base_model(**arguments).last_hidden_state[0, predictors])
 
 
-def _run_padded(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logits: bool) -> Tensor:
+def _run_padded(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bool) -> Tensor:
     """Do the work of `_run_trees` for models whose layers do not support tree attention. Every row is one sequence,
     padded on the right."""
-    device = predictors.device
+    scatter, *gathers = to_device([batch.scatter, *(each.gather for each in batch.blocks)], nodes.token_ids.device)
     hidden: list[Tensor] = []
-    for block in batch.blocks:
-        slots = torch.from_numpy(block.gather).to(device)
-        ids_RL = torch.from_numpy(batch.token_ids).to(device)[slots].view(block.rows, block.longest)
+    for block, slots in zip(batch.blocks, gathers, strict=True):
+        ids_RL = nodes.token_ids[slots].view(block.rows, block.longest)
         output = (
             model(input_ids=ids_RL, use_cache=False)
             if logits
             else cast(Any, model).base_model(input_ids=ids_RL, use_cache=False)
         )
         hidden.append((output.logits if logits else output.last_hidden_state).flatten(0, 1))
-    scatter = torch.from_numpy(batch.scatter).to(device)
-    return torch.cat(hidden)[scatter[predictors]]
+    return torch.cat(hidden)[scatter[nodes.predictors]]
 
 
 def _numpy(values: Array | Tensor) -> Array:

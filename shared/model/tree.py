@@ -9,7 +9,9 @@ its last scored token, which is a target but not a node; the tokens after it are
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,8 +46,9 @@ class MicroBatch:
 
     `token_ids` and `depths` int64 [N] describe the nodes, and `scatter` int64 [N] is a node's slot among the slots of
     all `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. For each child, `child_predictor` int64
-    [C] is an index into `predictors`, and `child_token` int64 [C] is the token scored there. `tokens` int64 [M] are the
-    positions of the scored tokens in the caller's flat [T] arrays, and `token_child` int64 [M] is the child of each.
+    [C], which ascends, is an index into `predictors`, and `child_token` int64 [C] is the token scored there. `tokens`
+    int64 [M] are the positions of the scored tokens in the caller's flat [T] arrays, and `token_child` int64 [M] is the
+    child of each.
     """
 
     token_ids: Array
@@ -112,6 +115,15 @@ def plan(
     token_node[is_node] = forest.token_node
     targets = _Targets(np.flatnonzero(mask), token_node[np.flatnonzero(mask) - 1], tokens[mask])
     return [_micro_batch(forest, rows, targets) for rows in _split_rows(forest, max_tokens)]
+
+
+def head_blocks(batch: MicroBatch, most: int) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of at most `most` predictors, each with the range of its children. They are computed without the
+    device, which the host would otherwise have to wait for."""
+    bounds = np.append(np.arange(0, len(batch.predictors), most), len(batch.predictors))
+    children = np.searchsorted(batch.child_predictor, bounds)
+    for rows, mine in zip(pairwise(bounds.tolist()), pairwise(children.tolist()), strict=True):
+        yield slice(*rows), slice(*mine)
 
 
 def _grow(tokens: Array, lengths: Array, max_nodes: int, hidden_size: int, *, share: bool) -> _Forest:

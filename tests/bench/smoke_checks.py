@@ -32,6 +32,8 @@ PACKAGES = ("torch", "transformers", "triton", "vllm", "megatron-core", "pyzmq",
 SHAPES = 8
 ABORTS = 20
 STEPS = 3
+WAITS = 1
+"""Maximum number of times that computing a gradient makes the host wait for the device: when the sums are read."""
 
 
 def versions(device: str) -> Measured:
@@ -264,12 +266,14 @@ def megatron_one_rank(device: str) -> Measured:
 def step_and_publish(device: str) -> Measured:
     """Update a random Qwen2 of 1.5B parameters in bfloat16 (a tiny one on a CPU) and copy its weights for a store.
 
-    `gap_ms` is the longest time for which the worker's event loop would not have answered, and `waits` is the number of
-    places where computing a gradient made the host wait for the device.
+    `gap_ms` is the longest time for which the worker's event loop would not have answered, `waits` is the number of
+    times that computing a gradient made the host wait for the device, and `where` names the first lines that did.
     """
     from services.policy_trainer.worker.backend_torch import TorchBackend
 
-    return _updates(device, "bfloat16", backend=TorchBackend, large=device == "cuda")
+    found = _updates(device, "bfloat16", backend=TorchBackend, large=device == "cuda")
+    assert found["waits"] <= WAITS, f"the host waits {found['waits']} times for a gradient: {found['where']}"
+    return found
 
 
 def _updates(device: str, dtype: str, *, backend: Any, large: bool) -> Measured:
@@ -292,15 +296,15 @@ def _updates(device: str, dtype: str, *, backend: Any, large: bool) -> Measured:
         device = own_device(device, 0)
         options = BackendOptions(max_tokens=8192, threads=1, device=device, scratch=Path(scratch) / "offloaded")
         made = backend(model, dtype, Optimizer(lr=1e-5), options, Layout(1).place(0))
-        steps_s, waits = [], 0
+        steps_s, waits = [], list[str]()
         for step in range(1, STEPS + 1):
             lengths = np.full(8, (512 if large else 16) + step, np.int32)
             with _counted_waits(device) as counted:
                 gradient_s = round_s(made, lengths, config.vocab_size, device, keep=True)
-            waits = len(counted)
+            waits = [f"{each.filename}:{each.lineno}" for each in counted]
             steps_s.append(gradient_s + _timed_ms(lambda step=step: made.step(step), device) / 1e3)
         found: Measured = {"parameters": made.parameters}
-        found |= {"steps_s": [round(each, 3) for each in steps_s], "waits": waits}
+        found |= {"steps_s": [round(each, 3) for each in steps_s], "waits": len(waits), "where": waits[:8]}
         staging = Staging()
         weights = made.weights()
         for attempt in ("first", "again"):

@@ -102,7 +102,7 @@ def what_is_wrong_is_refused(model: Path, place: Place) -> None:
 def a_head_in_blocks_changes_nothing(model: Path, place: Place, folder: Path) -> None:
     gradients = []
     for limit in (1 << 26, 200):
-        with patch("shared.megatron.model.MAX_LOGITS", limit), megatron_device():
+        with patch("shared.model.logprobs.MAX_LOGITS", limit), megatron_device():
             backend = megatron(model, place)
             back(backend, next(cases()))
             backend._trained.reduce()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,20 @@ def test_every_check_is_skipped_and_none_passes_without_a_device() -> None:
 def test_a_check_that_fails_or_takes_too_long_is_not_ok() -> None:
     assert "not done within" in run("versions", "cpu", 0.01)["error"]
     assert "KeyError" in run("no_such_check", "cpu", 60)["error"]
+
+
+def test_a_gradient_for_which_the_host_waits_too_often_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.bench import smoke_checks
+
+    @contextmanager
+    def counted(device: str, times: int) -> Iterator[list[object]]:
+        yield [warnings.WarningMessage("called a synchronizing operation", UserWarning, "loss.py", 7)] * times
+
+    monkeypatch.setattr(smoke_checks, "_counted_waits", functools.partial(counted, times=smoke_checks.WAITS))
+    assert smoke_checks.step_and_publish("cpu")["waits"] == smoke_checks.WAITS
+    monkeypatch.setattr(smoke_checks, "_counted_waits", functools.partial(counted, times=smoke_checks.WAITS + 1))
+    with pytest.raises(AssertionError, match=r"waits 2 times for a gradient: \['loss.py:7'"):
+        smoke_checks.step_and_publish("cpu")
 
 
 def test_every_check_has_a_limit() -> None:

@@ -17,7 +17,7 @@ from services.policy_trainer.worker.losses.policy import PolicyLoss
 from services.policy_trainer.worker.losses.tokens import TokenData
 from services.policy_trainer.worker.samples import PROX_KEY, REF_KEY
 from shared.model.logprobs import Entropy
-from shared.tensors_torch import to_torch
+from shared.tensors_torch import to_device
 
 
 class BatchLoss:
@@ -45,18 +45,18 @@ class BatchLoss:
         self._policy = losses.check(spec, own)
         self.entropy: Entropy = "gradient" if spec.entropy_coef else "value"
         """The form of entropy that the backend must compute in addition to log-probs."""
-
-        def on_device(values: Array) -> Tensor:
-            return to_torch(values).to(device)
-
-        self._rollout, self._versions = on_device(flat["rollout_logprobs"]), on_device(flat["versions"])
-        self._advantages, self._weights = on_device(advantages), on_device(weights)
-        self._prox = on_device(flat[PROX_KEY]) if spec.anchor == "proximal" else None
-        self._ref = on_device(flat[REF_KEY]) if spec.kl_estimator else None
         lengths = flat["lengths"].astype(np.int64)
         self._count = len(lengths)
+        arrays = [flat["rollout_logprobs"], flat["versions"], advantages, weights]
+        arrays.append(np.repeat(np.arange(self._count), lengths))
+        arrays += [flat[PROX_KEY]] if spec.anchor == "proximal" else []
+        arrays += [flat[REF_KEY]] if spec.kl_estimator else []
+        self._rollout, self._versions, self._advantages, self._weights, self._sequences, *more = to_device(
+            arrays, torch.device(device)
+        )
+        self._prox: Tensor | None = more.pop(0) if spec.anchor == "proximal" else None
+        self._ref: Tensor | None = more.pop(0) if spec.kl_estimator else None
         self._kept = torch.zeros(len(flat["loss_mask"]), device=device) if keeps else None
-        self._sequences = torch.from_numpy(np.repeat(np.arange(self._count), lengths)).to(device)
 
     def __call__(self, local: LocalScores) -> tuple[Tensor, dict[str, Tensor]]:
         at, cur, entropy = local.scores.tokens, local.scores.logprobs, local.scores.entropy

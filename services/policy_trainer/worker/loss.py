@@ -95,7 +95,7 @@ def token_loss(
         same, earlier = (data.versions == version) & known, (data.versions < version) & known
         engine = mismatches * same
         sums = {
-            "tokens": cur.new_tensor(float(len(cur))),
+            "tokens": cur.new_full((), float(len(cur))),
             "policy": policy_sum,
             "kl": kl_sum,
             "loss": loss_sum,

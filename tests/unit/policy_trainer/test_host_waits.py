@@ -9,20 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from proto.messages import LossSpec
 from services.policy_trainer.merging import add_up
-from services.policy_trainer.worker.backend import totals_of
+from services.policy_trainer.worker.backend import LocalScores, totals_of
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
-from shared.model import logprobs
+from shared.model import attention, logprobs
 from shared.topology.algorithm import Optimizer
 from tests.unit.policy_trainer.training import accumulate, one_rank
 from tests.unit.tiny_models import make_model, ragged
 
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal")
 """Operations whose result the host needs before it continues."""
+
+
+FROM_HOST = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+"""Functions whose values come from the host."""
 
 
 class Waits(TorchDispatchMode):
@@ -37,6 +43,22 @@ class Waits(TorchDispatchMode):
         if name in WAITS:
             self.seen.append(name)
         return function(*args, **(kwargs or {}))
+
+
+class Transfers(TorchFunctionMode):
+    """Counts the calls that move values from the host to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        on_host = function in FROM_HOST or any(each.device.type == "cpu" for each in given)
+        if on_host and isinstance(result, torch.Tensor) and result.device.type != "cpu":
+            self.seen.append(str(function))
+        return result
 
 
 def gradient(backend: TorchBackend) -> dict[str, float]:
@@ -70,6 +92,34 @@ def test_no_operation_of_a_micro_batch_waits_for_the_device(tmp_path: Path, monk
     assert len(calls) > 2
     assert totals["tokens"] > 0
     assert waits.seen == []
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_micro_batch_moves_to_the_device_in_two_copies(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device `meta` computes no values, so reading one raises an error. It stands in for a GPU."""
+    monkeypatch.setattr(attention, "packs", lambda device: packs)
+    monkeypatch.setattr(logprobs, "MAX_LOGITS", 128)
+    ids, lengths, mask = ragged()
+    flat = {"loss_mask": mask, "lengths": lengths, "versions": np.zeros(len(ids), np.int32)}
+    names = ("rollout_logprobs", "prox_logprobs", "ref_logprobs")
+    flat |= {name: np.full(len(ids), -2.0, np.float32) for name in names}
+    spec = LossSpec(
+        **{"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "anchor": "proximal", "temperature": 0.5},
+        **{"kl_estimator": "k3", "kl_coef": 0.1, "entropy_coef": 0.1, "tis_cap": 2.0, "ratio_mask": "sequence"},
+    )
+    scorer = logprobs.LogprobScorer(make_model("qwen3", head_dim=16).to("meta"))
+    batches = scorer.plan(ids, lengths, mask, spec.temperature, 20)
+    assert len(batches) > 2
+    ones = np.ones(len(ids), np.float32)
+    with Transfers() as transfers:
+        loss = BatchLoss(spec, flat, ones, ones, "meta", keeps=True)
+    assert len(transfers.seen) == 1, transfers.seen
+    for batch in batches:
+        with Transfers() as transfers:
+            scores = scorer.score(batch, spec.temperature, loss.entropy)
+            total, _ = loss(LocalScores(scores, lambda values: values))
+            total.backward()
+        assert len(transfers.seen) == 2, transfers.seen
 
 
 def test_adding_the_sums_of_all_micro_batches_at_once_equals_adding_them_one_by_one() -> None:

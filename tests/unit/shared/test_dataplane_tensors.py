@@ -8,7 +8,7 @@ import torch
 
 from proto import dtypes
 from proto.errors import WireError
-from shared.tensors_torch import to_numpy, to_torch
+from shared.tensors_torch import packed, to_device, to_numpy, to_torch, unpacked
 
 
 @pytest.mark.parametrize("row", dtypes.TABLE, ids=lambda row: row.name)
@@ -35,6 +35,26 @@ def test_strided_tensors_keep_their_values(name: str) -> None:
     assert array.shape == (2, 4)
     assert np.array_equal(array.astype(np.float64), whole.to(torch.float64).numpy().T[1:5:2])
     assert torch.equal(to_torch(array).to(torch.float64), part.to(torch.float64))
+
+
+def test_tensors_of_any_dtype_and_shape_are_packed_and_unpacked() -> None:
+    rng = np.random.default_rng(0)
+    arrays = [np.zeros((0, 3), np.int64), np.array(7, np.int32)]
+    for row in dtypes.TABLE:
+        raw = rng.integers(0, 2 if row.name == "bool" else 256, 15 * row.itemsize, np.uint8)
+        arrays.append(raw.view(row.numpy).reshape(3, 5))
+    arrays.append(arrays[3][::2, 1:])
+    tensors = [to_torch(each) for each in arrays]
+    for array, tensor in zip(arrays, unpacked(packed(tensors), tensors), strict=True):
+        assert (to_numpy(tensor).tobytes(), tuple(tensor.shape)) == (array.tobytes(), array.shape)
+    elsewhere = to_device(arrays, torch.device("meta"))
+    assert [(each.dtype, each.shape) for each in elsewhere] == [(each.dtype, each.shape) for each in tensors]
+
+
+def test_arrays_share_memory_with_their_tensors_on_a_cpu() -> None:
+    arrays = [np.arange(3), np.ones(2, np.float32)]
+    found = to_device(arrays, torch.device("cpu"))
+    assert [each.data_ptr() for each in found] == [each.ctypes.data for each in arrays]
 
 
 def test_tensor_that_requires_a_gradient_is_converted() -> None:

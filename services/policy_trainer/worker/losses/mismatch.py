@@ -57,7 +57,7 @@ def importance_sums(spec: LossSpec, own: Tensor, data: TokenData) -> dict[str, T
     truncated = weight.clamp(max=spec.tis_cap) if spec.tis_cap > 0 else weight
     near = rollout + (own - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     sums = {
-        "weighed": own.new_tensor(float(len(own))),
+        "weighed": own.new_full((), float(len(own))),
         "weight": truncated.sum(),
         "weight_squared": truncated.square().sum(),
         "weight_max": weight.max() if len(weight) else weight.sum(),
