@@ -149,6 +149,7 @@ class Pieces:
             max_tokens=self._max_tokens,
             hidden_size=self.architecture.hidden,
             share=self.groups.context is None,
+            packs=attention.packs(torch.device(self._device)),
         )
 
     def _pack(self, batch: tree.MicroBatch, temperature: float, entropy: Entropy) -> Packed:

@@ -130,6 +130,7 @@ class LogprobScorer(nn.Module):
             max_tokens=max_tokens,
             hidden_size=int(getattr(self.model.config, "hidden_size", 1024)),
             share=self._trees and self._ranks is None,
+            packs=attention.packs(next(self.model.parameters()).device),
         )
 
     def score(self, batch: MicroBatch, temperature: float, entropy: Entropy) -> Scores:

@@ -3,7 +3,7 @@ last scored one are not computed at all. It does not import torch.
 
 The samples of a group share their prompt and often much of their answer, and a causal model gives equal prefixes equal
 hidden states. Sorted sequences form a trie in pre-order: a row of nodes, in which node j is an ancestor of node i if
-and only if j <= i < end[j]. A row that holds one sequence is a plain causal chain. In the tree, a sequence ends before
+and only if j <= i < end[j]. A row without branches is a plain causal chain. In the tree, a sequence ends before
 its last scored token, which is a target but not a node; the tokens after it are neither.
 """
 
@@ -21,16 +21,24 @@ Array = np.ndarray[Any, np.dtype[Any]]
 MAX_ROW_NODES = 2048
 """Maximum number of nodes of a row with branches. The size of the row's attention mask is the square of its number of
 nodes."""
+MASKED_PAIR = 16
+"""Time that an element of the attention mask costs on a device that computes chains in packed form, compared with a
+pair of a chain. It is an estimate, which has not been measured. A mask needs the memory-efficient kernel, which takes
+about twice as long as FlashAttention-2 (arXiv 2307.08691, figure 4) and has no version for recent GPUs, where
+FlashAttention-3 is 1.5 to 2 times as fast as that (arXiv 2407.08608); it converts and reads the mask in every layer,
+which doubles its time, and repeats the keys. The result, 8, is doubled, because a row that is wrongly left apart costs
+less than one that is wrongly joined, which also needs memory for its mask."""
 MIN_FILL = 0.8
 """Minimum fill of an attention block. It limits the padding, which only attention needs."""
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Rows of similar length that attend in one call: R rows, of which the longest has L nodes.
+    """Rows of similar length that attend in one call: R rows, of which the longest has L nodes. Either all of them are
+    chains or none is.
 
     `gather` int64 [R*L] is the node of the micro-batch in each slot (padding repeats node 0). `end` int64 [R, L] is one
-    past the last descendant of the slot's node, counted in slots, or None if every row is a chain.
+    past the last descendant of the slot's node, counted in slots, or None if the rows are chains.
     """
 
     rows: int
@@ -84,14 +92,22 @@ class _Targets:
 
 
 def plan(
-    token_ids: Array, lengths: Array, loss_mask: Array, *, max_tokens: int, hidden_size: int, share: bool = True
+    token_ids: Array,
+    lengths: Array,
+    loss_mask: Array,
+    *,
+    max_tokens: int,
+    hidden_size: int,
+    share: bool = True,
+    packs: bool = False,
 ) -> list[MicroBatch]:
     """Return micro-batches that score each token with mask 1 exactly once.
 
     A micro-batch has at most `max_tokens` nodes, unless it holds one longer sequence. `token_ids` is int [T], `lengths`
     int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` determines the relative costs of attention and linear
-    layers, which decide how rows are formed. Without `share`, every sequence is a row of its own. Raises ValueError if
-    the sizes of the arrays differ or the first token of a sequence is to be scored.
+    layers, which decide how rows are formed. Without `share`, every sequence is a row of its own. `packs` says that the
+    device computes chains in packed form (`attention.packs`), in which they cost much less than rows with branches.
+    Raises ValueError if the sizes of the arrays differ or the first token of a sequence is to be scored.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     tokens = np.asarray(token_ids, dtype=np.int64)
@@ -110,7 +126,9 @@ def plan(
     position = np.arange(len(tokens)) - np.repeat(starts, lengths)
     needed = np.maximum.reduceat(np.where(mask, position, 0), starts)  # nodes of each sequence
     is_node = position < np.repeat(needed, lengths)
-    forest = _grow(tokens[is_node], needed[needed > 0], min(MAX_ROW_NODES, max_tokens), hidden_size, share=share)
+    most = min(MAX_ROW_NODES, max_tokens)
+    masked_pair = MASKED_PAIR if packs else 1
+    forest = _grow(tokens[is_node], needed[needed > 0], most, hidden_size, masked_pair, share=share)
     token_node = np.full(len(tokens), -1, dtype=np.int64)
     token_node[is_node] = forest.token_node
     targets = _Targets(np.flatnonzero(mask), token_node[np.flatnonzero(mask) - 1], tokens[mask])
@@ -126,7 +144,7 @@ def head_blocks(batch: MicroBatch, most: int) -> Iterator[tuple[slice, slice]]:
         yield slice(*rows), slice(*mine)
 
 
-def _grow(tokens: Array, lengths: Array, max_nodes: int, hidden_size: int, *, share: bool) -> _Forest:
+def _grow(tokens: Array, lengths: Array, max_nodes: int, hidden_size: int, masked_pair: int, *, share: bool) -> _Forest:
     starts = np.cumsum(lengths) - lengths
     count, width = len(lengths), int(lengths.max())
     if share:
@@ -139,29 +157,44 @@ def _grow(tokens: Array, lengths: Array, max_nodes: int, hidden_size: int, *, sh
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
         # Padding (-1) differs from every token, so `common` is at most the shorter length, unless the rows are equal.
         common = np.minimum(common, np.minimum(lengths[order[1:]], lengths[order[:-1]]))
-        shared = _cut_rows(np.concatenate([[0], common]), lengths[order], max_nodes, hidden_size)
+        shared = _cut_rows(np.concatenate([[0], common]), lengths[order], max_nodes, hidden_size, masked_pair)
     else:
         order = np.arange(count)
         shared = np.full(count, -1, dtype=np.int64)
     return _build(tokens, lengths, starts, order, shared)
 
 
-def _cut_rows(common: Array, lengths: Array, max_nodes: int, hidden_size: int) -> Array:
+def _cut_rows(common: Array, lengths: Array, max_nodes: int, hidden_size: int, masked_pair: int) -> Array:
     """Return the number of leading tokens that each sorted sequence shares with its row, or -1 where a row begins.
 
     A token in the linear layers costs about as much as 6 * hidden_size attention pairs (24 h^2 and 4 h multiply-adds
-    per layer). This ratio decides whether joining a row saves time.
+    per layer). This ratio decides whether joining a row saves time. A row of n nodes has n^2 pairs, each of which costs
+    `masked_pair` if the row has branches, and 1 otherwise. All sequences that could join at a row's first branch share
+    the cost of turning the chain into a row with branches.
     """
     shared = np.full(len(lengths), -1, dtype=np.int64)
-    nodes = 0
-    for index, (same, length) in enumerate(zip(common.tolist(), lengths.tolist(), strict=True)):
+    nodes, pair = 0, 1
+    each = zip(common.tolist(), lengths.tolist(), _followers(common).tolist(), strict=True)
+    for index, (same, length, followers) in enumerate(each):
         new = length - same
-        if same and nodes + new <= max_nodes and same * 6 * hidden_size >= 2 * nodes * new:
+        joined = masked_pair if new and same < nodes else pair
+        added = joined * ((nodes + new) ** 2 - nodes**2) - new**2 + (joined - pair) * nodes**2 / followers
+        if same and nodes + new <= max_nodes and same * 6 * hidden_size >= added:
             shared[index] = same
-            nodes += new
+            nodes, pair = nodes + new, joined
         else:
-            nodes = length
+            nodes, pair = length, 1
     return shared
+
+
+def _followers(common: Array) -> Array:
+    """Return, for each sorted sequence, the number of sequences from it on that share at least as much with the one
+    before them. `common` is the number of leading tokens that each shares with the one before it."""
+    counts = np.ones(len(common), dtype=np.int64)
+    for index in range(len(common) - 2, -1, -1):
+        while (after := index + counts[index]) < len(common) and common[after] >= common[index]:
+            counts[index] += counts[after]
+    return counts
 
 
 def _build(tokens: Array, lengths: Array, starts: Array, order: Array, shared: Array) -> _Forest:
@@ -176,7 +209,6 @@ def _build(tokens: Array, lengths: Array, starts: Array, order: Array, shared: A
 
     row_begins = np.flatnonzero(shared < 0)
     row_start = np.append(first_node[row_begins], total)
-    row_is_chain = np.diff(np.append(row_begins, len(order))) == 1
     node_end = np.repeat(row_start[1:], np.diff(row_start))
     token_node = np.empty(len(tokens), dtype=np.int64)
 
@@ -191,11 +223,12 @@ def _build(tokens: Array, lengths: Array, starts: Array, order: Array, shared: A
         del path[max(same, 0) :]
         path.extend(range(node, node + int(fresh[index])))
         token_node[begin : begin + length] = path
+    row_is_chain = np.minimum.reduceat(node_end, row_start[:-1]) == row_start[1:]
     return _Forest(node_token, node_depth, node_end, row_start, row_is_chain, token_node)
 
 
 def _split_rows(forest: _Forest, max_tokens: int) -> list[Array]:
-    """Return the rows of each micro-batch, longest first."""
+    """Return the rows of each micro-batch: those with branches before the chains, and the longest of each first."""
     sizes = np.diff(forest.row_start)
     parts: list[Array] = []
     current: list[int] = []
@@ -207,7 +240,7 @@ def _split_rows(forest: _Forest, max_tokens: int) -> list[Array]:
         current.append(row)
         nodes += int(sizes[row])
     parts.append(np.array(current))
-    return parts
+    return [part[np.argsort(forest.row_is_chain[part], kind="stable")] for part in parts]
 
 
 def _micro_batch(forest: _Forest, rows: Array, targets: _Targets) -> MicroBatch:
@@ -249,12 +282,14 @@ def _micro_batch(forest: _Forest, rows: Array, targets: _Targets) -> MicroBatch:
 
 
 def _block_bounds(sizes: Array, is_chain: Array) -> list[tuple[int, int]]:
-    """Split rows, longest first, into blocks. A new block begins where the fill would fall below MIN_FILL."""
+    """Split rows, which are in the order of `_split_rows`, into blocks. A new block begins with the first chain, and
+    where the fill would fall below MIN_FILL."""
     bounds: list[tuple[int, int]] = []
     begin, used = 0, 0
     for index, size in enumerate(sizes.tolist()):
         longest = int(sizes[begin])
-        if index > begin and (used + size) < MIN_FILL * longest * (index + 1 - begin):
+        sparse = (used + size) < MIN_FILL * longest * (index + 1 - begin)
+        if index > begin and (sparse or is_chain[index] != is_chain[begin]):
             bounds.append((begin, index))
             begin, used = index, 0
         used += size
@@ -267,7 +302,7 @@ def _block(forest: _Forest, rows: Array, sizes: Array, first: Array) -> Attentio
     inside = slot < sizes[:, None]
     gather = np.where(inside, first[:, None] + slot, 0)
     end: Array | None = None
-    if not forest.row_is_chain[rows].all():
+    if not forest.row_is_chain[rows[0]]:
         node = np.where(inside, forest.row_start[rows][:, None] + slot, 0)
         end = np.where(inside, forest.node_end[node] - forest.row_start[rows][:, None], slot + 1)
     return AttentionBlock(rows=len(rows), longest=longest, gather=gather.reshape(-1), end=end)

@@ -32,6 +32,8 @@ from shared.topology.algorithm import Optimizer
 from tests.bench.model_flops import peak_flops, training_flops
 
 ROUNDS = 3
+GROUP = 8
+"""Number of sequences that begin with the same prompt."""
 MICRO_BATCH, PLAIN_MICRO_BATCH = 16_384, 4096
 """Number of tokens in a micro-batch."""
 CONVENTIONS: tuple[Literal["whole", "causal"], ...] = ("whole", "causal")
@@ -179,8 +181,9 @@ def utilisation(
     known.
 
     Both are means over the rounds, whose individual values are also returned, for each way of counting attention
-    (`model_flops`). Every round has new lengths, like every step of a run, so a library that has to prepare for each
-    new shape does so in every round. The whole training state, with the optimizer's, is on the device.
+    (`model_flops`). A prompt counts once for each of its sequences, even where it is computed only once. Every round
+    has new lengths, like every step of a run, so a library that has to prepare for each new shape does so in every
+    round. The whole training state, with the optimizer's, is on the device.
     """
     config = config_of(device)
     rng = np.random.default_rng(0)
@@ -331,11 +334,16 @@ def round_s(
 ) -> float:
     """Return how long, in seconds, one forward and backward pass over random sequences of `lengths` takes. The first
     `prompt` tokens of a sequence are not scored. With `keep`, the gradient is kept for an update.
+
+    As in GRPO, GROUP sequences share a prompt. If `prompt` is 1, it is a quarter as long as the shortest sequence.
     """
     ids = np.random.default_rng(int(lengths.sum())).integers(0, vocabulary, int(lengths.sum())).astype(np.int32)
     mask = np.ones(len(ids), np.uint8)
-    for first in np.cumsum(lengths) - lengths:
-        mask[first : first + prompt] = 0
+    starts, shared = np.cumsum(lengths) - lengths, prompt if prompt > 1 else int(lengths.min()) // 4
+    for number, start in enumerate(starts):
+        first = starts[number - number % GROUP]
+        ids[start : start + shared] = ids[first : first + shared]
+        mask[start : start + prompt] = 0
     flat = {
         "token_ids": ids,
         "lengths": lengths,
