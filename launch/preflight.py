@@ -14,11 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from launch import functions, gpus, memory
 from services.tracker.exporter import missing
 from shared.data import DataError, open_source
+from shared.os_limits import host_bytes
 from shared.rundir import SHM_ROOT
 from shared.security.connections import MOST_CONNECTIONS, most_connections
 from shared.topology import Topology, hub, memory_plan, model_files, monitor_traces, monitor_web, snapshot_bytes
@@ -211,14 +210,6 @@ def room_of(topology: Topology, places: Iterable[Place]) -> dict[Place, int]:
     """Return the sizes, in bytes, of those places that are on this machine, as far as they can be measured."""
     sizes = {"": host_bytes()} | (gpu_bytes() if any(place.gpu for place in places) else {})
     return {place: sizes[place.gpu] for place in places if place.host == topology.home and place.gpu in sizes}
-
-
-def host_bytes() -> int:
-    """Return the memory of this machine, or of its topmost control group (a container) if that is less."""
-    total = int(psutil.virtual_memory().total)
-    with contextlib.suppress(OSError, ValueError):
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total
 
 
 def gpu_bytes() -> dict[str, int]:

@@ -1,5 +1,5 @@
-"""Operating-system limits: the errors raised when disks or descriptors are exhausted, and the limit on open
-descriptors.
+"""Operating-system limits: the errors raised when disks or descriptors are exhausted, the limit on open descriptors,
+and the size of the memory.
 
 libzmq aborts a process that has no descriptor left when a peer connects over ipc. Each connection from another host
 takes two descriptors, and a batch can map thousands of files, each of which takes one.
@@ -7,8 +7,12 @@ takes two descriptors, and a batch can map thousands of files, each of which tak
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import resource
+from pathlib import Path
+
+import psutil
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Errors raised on a full mount or an exhausted quota. Producers and stores answer them with BUSY and keep running."""
@@ -22,3 +26,11 @@ def raise_descriptor_limit() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine, or of its topmost control group (a container) if that is less."""
+    total = int(psutil.virtual_memory().total)
+    with contextlib.suppress(OSError, ValueError):
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total

@@ -18,6 +18,9 @@ from shared.topology.services import DEVICE_SERVICE
 
 Key = tuple[str, int]
 """Service and instance."""
+SHARE_WITH_GRADIENTS = 0.5
+"""Maximum share of a rank's memory that the parts of the model take up if the rank keeps whole gradients. The rest is
+for activations and weights that are gathered temporarily."""
 _FLOAT, _MOMENTS = 4, 8
 """Bytes per parameter of a float32 copy, and of the two moments of AdamW."""
 
@@ -83,6 +86,16 @@ def holds_none(topology: Topology) -> bool:
     rollout = topology.services.rollout
     embedded = rollout.engine == "transformers" and rollout.device == "cpu" and not topology.run.deterministic
     return embedded or rollout.engine == "openai"
+
+
+def keeps_whole_gradients(elements: int, ranks: int, memory_bytes: int) -> bool:
+    """Return whether each rank of backend torch keeps the whole float32 gradient until the last micro-batch.
+
+    The ranks then add up their gradients once per batch instead of once per micro-batch. The whole gradient is not part
+    of `training_parts`, because it is kept only where the memory of a rank, `memory_bytes`, allows it.
+    """
+    pieces = (_FLOAT + _FLOAT + _MOMENTS) / ranks
+    return elements * (pieces + _FLOAT) <= SHARE_WITH_GRADIENTS * memory_bytes
 
 
 def per_process(topology: Topology, elements: int) -> dict[Key, int]:

@@ -3,18 +3,24 @@ micro-batch."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from proto.messages import BatchMeta, ForwardBackwardDone, StepBatch
 from services.policy_trainer.metrics import StepMetrics
-from services.policy_trainer.worker.backend import BackendOptions, Sequences
+from services.policy_trainer.worker import shards
+from services.policy_trainer.worker.backend import BackendOptions, LocalScores, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.blocks import blocks_of
 from shared.ranks.layout import Layout, Place
 from shared.topology.algorithm import Optimizer
 from tests.parity.gradient_cases import RUNS, VOCAB, Case, cases, nothing_trained
@@ -22,8 +28,13 @@ from tests.parity.groups import run_group, sums_of
 from tests.unit.tiny_models import make_model
 
 LIMITS = {"float64": 1e-12, "float32": 1e-5}
+SUMMED = {"float64": 1e-12, "bfloat16": 0.05}
+"""Limits for gradients that are added up once per batch. The passes of a bfloat16 model are less exact."""
 LAYOUTS = {"dp2": Layout(2), "cp2": Layout(2, cp=2), "dp2xcp2": Layout(4, cp=2)}
 ALONE = Layout(1).place(0)
+UNEVEN = [case for case in cases() if case.name in ("gspo", "sequences-masked")]
+MICRO_BATCH = 20
+"""Cases with several micro-batches of this size on both of two ranks; the ranks have different numbers of them."""
 
 
 def backend_of(dtype: str, place: Place, folder: Path, max_tokens: int = 4096, recompute: str = "none") -> TorchBackend:
@@ -93,6 +104,77 @@ def test_gradients_equal_those_of_one_process_and_one_micro_batch(name: str, tmp
                 assert sums_of(parts) == pytest.approx(sums, rel=1e-5, abs=1e-6), label
                 _importance_agrees(case, sums_of(parts))
                 _logprobs_agree(case, layout, parts, logprobs)
+
+
+class ReduceScatters(TorchDispatchMode):
+    """Counts the collectives that add up the ranks' gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += function.name().startswith("c10d::_reduce_scatter")
+        return function(*args, **(kwargs or {}))
+
+
+def count_sums(place: Place, folder: Path) -> None:
+    """Write how often the gradients of each case were added up over the ranks, and the gradients, with whole gradients
+    kept until the last micro-batch and without. In between, a batch fails before its second backward pass."""
+    for dtype, memory_bytes in itertools.product(SUMMED, (1 << 40, 1)):
+        with patch.object(shards, "_memory_bytes", lambda mesh, found=memory_bytes: found):
+            backend = backend_of(dtype, place, folder, MICRO_BATCH)
+        out: dict[str, torch.Tensor] = {}
+        for case in UNEVEN:
+            _fail_in_second_micro_batch(backend, case)
+            with ReduceScatters() as sums:
+                found, _, _ = gradient(backend, case)
+            out[f"calls/{case.name}"] = torch.tensor(sums.calls)
+            out |= {f"grad/{case.name}/{name}": value for name, value in found.items() if place.rank == 0}
+        save_file(out, folder / f"rank-{place.rank}" / f"{dtype}-{memory_bytes}.safetensors")
+
+
+def _fail_in_second_micro_batch(backend: TorchBackend, case: Case) -> None:
+    flat, advantages, weights = case.of(backend.place.dp_rank, backend.place.layout.dp)
+    loss = BatchLoss(case.spec, flat, advantages, weights, "cpu")
+    passes = 0
+
+    def failing(local: LocalScores) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        nonlocal passes
+        passes += 1
+        if passes == 2:
+            raise ValueError("a loss that fails")
+        return loss(local)
+
+    sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
+    with pytest.raises(ValueError, match="a loss that fails"):
+        backend.forward_backward(sequences, case.spec.temperature, failing, entropy=loss.entropy)
+    backend.drop_gradients()
+
+
+def test_ranks_with_enough_memory_add_up_their_gradients_once_per_batch(tmp_path: Path) -> None:
+    run_group("tests.parity.test_gradients_torch:count_sums", Layout(2), tmp_path / "dp2")
+    for dtype, memory_bytes in itertools.product(SUMMED, (1 << 40, 1)):
+        alone = backend_of(dtype, ALONE, tmp_path)
+        modules = 1 + len(blocks_of(alone.model))
+        file = f"{dtype}-{memory_bytes}.safetensors"
+        found = [load_file(tmp_path / "dp2" / f"rank-{rank}" / file) for rank in range(2)]
+        for case in UNEVEN:
+            passes = max(len(_micro_batches(alone, case, rank)) for rank in range(2))
+            assert passes > min(len(_micro_batches(alone, case, rank)) for rank in range(2)) > 1
+            sums = 1 if memory_bytes > 1 else passes
+            assert [int(each[f"calls/{case.name}"]) for each in found] == [modules * sums] * 2
+            expected, _, _ = gradient(alone, case)
+            scale = max(float(value.abs().max()) for value in expected.values())
+            for weight, value in expected.items():
+                error = float((found[0][f"grad/{case.name}/{weight}"] - value).abs().max()) / scale
+                assert error <= SUMMED[dtype], f"{dtype} {case.name} {weight}: {error:.2e}"
+
+
+def _micro_batches(backend: TorchBackend, case: Case, rank: int) -> list[Any]:
+    flat, _, _ = case.of(rank, 2)
+    arrays = flat["token_ids"], flat["lengths"], flat["loss_mask"]
+    return backend._trained.scorer.plan(*arrays, case.spec.temperature, MICRO_BATCH)
 
 
 def _importance_agrees(case: Case, sums: dict[str, float]) -> None:

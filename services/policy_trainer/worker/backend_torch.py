@@ -186,10 +186,12 @@ class TorchBackend:
 
         batches = plan(sequences)
         passes = self._mesh.most(len(batches))
-        for batch in batches:
-            on_scores(scorer.score(batch, temperature, entropy))
-        for _ in range(passes - len(batches)):
-            on_idle(scorer.score(plan(_IDLE)[0], temperature, entropy))
+        for number in range(passes):
+            self._trained.expect_backward(last=number == passes - 1)
+            if number < len(batches):
+                on_scores(scorer.score(batches[number], temperature, entropy))
+            else:
+                on_idle(scorer.score(plan(_IDLE)[0], temperature, entropy))
 
     # ---- updates
 
@@ -215,6 +217,7 @@ class TorchBackend:
     def drop_gradients(self) -> None:
         """Drop the accumulated gradients."""
         self.shelves.backload(frozenset(["gradients"]))
+        self._trained.drop_unsummed()
         for each in (*self._trained.model.parameters(), *self._trained.masters.values()):
             each.grad = None
 

@@ -41,6 +41,12 @@ class Replica:
 
         return move
 
+    def expect_backward(self, *, last: bool) -> None:
+        """Do nothing: there are no other ranks whose gradients would be added."""
+
+    def drop_unsummed(self) -> None:
+        """Do nothing: gradients are always summed."""
+
     def after_inference(self) -> None:
         """Do nothing: a pass without a gradient leaves nothing to free."""
 

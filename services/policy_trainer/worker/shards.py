@@ -21,6 +21,8 @@ from services.policy_trainer.worker.mesh import from_rank_0
 from shared.model.context import ContextRank
 from shared.model.load import named_weights, unfilled
 from shared.model.logprobs import LogprobScorer
+from shared.os_limits import host_bytes
+from shared.topology.model_memory import keeps_whole_gradients
 from shared.weights.table import described
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -64,9 +66,32 @@ class Shards:
                 module.set_force_sum_reduction_for_comms(True)
         self.masters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         self.separate = set(self.masters) if dtype in _LOW else set()
+        memory = torch.tensor([_memory_bytes(mesh)])
+        dist.all_reduce(memory, op=dist.ReduceOp.MIN)
+        elements = sum(shape.numel() for shape in self.trained_shapes)
+        self._keeps_whole_gradients = keeps_whole_gradients(elements, mesh.size(), int(memory))
         self.set_weights(named)
         for buffer in self.model.buffers():
             dist.broadcast(buffer, 0)
+
+    def expect_backward(self, *, last: bool) -> None:
+        """Prepare for the backward pass of a micro-batch, the `last` one of a batch or an earlier one.
+
+        If the memory allows it, the ranks add up their gradients only in the last one. Until then, each keeps the whole
+        gradient of its own micro-batches, in float32 for 16-bit weights.
+        """
+        cast(Any, self.scorer).set_requires_gradient_sync(last or not self._keeps_whole_gradients)
+
+    def drop_unsummed(self) -> None:
+        """Drop the gradients that have not been added up, because a batch has failed before its last micro-batch."""
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                # torch has no public way to do this in versions before `reset_iter_state`, which keeps these gradients.
+                group = module._get_fsdp_state()._fsdp_param_group
+                for each in group.fsdp_params if group is not None else ():
+                    each.unsharded_accumulated_grad = None
+                    if hasattr(each, "_unsharded_param"):
+                        each._unsharded_param.grad = None
 
     def after_inference(self) -> None:
         """Free the weights that a pass without a gradient has gathered."""
@@ -136,3 +161,10 @@ class Shards:
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the model on this rank."""
         return [*self.model.parameters(), *self.model.buffers()]
+
+
+def _memory_bytes(mesh: DeviceMesh) -> int:
+    """Return the memory of this rank: that of its GPU, or its share of the host's memory."""
+    if mesh.device_type == "cuda":
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return host_bytes() // mesh.size()

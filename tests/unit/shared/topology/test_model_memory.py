@@ -20,7 +20,7 @@ from shared.topology import Topology, load
 from shared.topology.algorithm import Optimizer
 from shared.topology.memory_plan import Phase, Place, by_place, gpus_that_fit, peak, uses
 from shared.topology.model_files import parameter_count
-from shared.topology.model_memory import Part, per_process, saved_bytes, training_parts
+from shared.topology.model_memory import Part, keeps_whole_gradients, per_process, saved_bytes, training_parts
 from tests.unit.policy_trainer.test_host_waits import gradient
 from tests.unit.tiny_models import make_model
 
@@ -115,6 +115,17 @@ def test_the_calculated_parts_of_one_rank_equal_those_that_the_backend_holds(tmp
         )
         parts = training_parts(load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}"]))
         assert held + gradients == pytest.approx(backend.parameters * sum(parts.values()))
+
+
+def test_whole_gradients_are_kept_only_where_they_and_the_pieces_fit_half_of_the_memory() -> None:
+    for elements, ranks, memory_bytes, keeps in (
+        (7_600_000_000, 4, 80 * GIB, False),
+        (7_600_000_000, 4, 140 * GIB, True),
+        (3_000_000_000, 4, 80 * GIB, True),
+        (1000, 2, 2 * 12_000, True),
+        (1000, 2, 2 * 12_000 - 1, False),
+    ):
+        assert keeps_whole_gradients(elements, ranks, memory_bytes) == keeps
 
 
 @pytest.mark.parametrize(
