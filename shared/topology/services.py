@@ -37,6 +37,9 @@ class Parallel(Section):
         return self.tp * self.pp * self.cp
 
 
+Recompute = Literal["none", "layers", "selective"]
+
+
 class Placed(Section):
     host: Strings | None = Field(
         default=None,
@@ -81,9 +84,10 @@ class TrainerSettings(ScorerSettings):
         description="number of ranks on the CPU, one process each; must be a multiple of tp*pp*cp; default: one copy "
         "of the model",
     )
-    recompute: Literal["none", "layers"] = Field(
+    recompute: Recompute = Field(
         default="none",
-        description="layers: keep only the input of each layer and recompute the layer in the backward pass",
+        description="layers: keep only the input of each layer and recompute the layer in the backward pass; selective "
+        "(backend torch): also keep the results of linear layers and attention, and recompute the rest",
     )
 
     @property

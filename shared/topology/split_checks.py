@@ -16,12 +16,15 @@ MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
 
 def check(topology: Topology) -> Found:
     """Yield a problem for each degree that the backend does not support, that does not divide the size it splits, or
-    that crosses hosts."""
+    that crosses hosts, and for recomputation that the backend does not support."""
     trainer, reference = topology.services.policy_trainer, topology.services.reference
     yield from _hosts("policy-trainer", trainer, trainer.world_size, len(trainer.host or ()))
     if reference is not None:
         copies, ranks = max(reference.dp, 1), reference.parallel.model_ranks
         yield from _hosts("reference", reference, ranks, min(len(reference.host or ()) // copies, ranks))
+    if trainer.recompute == "selective" and trainer.backend == "megatron":
+        message = "selective is for backend torch; use layers, or set backend to torch"
+        yield ("services", "policy-trainer", "recompute"), message
     for name, service in topology.services.scorers.items():
         yield from _check(topology, name, service, {"tp", "pp"} if name == "policy-trainer" else {"tp", "pp", "cp"})
 

@@ -120,10 +120,11 @@ class ReduceScatters(TorchDispatchMode):
 
 def count_sums(place: Place, folder: Path) -> None:
     """Write how often the gradients of each case were added up over the ranks, and the gradients, with whole gradients
-    kept until the last micro-batch and without. In between, a batch fails before its second backward pass."""
+    kept until the last micro-batch and without. In between, a batch fails before its second backward pass. Layers are
+    recomputed selectively."""
     for dtype, memory_bytes in itertools.product(SUMMED, (1 << 40, 1)):
         with patch.object(shards, "_memory_bytes", lambda mesh, found=memory_bytes: found):
-            backend = backend_of(dtype, place, folder, MICRO_BATCH)
+            backend = backend_of(dtype, place, folder, MICRO_BATCH, "selective")
         out: dict[str, torch.Tensor] = {}
         for case in UNEVEN:
             _fail_in_second_micro_batch(backend, case)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
 from shared.topology.algorithm import Optimizer
+from shared.topology.services import Recompute
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class BackendOptions:
     threads: int
     device: str
     scratch: Path
-    recompute: Literal["none", "layers"] = "none"
+    recompute: Recompute = "none"
 
 
 def learning_rate(options: Optimizer, step: int) -> float:

@@ -73,8 +73,8 @@ class TorchBackend:
         self._options = options
         self._mesh = Mesh(place, torch.device(options.device).type)
         model = self._loaded_on_rank_0(lambda _: None) or load_shapes(model_dir, dtype)
-        if options.recompute == "layers":
-            recompute_blocks(model)
+        if options.recompute != "none":
+            recompute_blocks(model, options.recompute)
         self._trained: Replica | Shards
         if self._mesh.shard_mesh is None:
             own_storages([*model.parameters(), *model.buffers()])

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shared.model import attention
+
+_ATTENTION = ("flash", "efficient", "cudnn")
+_COSTLY = frozenset(
+    [
+        *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "torch_attn::_varlen_attn"),
+        *(f"aten::_scaled_dot_product_{kernel}_attention" for kernel in _ATTENTION),
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    ]
+)
+"""Operations whose results are kept with `selective`: matrix products of linear layers, and attention. The products of
+an attention without a fused kernel are not among them, because their results are as large as a mask."""
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -18,19 +29,30 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def recompute_blocks(model: nn.Module) -> None:
+def recompute_blocks(model: nn.Module, what: Literal["layers", "selective"]) -> None:
     """Keep only each block's input for the backward pass, which runs the block again (activation checkpointing).
 
-    Blocks keep their names and places, so weights are found as before. Raises ValueError if there are no blocks.
+    With `selective`, the results of costly operations are also kept, and the backward pass runs only the rest. Blocks
+    keep their names and places, so weights are found as before. Raises ValueError if there are no blocks.
     """
     blocks = blocks_of(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no blocks, so services.policy-trainer.recompute must be none")
     for block in blocks:
-        block.forward = functools.partial(_recomputed, model, block.forward)
+        contexts = noop_context_fn
+        if what == "selective":
+            contexts = functools.partial(create_selective_checkpoint_contexts, _keeps)
+        block.forward = functools.partial(_recomputed, model, contexts, block.forward)
 
 
-def _recomputed(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keeps = operation.name().partition(".")[0] in _COSTLY
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _recomputed(
+    model: nn.Module, contexts: Callable[[], Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Make `forward` use the current attention implementation, even when the backward pass runs it again.
 
     By then the `using` block of the first run has ended.
@@ -41,4 +63,4 @@ def _recomputed(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
         with attention.using(model, name):
             return forward(*args, **kwargs)
 
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)

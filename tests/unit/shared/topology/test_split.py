@@ -51,6 +51,13 @@ def test_degrees_that_do_not_divide_the_model_are_refused(folder: Path, degrees:
     assert line.endswith(said)
 
 
+def test_only_torch_recomputes_selectively(folder: Path) -> None:
+    selective = "services.policy-trainer.recompute=selective"
+    [line] = problems(model(folder), MEGATRON, selective)
+    assert line.endswith("recompute: selective is for backend torch; use layers, or set backend to torch")
+    assert problems(model(folder), selective) == []
+
+
 @pytest.mark.parametrize("degree", ["tp", "pp"])
 def test_torch_does_not_split_layers(folder: Path, degree: str) -> None:
     [line] = problems(model(folder), f"{PARALLEL}.{degree}=2")
