@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from proto.tensors import Array
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import score
+from shared.ranks.process_group import own_device
 from shared.tensors_torch import to_numpy, to_torch
 
 
@@ -57,7 +58,8 @@ class FrozenTorch:
 
     def load(self) -> None:
         self._model.clear()  # so that two copies never exist at the same time
-        self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False).to(self._device))
+        device = own_device(self._device, 0)
+        self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False).to(device))
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:

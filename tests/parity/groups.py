@@ -1,4 +1,5 @@
-"""Runs one function on every rank of a real process group, with one process per rank.
+"""Runs one function on every rank of a real process group, with one process per rank. A single rank has no group,
+unless the function opens one, as megatron's does.
 
 A function is named `module:function`, takes (place, folder) and writes its results to `<folder>/rank-<r>/...`. Ranks
 are forked from a server that has imported torch, transformers and megatron-core. This saves seven seconds per rank.
@@ -85,9 +86,11 @@ def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: 
         place = Layout(*degrees).place(rank)
         module, _, name = function.partition(":")
         work = getattr(importlib.import_module(module), name)
-        open_group(Meeting(LOOPBACK, file=Path(folder) / "group"), place, device, deadline_s=COLLECTIVE_S)
+        if place.layout.world_size > 1:  # as in `start.make_backend`
+            open_group(Meeting(LOOPBACK, file=Path(folder) / "group"), place, device, deadline_s=COLLECTIVE_S)
         work(place, Path(folder))
-        dist.barrier()
+        if place.layout.world_size > 1:
+            dist.barrier()
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -30,6 +30,7 @@ from shared.model import cpu
 from shared.model.load import load_model, named_weights, require_deterministic_algorithms, weight_holders
 from shared.model.logprobs import token_logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
+from shared.ranks.process_group import own_device
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.weights.digests import as_int, digest_whole
@@ -164,7 +165,7 @@ class TransformersEngine:
         # The parameters get storages of their own, as they do after a sleep, because memory mapped from a file is
         # aligned differently, which changes the last bits of results.
         own_storages(self._model.parameters())
-        self._model.to(self._device)
+        self._model.to(own_device(self._device, 0))
         self._holders = weight_holders(self._model)
         self._table = SlotTable(
             self._model,

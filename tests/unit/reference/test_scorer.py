@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from proto.messages import Canary, WeightsRef
 from proto.tensors import Array
+from services.reference import frozen
 from services.reference.frozen import FrozenTorch
 from services.reference.scorer import BEGINNING, FrozenScorer
 from services.reference.scoring import Scoring
@@ -30,6 +31,20 @@ from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from tests.unit.rollout.rollout_engine import MODEL
 from tests.unit.shared.test_lease import book_of, gets_on, grant
+
+
+def test_the_torch_reference_sets_up_its_device_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def own_device(kind: str, rank: int) -> str:
+        asked.append((kind, rank))
+        return "cpu"  # this machine may have no GPU
+
+    monkeypatch.setattr(frozen, "own_device", own_device)
+    made = FrozenTorch(MODEL, "float32", 64, "cuda")
+    made.load()
+    assert asked == [("cuda", 0)]
+    assert {each.device.type for each in made.tensors()} == {"cpu"}
 
 
 def tasks() -> list[dict[str, Array]]:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.rollout.assemble import task_shards
 from services.rollout.engine import GenerationCancelled, Prompt
+from services.rollout.engines import transformers_engine
 from services.rollout.engines.slots import MAX_ROWS, pick
 from services.rollout.engines.transformers_engine import TransformersEngine, eos_ids
 from services.rollout.partial import answers_of
@@ -188,3 +189,21 @@ def test_sampled_frequencies_follow_the_distribution() -> None:
 
 def test_eos_ids_come_from_the_model_directory() -> None:
     assert eos_ids(MODEL) == (EOS,)
+
+
+def test_the_engine_sets_up_its_device_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def own_device(kind: str, rank: int) -> str:
+        asked.append((kind, rank))
+        return "cpu"  # this machine may have no GPU
+
+    monkeypatch.setattr(transformers_engine, "own_device", own_device)
+
+    async def scene() -> None:
+        engine = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=False, device="cuda")
+        await engine.start()
+        await engine.stop()
+
+    asyncio.run(scene())
+    assert asked == [("cuda", 0)]
