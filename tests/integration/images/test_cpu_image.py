@@ -102,6 +102,7 @@ def test_the_services_of_the_compose_file_train_together_and_pass_their_health_c
             stack.callback(running[name].wait)
             stack.callback(running[name].kill)
         wait_for("the first step", lambda: trains(volumes["runs"]) or running["home"].poll() is not None, LIMIT_S)
+        assert running["home"].poll() is None, running["home"].communicate()[0]
         kind, *check = given["Healthcheck"]["Test"]
         assert kind == "CMD"
         for each in made.values():
