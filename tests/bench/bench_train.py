@@ -99,7 +99,11 @@ def table(batch: Path, turns: int) -> None:
     speeds = {key: spread(each[key] / 1e9 for each in found) for key in ("flops_per_s", "alone_flops_per_s")}
     print(f"| matrix products in the trainer | {speeds['flops_per_s'].text('.0f')} GFLOP/s | |")
     print(f"| oneDNN alone, the same shapes | {speeds['alone_flops_per_s'].text('.0f')} GFLOP/s | |")
-    print(f"| ratio | {spread(each['ratio'] for each in found).text()} | >= 0.5 |", flush=True)
+    print(f"| ratio | {spread(each['ratio'] for each in found).text()} | >= 0.5 |")
+    for what, key in (("matrix products", "products_share"), ("attention", "attention_share")):
+        print(
+            f"| share of {what} in the time of the pass | {spread(each[key] for each in found).text()} | |", flush=True
+        )
     milliseconds, uneven = _slicing()
     print(
         f"| 10,000 samples divided among 8 ranks (imbalance {uneven:.4f}), median of 7 | {milliseconds:.1f} ms | <= "

@@ -40,6 +40,8 @@ CONVENTIONS: tuple[Literal["whole", "causal"], ...] = ("whole", "causal")
 LINEAR = "mkldnn::_linear_pointwise"
 PRODUCTS = (LINEAR, "aten::mm", "aten::addmm")
 """Names of the operations that compute matrix products, other than attention."""
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+"""How the names of the attention's forward and backward passes on a CPU begin."""
 VOCABULARY, HIDDEN, TOKENS = 150_000, 64, 2048
 HIDDEN_7B, INNER_7B, VOCABULARY_7B = 3584, 18_944, 152_064
 SLICE_MICRO_BATCH = 8192
@@ -91,7 +93,8 @@ def speed(batch: Path, model: Path) -> dict[str, Any]:
 
 def products(batch: Path, model: Path) -> dict[str, float]:
     """Return the operations per second of the matrix products in the last of ROUNDS forward and backward passes, and
-    those of oneDNN alone on the same shapes: the fastest of 20 products of contiguous matrices for each shape.
+    those of oneDNN alone on the same shapes: the fastest of 20 products of contiguous matrices for each shape. Also
+    return the shares of the matrix products and of attention in the time of the pass.
     """
     _, run = forward_backward_of(batch, model)
     for _ in range(ROUNDS - 1):
@@ -99,8 +102,11 @@ def products(batch: Path, model: Path) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         run()
     calls: Counter[tuple[int, int, int]] = Counter()
-    spent_s = 0.0
+    spent_s = attention_s = total_s = 0.0
     for event in profiled.key_averages(group_by_input_shape=True):
+        total_s += event.self_cpu_time_total / 1e6
+        if event.key.startswith(ATTENTION):
+            attention_s += event.cpu_time_total / 1e6
         if event.key not in PRODUCTS:
             continue
         rows, weight = event.input_shapes[1:3] if event.key == "aten::addmm" else event.input_shapes[:2]
@@ -109,7 +115,8 @@ def products(batch: Path, model: Path) -> dict[str, float]:
         spent_s += event.cpu_time_total / 1e6
     alone_s = sum(count * _fastest_product_s(*shape) for shape, count in calls.items())
     flops = sum(2 * math.prod(shape) * count for shape, count in calls.items())
-    return {"flops_per_s": flops / spent_s, "alone_flops_per_s": flops / alone_s, "ratio": alone_s / spent_s}
+    shares = {"products_share": spent_s / total_s, "attention_share": attention_s / total_s}
+    return {"flops_per_s": flops / spent_s, "alone_flops_per_s": flops / alone_s, "ratio": alone_s / spent_s} | shares
 
 
 def _fastest_product_s(rows: int, inputs: int, outputs: int) -> float:
