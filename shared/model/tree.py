@@ -23,11 +23,11 @@ MAX_ROW_NODES = 2048
 nodes."""
 MASKED_PAIR = 16
 """Time that an element of the attention mask costs on a device that computes chains in packed form, compared with a
-pair of a chain. It is an estimate, which has not been measured. A mask needs the memory-efficient kernel, which takes
-about twice as long as FlashAttention-2 (arXiv 2307.08691, figure 4) and has no version for recent GPUs, where
-FlashAttention-3 is 1.5 to 2 times as fast as that (arXiv 2407.08608); it converts and reads the mask in every layer,
-which doubles its time, and repeats the keys. The result, 8, is doubled, because a row that is wrongly left apart costs
-less than one that is wrongly joined, which also needs memory for its mask."""
+pair of a chain. It is an estimate, which has not been measured. FlashAttention-2, which computes chains, is about twice
+as fast as FlashAttention (arXiv 2307.08691, abstract), and the memory-efficient kernel, which a mask needs, is assumed
+to be as fast as the latter. Chains skip the half of the pairs that a causal mask hides. Converting and reading the mask
+and repeating the keys in every layer is assumed to double the time. The result, 8, is doubled, because a row that is
+wrongly left apart costs less than one that is wrongly joined, which also needs memory for its mask."""
 MIN_FILL = 0.8
 """Minimum fill of an attention block. It limits the padding, which only attention needs."""
 

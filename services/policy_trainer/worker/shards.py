@@ -86,7 +86,7 @@ class Shards:
         """Drop the gradients that have not been added up, because a batch has failed before its last micro-batch."""
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
-                # torch has no public way to do this in versions before `reset_iter_state`, which keeps these gradients.
+                # No public function of torch does this; in torch 2.13, `reset_iter_state` keeps these gradients.
                 group = module._get_fsdp_state()._fsdp_param_group
                 for each in group.fsdp_params if group is not None else ():
                     each.unsharded_accumulated_grad = None

@@ -1,4 +1,4 @@
-"""With context parallelism, a slot sees the positions up to its own, within its window. Masks take a byte a pair."""
+"""With context parallelism, a slot sees positions up to its own, within its window. A mask takes one byte a pair."""
 
 from __future__ import annotations
 
