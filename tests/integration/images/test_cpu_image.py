@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,8 +74,19 @@ def of_service(
         mounts[path] = folder / f"{name}-tmpfs"
         mounts[path].mkdir()
         os.chown(mounts[path], USER, USER)
-    mounts["/etc/hosts:ro"] = folder / "hosts"
     return container(image, name, mounts, service["shm_size"].removesuffix("b"), host.command())
+
+
+@contextlib.contextmanager
+def known_names(host: Host, names: str) -> Iterator[None]:
+    """Make `names` the file /etc/hosts of a host, which its containers get, too."""
+    folder = Path("/etc/netns") / host.namespace  # `ip netns exec` mounts the files in this folder over those in /etc
+    folder.mkdir(parents=True)
+    (folder / "hosts").write_text(names)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
 
 
 def trains(runs: Path) -> bool:
@@ -90,7 +102,8 @@ def test_the_services_of_the_compose_file_train_together_and_pass_their_health_c
     with star(len(services), LINE_BYTES_PER_S) as machines, contextlib.ExitStack() as stack:
         hosts = dict(zip(services, machines, strict=True))
         names = "".join(f"{host.address} {name}\n" for name, host in hosts.items())
-        (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        for host in machines:
+            stack.enter_context(known_names(host, f"127.0.0.1 localhost\n{names}"))
         volumes = {name: volume(tmp_path / name, each, stack) for name, each in composed["volumes"].items()}
         made: dict[str, Container] = {}
         running: dict[str, subprocess.Popen[str]] = {}

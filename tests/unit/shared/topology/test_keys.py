@@ -174,6 +174,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
             "wandb.mode": "test_wandb_contacts_the_server_when_online_but_not_when_offline",
             "wandb.samples": "test_no_samples_are_sent_if_the_topology_says_so",
             "tensorboard.samples": "test_no_samples_are_sent_if_the_topology_says_so",
+            "mlflow.samples": "test_no_samples_are_sent_if_the_topology_says_so",
             "trackio.samples": "test_no_samples_are_sent_if_the_topology_says_so",
             "tensorboard.directory": "test_event_files_are_in_the_directory_that_the_topology_names",
             "mlflow.uri": "test_mlflow_has_the_run_at_the_uri_and_in_the_experiment_that_the_topology_names",
@@ -181,6 +182,14 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
             "trackio.project": "test_trackio_has_the_run_in_the_project_that_the_topology_names",
             "trackio.url": "test_trackio_sends_to_the_server_that_the_topology_names",
         }.items()
+    },
+    **{
+        f"services.monitor.{tracker}.samples_every": (
+            "services/tracker/feeder.py",
+            "self._section.samples_every",
+            "unit/tracker/test_samples.py::test_the_first_recorded_step_of_each_interval_is_due",
+        )
+        for tracker in ("wandb", "tensorboard", "mlflow", "trackio")
     },
     "placement.engine": (
         "launch/cluster.py",
