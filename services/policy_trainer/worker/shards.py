@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from proto.messages import TransferParameter
 from services.policy_trainer.worker.blocks import blocks_of
 from services.policy_trainer.worker.mesh import from_rank_0
+from services.policy_trainer.worker.spare_memory import SpareMemory
 from shared.model.context import ContextRank
 from shared.model.load import named_weights, unfilled
 from shared.model.logprobs import LogprobScorer
 from shared.os_limits import host_bytes
 from shared.topology.model_memory import keeps_whole_gradients
-from shared.weights.table import described
+from shared.weights.table import described, nbytes
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -44,6 +45,7 @@ class Shards:
         self._dtypes: dict[str, torch.dtype] = {each.name: getattr(torch, each.dtype) for each in rows}
         self.shapes = {each.name: torch.Size(each.shape) for each in rows}
         """Full shape of every weight."""
+        self._bytes = nbytes(rows)
         self.model = model
         # Pieces are cut from unwritten memory, which takes up no room, and are filled from rank 0 below.
         with torch.no_grad(), unfilled():
@@ -70,6 +72,7 @@ class Shards:
         dist.all_reduce(memory, op=dist.ReduceOp.MIN)
         elements = sum(shape.numel() for shape in self.trained_shapes)
         self._keeps_whole_gradients = keeps_whole_gradients(elements, mesh.size(), int(memory))
+        self._spare = SpareMemory(next(self.model.parameters()).device)
         self.set_weights(named)
         for buffer in self.model.buffers():
             dist.broadcast(buffer, 0)
@@ -100,14 +103,19 @@ class Shards:
                 module.reshard()
 
     def write_back(self) -> None:
-        """Do nothing: the pieces are the masters, and the next pass gathers them again."""
+        """Copy nothing: the pieces are the masters, and the next pass gathers them again."""
+        self._spare.updated()
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Return the full weights, in host memory, on rank 0 and {} elsewhere. Every rank must call this."""
+        """Return copies of the full weights on rank 0 and {} elsewhere. Every rank must call this.
+
+        They are on rank 0's device if they have room there beside the training, otherwise in host memory.
+        """
         found: dict[str, Tensor] = {}
+        place = self._spare.place_for(self._bytes) if self._rank == 0 else torch.device("cpu")
         for name, live in self.own_weights().items():
-            whole = self.whole(live.to(self._dtypes[name]))
+            whole = self.whole(live.to(self._dtypes[name]), place)
             if self._rank == 0:
                 found[name] = whole
         return found
@@ -132,10 +140,16 @@ class Shards:
                 dist.broadcast(whole, 0)
                 target.copy_(whole)
 
-    def whole(self, part: Tensor) -> Tensor:
-        """Return the full tensor of `part` on the host of rank 0. The result on other ranks is meaningless."""
+    def whole(self, part: Tensor, place: torch.device | None = None) -> Tensor:
+        """Return the full tensor of `part`, in memory of its own, on `place` (default: the CPU) of rank 0.
+
+        The result on other ranks is meaningless.
+        """
+        gathered = isinstance(part, DTensor)
         full = part.full_tensor() if isinstance(part, DTensor) else part
-        return full.detach().to("cpu", copy=True) if self._rank == 0 else full.new_empty(0)
+        if self._rank != 0:
+            return full.new_empty(0)
+        return full.detach().to(place or torch.device("cpu"), copy=not gathered)
 
     def part(self, whole: Tensor, master: Tensor) -> Tensor:
         """Return this rank's piece of a full tensor that every rank has."""

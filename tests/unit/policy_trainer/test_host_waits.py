@@ -20,6 +20,7 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from shared.model import attention, logprobs
 from shared.topology.algorithm import Optimizer
+from shared.weights.digests import digests_of
 from tests.unit.policy_trainer.training import accumulate, one_rank
 from tests.unit.tiny_models import make_model, ragged
 
@@ -141,3 +142,10 @@ def test_adding_the_sums_of_all_micro_batches_at_once_equals_adding_them_one_by_
 
 def test_blocks_of_logits_are_larger_on_a_gpu() -> None:
     assert logprobs.max_logits("cuda") == logprobs.GPU_LOGITS * logprobs.max_logits("cpu")
+
+
+def test_the_digests_of_a_version_wait_for_the_device_once() -> None:
+    weights = {str(size): torch.randn(size, 8) for size in (1, 20, 300)}
+    with Waits() as waits:
+        digests_of(weights)
+    assert waits.seen == []  # Reading them all as one list is not counted.

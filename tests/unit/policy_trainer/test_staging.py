@@ -63,3 +63,14 @@ def test_weights_are_copied_from_a_gpu_bit_for_bit_into_memory_that_is_reused() 
     assert [each.ctypes.data for each in first.values()] == [each.ctypes.data for each in second.values()]
     for name, tensor in weights("cuda").items():
         assert torch.equal(to_torch(second[name]), (tensor + 1).cpu())
+
+
+@pytest.mark.gpu
+def test_copies_do_not_wait_for_work_that_another_stream_has_been_given() -> None:
+    given, staging = weights("cuda"), Staging()
+    staging.arrays(given)
+    training: Any = torch.cuda.Stream()
+    with torch.cuda.stream(training):
+        torch.cuda._sleep(4_000_000_000)
+    staging.arrays(given)
+    assert not training.query()

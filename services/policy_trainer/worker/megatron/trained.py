@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
 from services.policy_trainer.worker.backend import TrainingState
+from services.policy_trainer.worker.spare_memory import SpareMemory
 from shared.megatron.converter import Weight
 from shared.megatron.pieces import Pieces
 from shared.topology.algorithm import Optimizer
@@ -41,6 +42,7 @@ class Trained:
             # megatron-core sets this attribute during initialisation. Without it, a norm would omit the shards of other
             # ranks.
             cast(Any, self._params[weight.name]).tensor_model_parallel = weight.rule != "whole"
+        self._spare = SpareMemory(next(iter(self._params.values())).device)
         self.model = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
@@ -104,6 +106,7 @@ class Trained:
             group["lr"] = lr
         clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._settings.clip_norm, grad_norm)
         optimizer.step_with_ready_grads()
+        self._spare.updated()
 
     def drop_gradients(self) -> None:
         self.model.zero_grad_buffer()
@@ -113,8 +116,13 @@ class Trained:
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Return the full weights, in host memory, on rank 0 and {} elsewhere."""
-        return self._whole(lambda name: self._params[name].detach(), next(iter(self._params.values())).dtype)
+        """Return the full weights on rank 0 and {} elsewhere. They may share the model's memory.
+
+        They are on rank 0's device if they have room there beside the training, otherwise in host memory.
+        """
+        dtype = next(iter(self._params.values())).dtype
+        place = self._spare.place_for(self._converter.elements * dtype.itemsize)
+        return self._whole(lambda name: self._params[name].detach(), dtype, place)
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
@@ -158,8 +166,11 @@ class Trained:
         inner: Any = self.optimizer.optimizer
         return float(inner.state[main].get("step", inner.param_groups[0].get("step", 0)) if main in inner.state else 0)
 
-    def _whole(self, read: Callable[[str], Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return Hugging Face tensors on rank 0, assembled from `read(name)` for each parameter of each stage."""
+    def _whole(
+        self, read: Callable[[str], Tensor], dtype: torch.dtype, to: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        """Return Hugging Face tensors on rank 0, on device `to` (default: the CPU), assembled from `read(name)` for
+        each parameter of each stage."""
         found: dict[str, Tensor] = {}
         place = self._groups.place
         first = place.tp_rank == place.cp_rank == place.dp_rank == 0
@@ -171,7 +182,7 @@ class Trained:
             elif place.rank == 0:
                 parts = [torch.empty(shape, dtype=dtype, device=device) for shape in weight.shapes]
             if first and (arrived := self._groups.to_rank_0(parts, weight.stage)) is not None:
-                found |= {name: each.cpu() for name, each in zip(weight.parts, arrived, strict=True)}
+                found |= {name: each.to(to or "cpu") for name, each in zip(weight.parts, arrived, strict=True)}
         return found
 
     def _filled(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from proto.messages import TransferParameter
+from services.policy_trainer.worker.weights.side_stream import SideStream
 from shared.weights import table
 
 CHUNK_BYTES = 256 * 1024**2
@@ -32,6 +32,7 @@ class LiveWeights:
         near."""
         self._kind = kind
         self._lock = threading.Lock()
+        self._stream = SideStream()
         self._version: Version | None = None
         self._weights: Mapping[str, Tensor] = {}
 
@@ -56,11 +57,8 @@ class LiveWeights:
         with self._lock:
             if version != self._version:
                 return None
-            copies = [self._weights[name].detach().to(device, copy=True).contiguous() for name in names]
-            if self._kind == "cuda":
-                cuda: Any = torch.cuda  # torch.cuda is partly untyped
-                cuda.current_stream(device).synchronize()
-            return copies
+            with self._stream.at_once(torch.device(device)):
+                return [self._weights[name].detach().to(device, copy=True).contiguous() for name in names]
 
 
 @dataclass

@@ -17,13 +17,14 @@ from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, Sequences
 from services.policy_trainer.worker.weights.drill import make_drill
+from services.policy_trainer.worker.weights.side_stream import SideStream
 from services.policy_trainer.worker.weights.staging import Staging
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 from shared.tensors_torch import to_numpy
-from shared.weights.digests import as_int, digest_whole
+from shared.weights.digests import digests_of
 from shared.weights.drill import canary_error, canary_length, canary_tokens
 
 TOLERANCE = 1e-4
@@ -51,6 +52,7 @@ class Canaries:
         self._floor = FLOOR.get(dtype, 0.0)
         self._tolerance = TOLERANCE
         self._with_digests = with_digests
+        self._stream = SideStream()
         self.drill: Canary | None = None
         self.drill_seed, self.drill_factors = seed + 1, list[float]()
         if backend.place.rank == 0:
@@ -83,7 +85,11 @@ class Canaries:
 
         This may run on any thread. It reads all weights on the device where they are.
         """
-        return [as_int(digest_whole(weights[name])) for name in sorted(weights)] if self._with_digests else []
+        if not self._with_digests:
+            return []
+        with self._stream.after_training(next(iter(weights.values())).device):
+            found = digests_of(weights)
+        return [found[name] for name in sorted(found)]
 
     def _canary(self, text: Sequences, logprobs: Array, digests: list[int]) -> Canary:
         return Canary(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from proto.tensors import Array
+from services.policy_trainer.worker.weights.side_stream import SideStream
 from shared.colocation.locked import LockedMemory
 from shared.tensors_torch import to_numpy
 
@@ -18,6 +18,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._locked: LockedMemory | None = None
+        self._stream = SideStream()
 
     def arrays(self, weights: dict[str, Tensor]) -> dict[str, Array]:
         """Return the weights by name, bit for bit unchanged. Arrays of tensors in host memory share that memory."""
@@ -29,8 +30,8 @@ class Staging:
             self._locked = None  # frees the old memory first
             self._locked = LockedMemory(sizes)
         host = dict(weights)
-        for (name, tensor), piece in zip(on_device.items(), self._locked.pieces, strict=True):
-            host[name] = piece.view(tensor.dtype).view(tensor.shape)
-            host[name].copy_(tensor, non_blocking=True)
-        torch.cuda.synchronize()
+        with self._stream.after_training(next(iter(on_device.values())).device):
+            for (name, tensor), piece in zip(on_device.items(), self._locked.pieces, strict=True):
+                host[name] = piece.view(tensor.dtype).view(tensor.shape)
+                host[name].copy_(tensor, non_blocking=True)
         return {name: to_numpy(tensor) for name, tensor in host.items()}
