@@ -118,10 +118,8 @@ def test_the_services_of_the_compose_file_train_together_and_pass_their_health_c
         assert running["home"].poll() is None, running["home"].communicate()[0]
         kind, *check = given["Healthcheck"]["Test"]
         assert kind == "CMD"
-        for each in made.values():
-            checked = each.run(*check)
-            output, _ = checked.communicate(timeout=LIMIT_S)
-            assert checked.returncode == 0, output
+        for name, each in made.items():
+            wait_for(f"a healthy {name}", lambda each=each: each.run(*check).wait(LIMIT_S) == 0, LIMIT_S)
         stop = made["home"].run("python", "-m", "launch.ctl", "stop")
         output, _ = stop.communicate(timeout=LIMIT_S)
         assert stop.returncode == 0, output
