@@ -114,7 +114,12 @@ def test_the_services_of_the_compose_file_train_together_and_pass_their_health_c
             running[name] = made[name].run(*words)
             stack.callback(running[name].wait)
             stack.callback(running[name].kill)
-        wait_for("the first step", lambda: trains(volumes["runs"]) or running["home"].poll() is not None, LIMIT_S)
+        try:
+            wait_for("the first step", lambda: trains(volumes["runs"]) or running["home"].poll() is not None, LIMIT_S)
+        except AssertionError:
+            for each in running.values():
+                each.kill()
+            pytest.fail("\n".join(each.communicate()[0][-2500:] for each in running.values()))
         assert running["home"].poll() is None, running["home"].communicate()[0]
         kind, *check = given["Healthcheck"]["Test"]
         assert kind == "CMD"
