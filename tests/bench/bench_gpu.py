@@ -120,7 +120,7 @@ def update(device: str) -> Measured:
 
 
 def trl_python() -> Path | None:
-    """Return the interpreter of an environment with TRL, or None if there is none."""
+    """Return a Python interpreter that can import TRL, or None if there is none."""
     from tests.bench.against_trl import PEER_PYTHON
 
     if PEER_PYTHON.exists():

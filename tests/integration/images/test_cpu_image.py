@@ -79,7 +79,7 @@ def of_service(
 
 @contextlib.contextmanager
 def known_names(host: Host, names: str) -> Iterator[None]:
-    """Make `names` the file /etc/hosts of a host, which its containers get, too."""
+    """Use `names` as /etc/hosts on a host. Its containers inherit the file."""
     folder = Path("/etc/netns") / host.namespace  # `ip netns exec` mounts the files in this folder over those in /etc
     folder.mkdir(parents=True)
     (folder / "hosts").write_text(names)
