@@ -1,9 +1,11 @@
-"""Computes float32 linear layers on a CPU with oneDNN, which is part of torch, if they are large enough.
+"""Computes large float32 linear layers with oneDNN, which is part of torch, on CPUs for which MKL has no fast kernels.
 
 torch 2.13 computes float32 products with MKL. On one core of a fifth-generation AMD EPYC, MKL reaches 115
 GFLOP/s and oneDNN 260; a forward and backward pass of the quickstart's model takes 86 ms instead of 118. MKL also
 copies the whole weight into another layout first, even for eight rows of input, as in a canary. oneDNN adds in a
-different order, which changes the last bits.
+different order, which changes the last bits. On a sixth-generation Intel Xeon, MKL is faster: it reaches 200 GFLOP/s,
+oneDNN 185, and only 130 for gradients of weights, so a pass over answers of up to 128 tokens takes 684 ms with MKL
+instead of 812. The maker of the CPU decides, not a measurement, because every start must compute the same bits.
 
 oneDNN prepares a separate kernel for each number of rows, and ragged batches have many different numbers of rows.
 Preparation takes 0.1 to 0.4 ms, so only a few kernels are kept (`shared.model.cpu.set_up`). Blocks of 1,024 rows, which
@@ -12,6 +14,7 @@ need fewer kernels, were slower, because their results have to be copied into on
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,6 +26,16 @@ MIN_PRODUCTS = 1 << 22
 """Minimum number of multiplications in a layer that is computed with oneDNN. Of the powers of two from 2^20 to 2^24,
 this one was fastest or nearly so for passes of the trainer and of the engine, in which every number of rows is new. For
 smaller products, preparing a kernel takes longer than the product itself with MKL."""
+
+
+def has_slow_mkl(cpuinfo: str) -> bool:
+    """Return whether MKL lacks fast kernels for a CPU, given the contents of /proc/cpuinfo: it has them for Intel's."""
+    return "GenuineIntel" not in cpuinfo
+
+
+_CPUINFO = Path("/proc/cpuinfo")
+USES_ONEDNN = has_slow_mkl(_CPUINFO.read_text() if _CPUINFO.exists() else "")
+"""Whether large layers are computed with oneDNN on this machine."""
 
 
 class OneDnnLinear(nn.Linear):
@@ -49,9 +62,11 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def suits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether `linear` uses oneDNN. It does for large products of plain float32 tensors on a CPU."""
+    """Return whether `linear` uses oneDNN. Where `USES_ONEDNN` is true, it does for large products of plain float32
+    tensors on a CPU."""
     return (
-        rows.numel() * len(weight) >= MIN_PRODUCTS
+        USES_ONEDNN
+        and rows.numel() * len(weight) >= MIN_PRODUCTS
         and rows.dim() > 1
         and rows.shape[-1] == weight.shape[-1]
         and all(_is_plain(each) for each in (rows, weight))

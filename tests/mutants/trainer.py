@@ -170,6 +170,13 @@ TRAINER = [
         "tests/unit/shared/test_linear.py::test_kernels_for_many_numbers_of_rows_take_a_bounded_amount_of_memory",
     ),
     Mutation(
+        "oneDNN computes on a CPU for which MKL is faster",
+        "shared/model/linear.py",
+        "        USES_ONEDNN\n        and rows",
+        "        rows",
+        "tests/unit/shared/test_linear.py::test_intels_cpus_use_mkl",
+    ),
+    Mutation(
         "a bias that is not contiguous is read as if it were",
         "shared/model/linear.py",
         "_is_plain(bias) and bias.is_contiguous() and",

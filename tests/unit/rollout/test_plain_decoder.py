@@ -75,6 +75,7 @@ def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, length
 def test_logprobs_of_a_text_equal_those_of_the_models_own_modules(
     kind: str, min_products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(linear, "USES_ONEDNN", True)
     monkeypatch.setattr(linear, "MIN_PRODUCTS", min_products)
     model = model_of(kind, **MODELS[kind])
     ids = torch.randint(0, 60, (30,))

@@ -15,10 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from shared.model import linear
-from shared.model.linear import MIN_PRODUCTS, accelerate, suits
+from shared.model.linear import MIN_PRODUCTS, accelerate, has_slow_mkl, suits
 
 LARGE = (8, 64, 1 << 13)
 """Rows, inputs and outputs of the smallest product that oneDNN computes."""
+
+
+@pytest.fixture(autouse=True)
+def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "USES_ONEDNN", True)
 
 
 @pytest.fixture
@@ -104,6 +109,20 @@ def test_small_layers_and_other_dtypes_use_torchs_own_products(products: list[tu
     assert not products
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "onednn"), [("vendor_id\t: GenuineIntel\n", False), ("vendor_id\t: AuthenticAMD\n", True), ("", True)]
+)
+def test_intels_cpus_use_mkl(
+    cpuinfo: str, onednn: bool, products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert has_slow_mkl(cpuinfo) == onednn
+    monkeypatch.setattr(linear, "USES_ONEDNN", has_slow_mkl(cpuinfo))
+    rows, inputs, outputs = LARGE
+    _, fast = layers(inputs, outputs, bias=True)
+    fast(torch.randn(rows, inputs))
+    assert bool(products) == onednn
+
+
 def test_only_contiguous_weights_and_biases_of_the_usual_shapes_suit_onednn() -> None:
     rows, inputs, outputs = LARGE
     given, weight, bias = torch.zeros(rows, inputs), torch.zeros(outputs, inputs), torch.zeros(outputs)
@@ -149,7 +168,8 @@ import random
 import torch
 from shared.model import cpu
 cpu.set_up(1)
-from shared.model.linear import linear
+from shared.model import linear
+linear.USES_ONEDNN = True
 
 def resident() -> int:
     return int(open("/proc/self/statm").read().split()[1]) * 4096
@@ -157,7 +177,7 @@ def resident() -> int:
 weight = torch.randn(512, 128, requires_grad=True)
 sizes = random.Random(0).sample(range(512, 2048), 200)
 for count, size in enumerate([2048, *sizes]):
-    linear(torch.randn(size, 128, requires_grad=True), weight).sum().backward()
+    linear.linear(torch.randn(size, 128, requires_grad=True), weight).sum().backward()
     weight.grad = None
     if count == 0:
         before = resident()
