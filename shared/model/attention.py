@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -186,6 +187,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scali
     return nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
+
+
+def attend_at_end(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Map `query` [R, H, L, D] and `key`, `value` [R, G, K, D] to [R, H, L, D]. The queries belong to the last L of K
+    positions and attend causally.
+
+    Memory-saving kernels on a GPU need no mask for this; on a CPU, torch creates one of L * K bytes.
+    """
+    length, keys = query.shape[2], key.shape[2]
+    return attend(query, key, value, None if length == keys else causal_lower_right(length, keys), scaling)
 
 
 def _suits_flash(query: Tensor, value: Tensor) -> bool:

@@ -3,8 +3,9 @@ attention spans the whole sequence. A label belongs to the node that predicts it
 holds the node.
 
 A sequence of L slots (padded to a multiple of 2n) is split into 2n chunks. Rank r of n holds chunks r and 2n-1-r, so
-that all ranks compute about the same number of attention pairs. Keys and values are gathered from all ranks. In the
-backward pass their gradients are summed over the ranks and each rank takes its own part.
+that all ranks compute the same number of attention pairs. Keys and values are gathered from all ranks and put into the
+order of their positions, so that each chunk attends causally to the keys up to its end. In the backward pass their
+gradients are summed over the ranks and each rank takes its own part.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shared.model.attention import UNKNOWN_TERMS, attend
+from shared.model.attention import UNKNOWN_TERMS, attend, attend_at_end
 from shared.model.tree import AttentionBlock, MicroBatch
 from shared.tensors_torch import to_device
 
@@ -45,20 +46,10 @@ class CutBatch:
 
 @dataclass(frozen=True)
 class ContextBlock:
-    """A block on the device: `gather` [R * Ll], the nodes of the local slots; `queries` int32 [Ll, 1] and `keys` int32
-    [n * Ll], the positions of the local slots and of the slots of all ranks; `mask` bool [Ll, n * Ll], true where a
-    local slot attends in a layer without a window."""
+    """A block on the device: `gather` [R * Ll], the nodes of the local slots."""
 
     rows: int
     gather: Tensor
-    queries: Tensor
-    keys: Tensor
-    mask: Tensor
-
-    def near(self, window: int) -> Tensor:
-        """Return the mask of a layer in which a slot attends to the `window` latest positions."""
-        # Comparisons store one byte for each pair, while a difference of positions would take four or eight.
-        return self.mask & (self.keys > self.queries - window)
 
 
 @dataclass(frozen=True)
@@ -131,18 +122,11 @@ def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
 
 
 def to_cut(cut_batch: CutBatch, ranks: ContextRank, device: torch.device) -> Cut:
-    """Return the indices and masks of `cut_batch` on `device`."""
-    arrays = [cut_batch.batch.scatter]
-    for block, longest in zip(cut_batch.batch.blocks, cut_batch.longest, strict=True):
-        slots = [local_slots(longest, rank, ranks.size).astype(np.int32) for rank in range(ranks.size)]
-        arrays += [block.gather, slots[ranks.rank][:, None], np.concatenate(slots)]
-    scatter, *others = to_device(arrays, device)
-    moved = iter(others)
-    blocks: list[ContextBlock] = []
-    for block in cut_batch.batch.blocks:
-        gather, queries, keys = next(moved), next(moved), next(moved)
-        blocks.append(ContextBlock(block.rows, gather, queries, keys, queries >= keys))
-    return Cut(blocks, scatter, ranks)
+    """Return the indices of `cut_batch` on `device`."""
+    blocks = cut_batch.batch.blocks
+    scatter, *gathers = to_device([cut_batch.batch.scatter, *(block.gather for block in blocks)], device)
+    moved = [ContextBlock(block.rows, gather) for block, gather in zip(blocks, gathers, strict=True)]
+    return Cut(moved, scatter, ranks)
 
 
 def attend_cut(
@@ -173,17 +157,41 @@ def attend_cut(
         q_RHLD = _rows(q_NHD, block)
         all_RGKX = gather_rows(_rows(nodes_NXD, block), cut.ranks)
         k_RGKD, v_RGKD = torch.split(all_RGKX, [key.shape[3], dim], dim=3)
-        mask = block.mask if sliding_window is None else block.near(sliding_window)
-        out_RHLD = attend(q_RHLD, k_RGKD, v_RGKD, mask, scaling)
-        outputs.append(out_RHLD.transpose(1, 2).reshape(-1, heads * dim))
+        own = _attend_chunks(q_RHLD, k_RGKD, v_RGKD, cut.ranks, scaling, sliding_window)
+        outputs.append(own.transpose(1, 2).reshape(-1, heads * dim))
     slots = torch.cat(outputs)
     return slots.index_select(0, cut.scatter).view(1, -1, heads, dim), None
 
 
+def _attend_chunks(
+    query: Tensor, key: Tensor, value: Tensor, ranks: ContextRank, scaling: float | None, window: int | None
+) -> Tensor:
+    """Map this rank's `query` [R, H, Ll, D] and all ranks' `key`, `value` [R, G, n * Ll, D] to [R, H, Ll, D].
+
+    Each of the two chunks attends up to its end, or to the `window` latest positions.
+    """
+    outputs: list[Tensor] = []
+    for number, q_RHCD in zip((ranks.rank, 2 * ranks.size - 1 - ranks.rank), query.chunk(2, dim=2), strict=True):
+        chunk = q_RHCD.shape[2]
+        first, end = number * chunk, (number + 1) * chunk
+        if window is None or window >= end:
+            outputs.append(attend_at_end(q_RHCD, key[:, :, :end], value[:, :, :end], scaling))
+            continue
+        seen = slice(max(0, first - window + 1), end)
+        distance = torch.arange(first, end, device=key.device)[:, None] - torch.arange(
+            seen.start, end, device=key.device
+        )
+        mask = (distance >= 0) & (distance < window)
+        outputs.append(attend(q_RHCD, key[:, :, seen], value[:, :, seen], mask, scaling))
+    return torch.cat(outputs, dim=2)
+
+
 def gather_rows(local: Tensor, ranks: ContextRank) -> Tensor:
-    """Concatenate the tensors [R, G, Ll, X] of all ranks, in order, to [R, G, n * Ll, X]. The result has a gradient."""
+    """Join the tensors [R, G, Ll, X] of all ranks, in the order of positions, to [R, G, n * Ll, X]. The result has a
+    gradient."""
     gathered: Tensor = _Gather.apply(local.contiguous(), ranks)  # type: ignore[no-untyped-call]
-    return gathered.movedim(0, 2).flatten(2, 3)
+    halves = gathered.view(*gathered.shape[:3], 2, gathered.shape[3] // 2, gathered.shape[4])
+    return torch.cat([*halves[:, :, :, 0], *halves.flip(0)[:, :, :, 1]], dim=2)
 
 
 class _Gather(torch.autograd.Function):

@@ -93,6 +93,13 @@ TRAINER = [
         "tests/unit/policy_trainer/test_advantages.py::test_grpo_divides_by_the_groups_own_deviation",
     ),
     Mutation(
+        "with context parallelism, the second chunk sees all keys",
+        "shared/model/context.py",
+        "first, end = number * chunk, (number + 1) * chunk",
+        "first, end = number * chunk, 2 * ranks.size * chunk",
+        "tests/unit/shared/test_context_attention.py",
+    ),
+    Mutation(
         "gradients are averaged across data and context ranks",
         f"{WORKER}/shards.py",
         "module.set_gradient_divide_factor(1.0)",

@@ -152,3 +152,28 @@ def test_a_fused_kernel_accepts_trees_and_chains_on_a_gpu(masked: bool) -> None:
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         out = attention.attend(*made, mask if masked else None, 0.25)
     assert out.isfinite().all()
+
+
+def at_end(device: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the output and the gradients of the last 5 of 16 queries, from `attend_at_end` and with a mask."""
+    made, _ = inputs(device, dtype)
+    mask = torch.ones(16, 16, dtype=torch.bool, device=device).tril()[-5:]
+
+    def passed(out: Tensor) -> list[Tensor]:
+        return [out, *torch.autograd.grad(out.square().sum(), made)]
+
+    last = made[0][:, :, -5:]
+    return passed(attention.attend_at_end(last, *made[1:], 0.25)), passed(attention.attend(last, *made[1:], mask, 0.25))
+
+
+def test_the_last_queries_attend_causally_to_all_keys() -> None:
+    for found, wanted in zip(*at_end("cpu", torch.float64), strict=True):
+        assert torch.allclose(found, wanted, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_kernels_for_the_last_queries_give_the_results_of_a_mask(dtype: torch.dtype) -> None:
+    limit = 0.01 if dtype == torch.bfloat16 else 1e-4
+    for found, wanted in zip(*at_end("cuda", dtype), strict=True):
+        assert float((found - wanted).float().norm()) <= limit * float(wanted.float().norm())
