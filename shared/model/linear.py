@@ -61,17 +61,45 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product(rows, weight, bias)
 
 
+def times(rows: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
+    """Write the product of rows [N, in] and the transposed weight [out, in] to `out` [N, out], and return it.
+
+    Like the next two functions, it has no gradient of its own.
+    """
+    return out.copy_(product(rows, weight)) if suits(rows, weight, None) else torch.mm(rows, weight.t(), out=out)
+
+
+def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient [N, in] of a layer's input, given that of its output, [N, out], and its weight."""
+    large = _is_large(grad.numel() * weight.shape[1], grad, weight)
+    return product(grad, weight.t()) if large else torch.mm(grad, weight)
+
+
+def add_weight_gradient(total: Tensor, grad: Tensor, rows: Tensor) -> None:
+    """Add the gradient of a layer's weight to `total` [out, in], given that of its output, [N, out], and its input."""
+    if _is_large(grad.numel() * rows.shape[1], grad, rows):
+        total.add_(_weight_gradient(grad.contiguous(), rows.contiguous()))
+    else:
+        total.addmm_(grad.t(), rows)
+
+
 def suits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `linear` uses oneDNN. Where `USES_ONEDNN` is true, it does for large products of plain float32
     tensors on a CPU."""
     return (
-        USES_ONEDNN
-        and rows.numel() * len(weight) >= MIN_PRODUCTS
+        _is_large(rows.numel() * len(weight), rows, weight)
         and rows.dim() > 1
         and rows.shape[-1] == weight.shape[-1]
-        and all(_is_plain(each) for each in (rows, weight))
         and weight.is_contiguous()
         and (bias is None or (_is_plain(bias) and bias.is_contiguous() and bias.shape == weight.shape[:1]))
+    )
+
+
+def _is_large(multiplications: int, *factors: Tensor) -> bool:
+    return (
+        USES_ONEDNN
+        and multiplications >= MIN_PRODUCTS
+        and all(_is_plain(each) for each in factors)
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and bool(torch.backends.mkldnn.enabled)
     )

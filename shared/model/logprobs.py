@@ -19,6 +19,7 @@ from shared.model import attention, context, tree
 from shared.model.context import ContextRank, CutBatch
 from shared.model.nodes import Nodes, to_nodes
 from shared.model.plain_decoder import PlainDecoder, is_plain
+from shared.model.plain_training import hidden_states, trains_plainly
 from shared.model.tree import MicroBatch, head_blocks
 from shared.tensors_torch import to_device
 
@@ -207,6 +208,9 @@ def _run_trees(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: boo
     }
     if torch.is_inference_mode_enabled() and is_plain(model):
         return _run_plain(model, arguments, nodes.predictors, logits=logits)
+    if torch.is_grad_enabled() and trains_plainly(model):
+        hidden = hidden_states(model, nodes.token_ids, nodes.depths, arguments["trees"], nodes.predictors)
+        return cast(Tensor, cast(Any, model).lm_head(hidden)) if logits else hidden
     with attention.using(model, attention.NAME):
         return _outputs(model, arguments, nodes.predictors, logits=logits)
 

@@ -64,9 +64,9 @@ class PlainDecoder:
         self._model = known
         config, attention = known.config, known.model.layers[0].self_attn
         self._dim = int(attention.head_dim)
-        self._heads = int(config.num_attention_heads)
-        self._key_heads = int(config.num_key_value_heads)
-        self._scale = float(attention.scaling)
+        self.heads = int(config.num_attention_heads)
+        self.key_heads = int(config.num_key_value_heads)
+        self.scale = float(attention.scaling)
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return the rotary cosines and sines [positions, 1, D], with the first half of the sines negated."""
@@ -90,7 +90,7 @@ class PlainDecoder:
             q, k, v = self._split(qkv_NXD.view(rows, length, -1, self._dim).transpose(1, 2), dim=1)
             pasts.append(Past(k, v))
             out = nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen_R1TT, is_causal=seen_R1TT is None, scale=self._scale, enable_gqa=True
+                q, k, v, attn_mask=seen_R1TT, is_causal=seen_R1TT is None, scale=self.scale, enable_gqa=True
             )
             return out.transpose(1, 2).reshape(rows * length, -1)
 
@@ -107,7 +107,7 @@ class PlainDecoder:
 
         def attend_all(qkv_NXD: Tensor) -> Tensor:
             q, k, v = self._split(qkv_NXD.transpose(0, 1)[None], dim=1)
-            return attend(q, k, v, self._scale).reshape(len(ids_N), -1)
+            return attend(q, k, v, self.scale).reshape(len(ids_N), -1)
 
         return self._layers(ids_N, cos[depths_N], sin[depths_N], lambda _, qkv: attend_all(qkv))
 
@@ -118,7 +118,7 @@ class PlainDecoder:
 
         `bias_X1L` with X = R * G or 1 is added to the scores of length + 1 keys: -inf where a row does not attend.
         """
-        rows, groups = len(ids_R), self._heads // self._key_heads
+        rows, groups = len(ids_R), self.heads // self.key_heads
 
         def attend(layer: int, qkv_RXD: Tensor) -> Tensor:
             q, k, v = self._split(qkv_RXD, dim=1)
@@ -127,8 +127,8 @@ class PlainDecoder:
             past.values[:, :, length] = v
             keys, values = (each.flatten(0, 1)[:, : length + 1] for each in (past.keys, past.values))
             # Queries that share a key head are rows of one product.
-            q = q.reshape(rows * self._key_heads, groups, self._dim)
-            scores = torch.baddbmm(bias_X1L, q, keys.transpose(1, 2), alpha=self._scale)
+            q = q.reshape(rows * self.key_heads, groups, self._dim)
+            scores = torch.baddbmm(bias_X1L, q, keys.transpose(1, 2), alpha=self.scale)
             return torch.bmm(scores.softmax(-1), values).view(rows, -1)
 
         return self._layers(ids_R, cos_R1D, sin_R1D, attend)
@@ -150,7 +150,7 @@ class PlainDecoder:
         return self.logits(hidden[0]).log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
 
     def _split(self, heads: Tensor, dim: int) -> tuple[Tensor, ...]:
-        return torch.split(heads, [self._heads, self._key_heads, self._key_heads], dim)
+        return torch.split(heads, [self.heads, self.key_heads, self.key_heads], dim)
 
     def _layers(
         self, ids_N: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, attend: Callable[[int, Tensor], Tensor]
@@ -158,11 +158,11 @@ class PlainDecoder:
         """Run all layers and return hidden states. `attend(layer, [N, H + 2G, D])` returns [N, H * D]."""
         model: Any = self._model.model
         x = nn.functional.embedding(ids_N, model.embed_tokens.weight)
-        turned = self._heads + self._key_heads
+        turned = self.heads + self.key_heads
         for number, layer in enumerate(model.layers):
             own, mlp = layer.self_attn, layer.mlp
             normed = _rms_norm(x, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
-            qkv = x.new_empty(len(x), (turned + self._key_heads) * self._dim)
+            qkv = x.new_empty(len(x), (turned + self.key_heads) * self._dim)
             begin = 0
             for part in (own.q_proj, own.k_proj, own.v_proj):
                 end = begin + part.out_features
@@ -172,7 +172,7 @@ class PlainDecoder:
             qk = qkv[:, :turned]
             if hasattr(own, "q_norm"):
                 weight_XD = torch.cat(
-                    [own.q_norm.weight.expand(self._heads, -1), own.k_norm.weight.expand(self._key_heads, -1)]
+                    [own.q_norm.weight.expand(self.heads, -1), own.k_norm.weight.expand(self.key_heads, -1)]
                 )
                 qk = _rms_norm(qk, weight_XD, own.q_norm.variance_epsilon)
             torch.addcmul(qk * cos_N1D, qk.roll(self._dim // 2, -1), sin_N1D, out=qkv[:, :turned])
