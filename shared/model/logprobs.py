@@ -208,7 +208,7 @@ def _run_trees(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: boo
     }
     if torch.is_inference_mode_enabled() and is_plain(model):
         return _run_plain(model, arguments, nodes.predictors, logits=logits)
-    if torch.is_grad_enabled() and trains_plainly(model):
+    if trains_plainly(model):
         hidden = hidden_states(model, nodes.token_ids, nodes.depths, arguments["trees"], nodes.predictors)
         return cast(Tensor, cast(Any, model).lm_head(hidden)) if logits else hidden
     with attention.using(model, attention.NAME):
