@@ -5,8 +5,8 @@ TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep
 alternates between generation and training. If it generates at most the samples of one step at a time, it is on policy,
 and our row at staleness 0 is the like-for-like comparison. If it generates the samples of two steps at a time, every
 second step uses samples that are one update stale. Our runs at staleness 1 are compared with the fastest of all
-settings, and those at staleness 0 with the fastest one that is on policy. At staleness 0, our trainer has as many
-threads as TRL's sweep may use: all CPUs.
+settings, and those at staleness 0 with the fastest one that is on policy. At staleness 0, where our services take
+turns, trainer and reference have as many threads as TRL's sweep may use, all CPUs, and each CPU has a rollout.
 
 "others'" is the CPU time that neither this program nor the run used (steal included), in cores over the whole run.
 If it is much above zero, other programs distort the figures, most of all TRL's, whose threads busy-wait.
@@ -103,8 +103,10 @@ def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float, mor
     Raises BenchError.
     """
     settings = [f"staleness={staleness}", *work.settings(model)]
-    if not staleness:  # nothing else computes while the trainer works, so it gets all CPUs
-        settings.append(f"services.policy-trainer.threads={len(os.sched_getaffinity(0))}")
+    if not staleness:  # the services take turns, so each of them gets all CPUs
+        cpus = len(os.sched_getaffinity(0))
+        settings += [f"services.{service}.threads={cpus}" for service in ("policy-trainer", "reference")]
+        settings += [f"services.rollout.instances={cpus}", f"services.rollout.block_tasks={work.tasks // cpus}"]
     with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
         arrivals = run_cluster(work.steps + COOL_DOWN, Path(name), limit_s, settings=[*settings, *more])[: work.steps]
     rows = [arrival.row for arrival in arrivals]

@@ -1,6 +1,6 @@
 """Compares the quickstart's speed with that of TRL's GRPOTrainer, in alternating runs on this machine. The
-quickstart runs without its evaluations; its staleness and number of steps are chosen, and at staleness 0 the number of
-the trainer's threads (`against_trl`).
+quickstart runs without its evaluations; its staleness and number of steps are chosen, and at staleness 0 the numbers of
+threads and rollouts (`against_trl`).
 
     python -m tests.bench.bench_quickstart                (needs `make peers`)
     python -m tests.bench.bench_quickstart --sweep        find TRL's fastest settings and record them

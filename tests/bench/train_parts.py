@@ -38,7 +38,7 @@ MICRO_BATCH, PLAIN_MICRO_BATCH = 16_384, 4096
 """Number of tokens in a micro-batch."""
 CONVENTIONS: tuple[Literal["whole", "causal"], ...] = ("whole", "causal")
 LINEAR = "mkldnn::_linear_pointwise"
-PRODUCTS = (LINEAR, "aten::mm", "aten::addmm")
+PRODUCTS = (LINEAR, "aten::mm", "aten::addmm", "aten::addmm_")
 """Names of the operations that compute matrix products, other than attention."""
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 """How the names of the attention's forward and backward passes on a CPU begin."""
@@ -109,7 +109,7 @@ def products(batch: Path, model: Path) -> dict[str, float]:
             attention_s += event.cpu_time_total / 1e6
         if event.key not in PRODUCTS:
             continue
-        rows, weight = event.input_shapes[1:3] if event.key == "aten::addmm" else event.input_shapes[:2]
+        rows, weight = event.input_shapes[1:3] if "addmm" in event.key else event.input_shapes[:2]
         out = weight[0] if event.key == LINEAR else weight[1]
         calls[math.prod(rows[:-1]), rows[-1], out] += event.count
         spent_s += event.cpu_time_total / 1e6
