@@ -193,7 +193,8 @@ def attend_at_end(query: Tensor, key: Tensor, value: Tensor, scaling: float | No
     """Map `query` [R, H, L, D] and `key`, `value` [R, G, K, D] to [R, H, L, D]. The queries belong to the last L of K
     positions and attend causally.
 
-    Memory-saving kernels on a GPU need no mask for this; on a CPU, torch creates one of L * K bytes.
+    Memory-saving kernels on a GPU need no mask for this. On a CPU, torch creates a float32 mask [L, K] and keeps it
+    for the backward pass.
     """
     length, keys = query.shape[2], key.shape[2]
     return attend(query, key, value, None if length == keys else causal_lower_right(length, keys), scaling)

@@ -3,9 +3,9 @@ attention spans the whole sequence. A label belongs to the node that predicts it
 holds the node.
 
 A sequence of L slots (padded to a multiple of 2n) is split into 2n chunks. Rank r of n holds chunks r and 2n-1-r, so
-that all ranks compute the same number of attention pairs. Keys and values are gathered from all ranks and put into the
-order of their positions, so that each chunk attends causally to the keys up to its end. In the backward pass their
-gradients are summed over the ranks and each rank takes its own part.
+that all ranks compute about the same number of attention pairs. Keys and values are gathered from all ranks and put
+into the order of their positions, so that each chunk attends causally to the keys up to its end. In the backward pass
+their gradients are summed over the ranks and each rank takes its own part.
 """
 
 from __future__ import annotations
@@ -178,10 +178,9 @@ def _attend_chunks(
             outputs.append(attend_at_end(q_RHCD, key[:, :, :end], value[:, :, :end], scaling))
             continue
         seen = slice(max(0, first - window + 1), end)
-        distance = torch.arange(first, end, device=key.device)[:, None] - torch.arange(
-            seen.start, end, device=key.device
-        )
-        mask = (distance >= 0) & (distance < window)
+        own = torch.arange(first, end, device=key.device)[:, None]
+        others = torch.arange(seen.start, end, device=key.device)
+        mask = (others <= own) & (others > own - window)  # comparisons store one byte for each pair
         outputs.append(attend(q_RHCD, key[:, :, seen], value[:, :, seen], mask, scaling))
     return torch.cat(outputs, dim=2)
 
@@ -191,7 +190,7 @@ def gather_rows(local: Tensor, ranks: ContextRank) -> Tensor:
     gradient."""
     gathered: Tensor = _Gather.apply(local.contiguous(), ranks)  # type: ignore[no-untyped-call]
     halves = gathered.view(*gathered.shape[:3], 2, gathered.shape[3] // 2, gathered.shape[4])
-    return torch.cat([*halves[:, :, :, 0], *halves.flip(0)[:, :, :, 1]], dim=2)
+    return torch.cat([*halves[:, :, :, 0], *reversed(halves[:, :, :, 1].unbind())], dim=2)
 
 
 class _Gather(torch.autograd.Function):

@@ -29,7 +29,8 @@ smaller products, preparing a kernel takes longer than the product itself with M
 
 
 def has_slow_mkl(cpuinfo: str) -> bool:
-    """Return whether MKL lacks fast kernels for a CPU, given the contents of /proc/cpuinfo: it has them for Intel's."""
+    """Return whether `cpuinfo` (/proc/cpuinfo) describes a CPU that Intel did not make. MKL has no fast kernels for
+    those."""
     return "GenuineIntel" not in cpuinfo
 
 
@@ -61,23 +62,21 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product(rows, weight, bias)
 
 
-def times(rows: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
-    """Write the product of rows [N, in] and the transposed weight [out, in] to `out` [N, out], and return it.
-
-    Like the next two functions, it has no gradient of its own.
-    """
+def write_product(rows: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
+    """Write the product of rows [N, in] and the transposed weight [out, in] to `out` [N, out], and return it, without a
+    gradient."""
     return out.copy_(product(rows, weight)) if suits(rows, weight, None) else torch.mm(rows, weight.t(), out=out)
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient [N, in] of a layer's input, given that of its output, [N, out], and its weight."""
-    large = _is_large(grad.numel() * weight.shape[1], grad, weight)
+    """Return the gradient [N, in] of a layer's input, given that of its output, [N, out], and its weight [out, in]."""
+    large = _uses_onednn(grad.numel() * weight.shape[1], grad, weight)
     return product(grad, weight.t()) if large else torch.mm(grad, weight)
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, rows: Tensor) -> None:
     """Add the gradient of a layer's weight to `total` [out, in], given that of its output, [N, out], and its input."""
-    if _is_large(grad.numel() * rows.shape[1], grad, rows):
+    if _uses_onednn(grad.numel() * rows.shape[1], grad, rows):
         total.add_(_weight_gradient(grad.contiguous(), rows.contiguous()))
     else:
         total.addmm_(grad.t(), rows)
@@ -87,7 +86,7 @@ def suits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `linear` uses oneDNN. Where `USES_ONEDNN` is true, it does for large products of plain float32
     tensors on a CPU."""
     return (
-        _is_large(rows.numel() * len(weight), rows, weight)
+        _uses_onednn(rows.numel() * len(weight), rows, weight)
         and rows.dim() > 1
         and rows.shape[-1] == weight.shape[-1]
         and weight.is_contiguous()
@@ -95,7 +94,7 @@ def suits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _is_large(multiplications: int, *factors: Tensor) -> bool:
+def _uses_onednn(multiplications: int, *factors: Tensor) -> bool:
     return (
         USES_ONEDNN
         and multiplications >= MIN_PRODUCTS

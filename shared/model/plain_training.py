@@ -1,10 +1,10 @@
 """The layers of plain decoders (`plain_decoder`) with their gradients written out, for training in float32 on a CPU.
 
 With the model's own modules, autograd keeps the result of every operation, and each operation reads and writes the
-memory of the whole micro-batch. Here, only what the gradients need is kept, which is little more than half, and the
-operations between two attention passes run on one block of rows at a time, which stays in the processor's cache. On one
-core of a sixth-generation Intel Xeon, a pass over answers of up to 128 tokens takes 589 ms instead of 697, and one over
-answers of up to 8 tokens 276 ms instead of 327.
+memory of the whole micro-batch. Here, only what the gradients need is kept, a little more than half as much. With MKL,
+the operations between two attention passes run on one block of rows at a time, which stays in the processor's cache. On
+one core of a sixth-generation Intel Xeon, a pass over answers of up to 128 tokens takes 589 ms instead of 697, and one
+over answers of up to 8 tokens 276 ms instead of 327.
 
 Shapes: N nodes, H query heads, G key heads, X = H + G, D head_dim, I inner size of the MLP.
 """
@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from shared.model import linear
 from shared.model.attention import Trees, attend
-from shared.model.linear import add_weight_gradient, input_gradient, times
+from shared.model.linear import add_weight_gradient, input_gradient, write_product
 from shared.model.plain_decoder import PlainDecoder, is_plain
 
 BLOCK_VALUES = 196_608
 """Number of values in the widest array of a block for each thread: 768 KiB, a part of a core's own cache."""
 MIN_BLOCK_ROWS = 128
+"""Minimum number of rows of a block for each thread, because products of fewer rows are slow."""
 
 
 def trains_plainly(model: nn.Module) -> bool:
@@ -38,8 +39,7 @@ def trains_plainly(model: nn.Module) -> bool:
     known: Any = model
     return all(
         "forward" not in vars(layer)
-        and layer.self_attn.o_proj.bias is None
-        and layer.mlp.gate_proj.bias is layer.mlp.up_proj.bias is layer.mlp.down_proj.bias is None
+        and all(each.bias is None for each in (layer.self_attn.o_proj, *_projections(layer.mlp)))
         for layer in known.model.layers
     ) and all(each.requires_grad and not isinstance(each, DTensor) for each in known.parameters())
 
@@ -66,9 +66,13 @@ def hidden_states(model: nn.Module, ids_N: Tensor, depths_N: Tensor, trees: Tree
         qkv = _apply(_Projections, x, *given, *(part.weight for part in parts))
         slots = _apply(_Slots, qkv, gather, trees.scatter)
         attended = _attended(slots, trees, sizes, decoder.scale)
-        weights = own.o_proj.weight, middle.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+        weights = own.o_proj.weight, middle.weight, *(part.weight for part in _projections(mlp))
         x = _apply(_Rest, x, attended, *weights, middle.variance_epsilon)
     return _apply(_Norm, x.index_select(0, predictors_P), base.norm.weight, base.norm.variance_epsilon)
+
+
+def _projections(mlp: Any) -> tuple[Any, Any, Any]:
+    return mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -122,13 +126,13 @@ class _Projections(torch.autograd.Function):
         columns = _columns(weights)
         width, turned = columns[-1].stop, columns[1].stop
         qkv, scale = x.new_empty(len(x), width), x.new_empty(len(x), 1)
-        raw = x.new_empty(len(x) if heads_norm_XD is not None else 0, turned)
-        heads_scale = x.new_empty(len(raw), turned // dim, 1)
+        with_norm = len(x) if heads_norm_XD is not None else 0
+        raw, heads_scale = x.new_empty(with_norm, turned), x.new_empty(with_norm, turned // dim, 1)
         for rows in _blocks(x, width):
             scale[rows] = _inverse_rms(x[rows], epsilon)
             normed = x[rows].mul(scale[rows]).mul_(norm)
             for weight, part in zip(weights, columns, strict=True):
-                times(normed, weight, out=qkv[rows, part])
+                write_product(normed, weight, out=qkv[rows, part])
             if bias is not None:
                 qkv[rows] += bias
             qk_RXD = qkv[rows, :turned].view(len(normed), -1, dim)
@@ -146,8 +150,8 @@ class _Projections(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, norm, heads_norm_XD, cos_N1D, sin_N1D, scale, raw, heads_scale, *weights = ctx.saved_tensors
-        dim, turned = cos_N1D.shape[-1], raw.shape[1]
-        columns = _columns(weights)
+        dim, columns = cos_N1D.shape[-1], _columns(weights)
+        turned = columns[1].stop
         grad_x, grad_norm = torch.empty_like(x), torch.zeros_like(norm)
         grad_weights = [torch.zeros_like(each) for each in weights]
         grad_bias = grad.new_zeros(grad.shape[1]) if ctx.has_bias else None
@@ -189,12 +193,12 @@ class _Rest(torch.autograd.Function):
         middle, result, scale = torch.empty_like(x), torch.empty_like(x), x.new_empty(len(x), 1)
         gates, ups = x.new_empty(len(x), len(gate)), x.new_empty(len(x), len(gate))
         for rows in _blocks(x, len(gate)):
-            at = times(attended[rows], out, out=middle[rows]).add_(x[rows])
+            at = write_product(attended[rows], out, out=middle[rows]).add_(x[rows])
             scale[rows] = _inverse_rms(at, epsilon)
             normed = at.mul(scale[rows]).mul_(norm)
-            opened = nn.functional.silu(times(normed, gate, out=gates[rows]))
-            opened.mul_(times(normed, up, out=ups[rows]))
-            times(opened, down, out=result[rows]).add_(at)
+            opened = nn.functional.silu(write_product(normed, gate, out=gates[rows]))
+            opened.mul_(write_product(normed, up, out=ups[rows]))
+            write_product(opened, down, out=result[rows]).add_(at)
         ctx.save_for_backward(attended, middle, scale, gates, ups, out, norm, gate, up, down)
         return result
 
@@ -250,8 +254,8 @@ def _blocks(x: Tensor, widest: int) -> list[slice]:
 
     With oneDNN, which cannot write its results in place, all rows are one block: this was 5 % faster.
     """
-    each_thread = max(MIN_BLOCK_ROWS, BLOCK_VALUES // widest)
-    size = len(x) if linear.USES_ONEDNN else each_thread * torch.get_num_threads()
+    rows_per_thread = max(MIN_BLOCK_ROWS, BLOCK_VALUES // widest)
+    size = len(x) if linear.USES_ONEDNN else rows_per_thread * torch.get_num_threads()
     return [slice(first, first + size) for first in range(0, len(x), size)]
 
 

@@ -103,10 +103,6 @@ def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float, mor
     Raises BenchError.
     """
     settings = [f"staleness={staleness}", *work.settings(model)]
-    if not staleness:  # the services take turns, so each of them gets all CPUs
-        cpus = len(os.sched_getaffinity(0))
-        settings += [f"services.{service}.threads={cpus}" for service in ("policy-trainer", "reference")]
-        settings += [f"services.rollout.instances={cpus}", f"services.rollout.block_tasks={work.tasks // cpus}"]
     with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
         arrivals = run_cluster(work.steps + COOL_DOWN, Path(name), limit_s, settings=[*settings, *more])[: work.steps]
     rows = [arrival.row for arrival in arrivals]
@@ -119,6 +115,18 @@ def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float, mor
         own_cores=cores.own,
         others_cores=cores.others,
     )
+
+
+def all_cpus(work: Work) -> list[str]:
+    """Return the overrides with which services that take turns use all CPUs."""
+    cpus = len(os.sched_getaffinity(0))
+    rollouts = max(each for each in range(1, cpus + 1) if work.tasks % each == 0)
+    settings = [f"services.{service}.threads={cpus}" for service in ("policy-trainer", "reference")]
+    return [
+        *settings,
+        f"services.rollout.instances={rollouts}",
+        f"services.rollout.block_tasks={work.tasks // rollouts}",
+    ]
 
 
 def measure_trl(
@@ -277,7 +285,12 @@ def compare(work: Work, turns: int, limit_s: float, only: str | None = None) -> 
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         model = model_of(work, Path(name))
-        ours = {f"rlbus, staleness {each}": partial(measure_cluster, work, model, each, limit_s) for each in STALENESS}
+        ours = {
+            f"rlbus, staleness {each}": partial(
+                measure_cluster, work, model, each, limit_s, () if each else all_cpus(work)
+            )
+            for each in STALENESS
+        }
         peers: dict[int, str] = {}
         theirs: dict[str, Callable[[], Side]] = {}
         if only != "cluster":

@@ -198,6 +198,20 @@ TRAINER = [
         "tests/unit/shared/test_plain_training.py::test_values_and_gradients_equal_those_of_the_models_own_modules",
     ),
     Mutation(
+        "a pass without gradients computes other bits than one with gradients",
+        "shared/model/logprobs.py",
+        "    if trains_plainly(model):",
+        "    if torch.is_grad_enabled() and trains_plainly(model):",
+        "tests/unit/shared/test_plain_training.py::test_values_and_gradients_equal_those_of_the_models_own_modules",
+    ),
+    Mutation(
+        "progress is counted only if the model itself is called",
+        "services/policy_trainer/worker/backend_torch.py",
+        "return self._trained.scorer",
+        "return self._trained.model",
+        "tests/unit/policy_trainer/test_host_waits.py::test_progress_is_counted_for_every_micro_batch",
+    ),
+    Mutation(
         "padding slots take part in the plain decoder's gradients",
         "shared/model/plain_training.py",
         "return grad.index_select(0, scatter), None, None",

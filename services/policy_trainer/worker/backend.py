@@ -95,6 +95,11 @@ class Backend(Protocol):
 
     @property
     def model(self) -> nn.Module:
+        """The module with the weights."""
+        ...
+
+    @property
+    def called(self) -> nn.Module:
         """The module that is called once per micro-batch."""
         ...
 

@@ -129,8 +129,13 @@ class TorchBackend:
 
     @property
     def model(self) -> nn.Module:
-        """The module that runs. Its parameters are pieces if there are several ranks."""
+        """The model. Its parameters are pieces if there are several ranks."""
         return self._trained.model
+
+    @property
+    def called(self) -> nn.Module:
+        """The module that scores a micro-batch with the model, or with other code for the same model."""
+        return self._trained.scorer
 
     @property
     def vocab_size(self) -> int:

@@ -17,6 +17,7 @@ _COSTLY = frozenset(
         *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "torch_attn::_varlen_attn"),
         *(f"aten::_scaled_dot_product_{kernel}_attention" for kernel in _ATTENTION),
         "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_efficient_attention_forward",
     ]
 )
 """Operations whose results are kept with `selective`: matrix products of linear layers, and attention. The products of

@@ -146,7 +146,7 @@ class Calls:
             require_deterministic_algorithms()
         self._earlier = EarlierVersions(self._topology.staleness if deterministic else 0)
         self._backend = make_backend(self._run, self._topology, self._place, self._meeting)
-        self._backend.model.register_forward_hook(lambda *_: self._advance())
+        self._backend.called.register_forward_hook(lambda *_: self._advance())
         self._own_loss = own_policy_loss(self._topology.algorithm.loss)
         policy = self._topology.policy
         rollout = self._topology.services.rollout

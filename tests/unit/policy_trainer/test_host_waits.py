@@ -76,6 +76,24 @@ def gradient(backend: TorchBackend) -> dict[str, float]:
     return accumulate(backend, spec, flat, ones, ones / mask.sum())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_logits", [logprobs.MAX_LOGITS, 128])
+def test_progress_is_counted_for_every_micro_batch(
+    dtype: str, max_logits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose counter does not advance for a long time counts as hung. In float32, the model itself is not
+    called, and with few logits at a time, only a part of it is."""
+    monkeypatch.setattr(logprobs, "MAX_LOGITS", max_logits)
+    make_model("qwen3", head_dim=16, dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
+    backend = one_rank(tmp_path, dtype, Optimizer(lr=1e-3), max_tokens=16)
+    losses, calls = [], []
+    own = BatchLoss.__call__
+    monkeypatch.setattr(BatchLoss, "__call__", lambda loss, local: losses.append(1) or own(loss, local))
+    backend.called.register_forward_hook(lambda *_: calls.append(1))
+    gradient(backend)
+    assert len(calls) == len(losses) > 2
+
+
 def test_no_operation_of_a_micro_batch_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("qwen3", head_dim=16).save_pretrained(tmp_path)
     backend = one_rank(tmp_path, "float32", Optimizer(lr=1e-3), max_tokens=16)

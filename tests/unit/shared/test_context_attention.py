@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 
 from shared.model import attention, context, tree
 from shared.model.context import ContextRank
@@ -32,9 +33,10 @@ def test_the_parts_of_all_ranks_equal_attention_over_whole_sequences(
     pairs: list[int] = []
     real = attention.attend
 
-    def counted(query: Tensor, key: Tensor, *others: Any) -> Tensor:
+    def counted(query: Tensor, key: Tensor, value: Tensor, mask: Any, *others: Any) -> Tensor:
         pairs.append(query.shape[0] * query.shape[2] * key.shape[2])
-        return real(query, key, *others)
+        assert not isinstance(mask, Tensor) or isinstance(mask, CausalBias) or mask.dtype == torch.bool
+        return real(query, key, value, mask, *others)
 
     trees = attention.to_trees(batch, torch.device("cpu"))
     whole, _ = attention.attend_trees(nn.Module(), query, key, value, None, trees=trees, sliding_window=window)

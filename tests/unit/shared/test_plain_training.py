@@ -55,6 +55,9 @@ def test_values_and_gradients_equal_those_of_the_models_own_modules(
     found = passed(model, max_tokens)
     for mine, theirs in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
         assert float((mine - theirs).norm()) <= 1e-5 * float(theirs.norm())
+    with torch.no_grad():  # a first update must find the probabilities of the pass before it unchanged
+        again, _ = logprobs.token_logprobs(model, *ragged(3, tasks=6), 0.8, max_tokens)
+    assert torch.equal(again, found[0][0])
 
 
 def functions_of(model: Any) -> set[str]:

@@ -72,6 +72,11 @@ class MegatronBackend:
         return wrapped
 
     @property
+    def called(self) -> nn.Module:
+        """The same as `model`."""
+        return self.model
+
+    @property
     def vocab_size(self) -> int:
         return self._pieces.architecture.vocab
 
