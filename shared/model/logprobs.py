@@ -218,11 +218,7 @@ def _run_trees(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: boo
 def _run_plain(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
     """Do the work of `_run_trees` without gradients. The last bits may differ from those of a pass with gradients."""
     decoder = PlainDecoder(model)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return attention.attend_trees(model, q, k, v, None, trees=arguments["trees"], scaling=scale)[0]
-
-    hidden = decoder.packed(arguments["input_ids"][0], arguments["position_ids"][0], attend)[predictors]
+    hidden = decoder.packed(arguments["input_ids"][0], arguments["position_ids"][0], arguments["trees"])[predictors]
     return decoder.logits(hidden) if logits else decoder.normed(hidden)
 
 

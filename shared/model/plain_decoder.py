@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shared.model.attention import Trees, attend_joint
 from shared.model.linear import linear, product, suits
 
 _CLASSES = frozenset(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -44,9 +45,6 @@ def is_plain(model: nn.Module) -> bool:
     )
 
 
-PackedAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-
-
 @dataclass
 class Past:
     """Keys and values of one layer, [R, G, capacity, D] each, filled up to the current length."""
@@ -64,9 +62,12 @@ class PlainDecoder:
         self._model = known
         config, attention = known.config, known.model.layers[0].self_attn
         self._dim = int(attention.head_dim)
-        self.heads = int(config.num_attention_heads)
-        self.key_heads = int(config.num_key_value_heads)
+        self._heads = int(config.num_attention_heads)
+        self._key_heads = int(config.num_key_value_heads)
+        self.sizes = [self._heads, self._key_heads, self._key_heads]
+        """Numbers of query, key and value heads."""
         self.scale = float(attention.scaling)
+        """Factor of the attention scores."""
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return the rotary cosines and sines [positions, 1, D], with the first half of the sines negated."""
@@ -97,19 +98,14 @@ class PlainDecoder:
         hidden = self._layers(ids_RT.reshape(-1), cos_N1D, sin_N1D, lambda _, qkv: attend(qkv))
         return hidden.view(rows, length, -1), pasts
 
-    def packed(self, ids_N: Tensor, depths_N: Tensor, attend: PackedAttention) -> Tensor:
-        """Run N packed tokens of any number of sequences and return hidden states [N, hidden].
-
-        `attend(queries, keys, values, scale)` maps three tensors, each of shape [1, heads, N, D], to one of shape
-        [1, N, H, D], and applies the mask.
-        """
+    def packed(self, ids_N: Tensor, depths_N: Tensor, trees: Trees) -> Tensor:
+        """Run the N nodes of a micro-batch and return hidden states [N, hidden]."""
         cos, sin = self.angles(int(depths_N.max()) + 1)
 
-        def attend_all(qkv_NXD: Tensor) -> Tensor:
-            q, k, v = self._split(qkv_NXD.transpose(0, 1)[None], dim=1)
-            return attend(q, k, v, self.scale).reshape(len(ids_N), -1)
+        def attend(_: int, qkv_NXD: Tensor) -> Tensor:
+            return attend_joint(qkv_NXD.flatten(1), trees, self.sizes, self.scale)
 
-        return self._layers(ids_N, cos[depths_N], sin[depths_N], lambda _, qkv: attend_all(qkv))
+        return self._layers(ids_N, cos[depths_N], sin[depths_N], attend)
 
     def go_on(
         self, ids_R: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, pasts: list[Past], length: int, bias_X1L: Tensor
@@ -118,7 +114,7 @@ class PlainDecoder:
 
         `bias_X1L` with X = R * G or 1 is added to the scores of length + 1 keys: -inf where a row does not attend.
         """
-        rows, groups = len(ids_R), self.heads // self.key_heads
+        rows, groups = len(ids_R), self._heads // self._key_heads
 
         def attend(layer: int, qkv_RXD: Tensor) -> Tensor:
             q, k, v = self._split(qkv_RXD, dim=1)
@@ -127,7 +123,7 @@ class PlainDecoder:
             past.values[:, :, length] = v
             keys, values = (each.flatten(0, 1)[:, : length + 1] for each in (past.keys, past.values))
             # Queries that share a key head are rows of one product.
-            q = q.reshape(rows * self.key_heads, groups, self._dim)
+            q = q.reshape(rows * self._key_heads, groups, self._dim)
             scores = torch.baddbmm(bias_X1L, q, keys.transpose(1, 2), alpha=self.scale)
             return torch.bmm(scores.softmax(-1), values).view(rows, -1)
 
@@ -150,7 +146,7 @@ class PlainDecoder:
         return self.logits(hidden[0]).log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
 
     def _split(self, heads: Tensor, dim: int) -> tuple[Tensor, ...]:
-        return torch.split(heads, [self.heads, self.key_heads, self.key_heads], dim)
+        return torch.split(heads, self.sizes, dim)
 
     def _layers(
         self, ids_N: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, attend: Callable[[int, Tensor], Tensor]
@@ -158,11 +154,11 @@ class PlainDecoder:
         """Run all layers and return hidden states. `attend(layer, [N, H + 2G, D])` returns [N, H * D]."""
         model: Any = self._model.model
         x = nn.functional.embedding(ids_N, model.embed_tokens.weight)
-        turned = self.heads + self.key_heads
+        turned = self._heads + self._key_heads
         for number, layer in enumerate(model.layers):
             own, mlp = layer.self_attn, layer.mlp
             normed = _rms_norm(x, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
-            qkv = x.new_empty(len(x), (turned + self.key_heads) * self._dim)
+            qkv = x.new_empty(len(x), (turned + self._key_heads) * self._dim)
             begin = 0
             for part in (own.q_proj, own.k_proj, own.v_proj):
                 end = begin + part.out_features
@@ -172,7 +168,7 @@ class PlainDecoder:
             qk = qkv[:, :turned]
             if hasattr(own, "q_norm"):
                 weight_XD = torch.cat(
-                    [own.q_norm.weight.expand(self.heads, -1), own.k_norm.weight.expand(self.key_heads, -1)]
+                    [own.q_norm.weight.expand(self._heads, -1), own.k_norm.weight.expand(self._key_heads, -1)]
                 )
                 qk = _rms_norm(qk, weight_XD, own.q_norm.variance_epsilon)
             torch.addcmul(qk * cos_N1D, qk.roll(self._dim // 2, -1), sin_N1D, out=qkv[:, :turned])

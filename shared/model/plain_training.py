@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shared.model import linear
-from shared.model.attention import Trees, attend
+from shared.model.attention import Trees, attend_joint
 from shared.model.linear import add_weight_gradient, input_gradient, write_product
 from shared.model.plain_decoder import PlainDecoder, is_plain
 
@@ -50,8 +50,7 @@ def hidden_states(model: nn.Module, ids_N: Tensor, depths_N: Tensor, trees: Tree
     decoder, base = PlainDecoder(model), known.model
     cos, sin = decoder.angles(int(depths_N.max()) + 1)
     turn = cos[depths_N], sin[depths_N]
-    sizes = [decoder.heads, decoder.key_heads, decoder.key_heads]
-    gather = torch.cat([block.gather for block in trees.blocks])
+    heads, key_heads, _ = decoder.sizes
     x = nn.functional.embedding(ids_N, base.embed_tokens.weight)
     for layer in base.layers:
         own, mlp = layer.self_attn, layer.mlp
@@ -59,13 +58,11 @@ def hidden_states(model: nn.Module, ids_N: Tensor, depths_N: Tensor, trees: Tree
         bias = None if own.q_proj.bias is None else torch.cat([part.bias for part in parts])
         heads_norm = None
         if hasattr(own, "q_norm"):
-            both = own.q_norm.weight.expand(sizes[0], -1), own.k_norm.weight.expand(sizes[1], -1)
-            heads_norm = torch.cat(both)
+            heads_norm = torch.cat([own.q_norm.weight.expand(heads, -1), own.k_norm.weight.expand(key_heads, -1)])
         norm, middle = layer.input_layernorm, layer.post_attention_layernorm
         given = norm.weight, bias, heads_norm, *turn, norm.variance_epsilon
         qkv = _apply(_Projections, x, *given, *(part.weight for part in parts))
-        slots = _apply(_Slots, qkv, gather, trees.scatter)
-        attended = _attended(slots, trees, sizes, decoder.scale)
+        attended = attend_joint(qkv, trees, decoder.sizes, decoder.scale)
         weights = own.o_proj.weight, middle.weight, *(part.weight for part in _projections(mlp))
         x = _apply(_Rest, x, attended, *weights, middle.variance_epsilon)
     return _apply(_Norm, x.index_select(0, predictors_P), base.norm.weight, base.norm.variance_epsilon)
@@ -77,33 +74,6 @@ def _projections(mlp: Any) -> tuple[Any, Any, Any]:
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     return cast(Tensor, cast(Any, function).apply(*arguments))
-
-
-def _attended(slots: Tensor, trees: Trees, sizes: list[int], scale: float) -> Tensor:
-    """Map queries, keys and values in the slots of all blocks to the nodes' attention outputs [N, H * D]."""
-    outputs: list[Tensor] = []
-    parts = torch.split(slots, [block.rows * block.longest for block in trees.blocks])
-    for block, part in zip(trees.blocks, parts, strict=True):
-        heads_RXLD = part.view(block.rows, block.longest, sum(sizes), -1).transpose(1, 2)
-        query, key, value = torch.split(heads_RXLD, sizes, dim=1)
-        out_RHLD = attend(query, key, value, block.mask, scale)
-        outputs.append(out_RHLD.transpose(1, 2).reshape(len(part), -1))
-    return torch.cat(outputs).index_select(0, trees.scatter)
-
-
-class _Slots(torch.autograd.Function):
-    """Copies nodes to slots. Slots without a node have no gradient, so each node takes that of its own slot."""
-
-    @staticmethod
-    def forward(ctx: Any, nodes: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:
-        ctx.save_for_backward(scatter)
-        return nodes.index_select(0, gather)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (scatter,) = ctx.saved_tensors
-        return grad.index_select(0, scatter), None, None
 
 
 class _Projections(torch.autograd.Function):

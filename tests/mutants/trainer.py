@@ -213,7 +213,7 @@ TRAINER = [
     ),
     Mutation(
         "padding slots take part in the plain decoder's gradients",
-        "shared/model/plain_training.py",
+        "shared/model/attention.py",
         "return grad.index_select(0, scatter), None, None",
         "return grad[: len(scatter)].clone(), None, None",
         "tests/unit/shared/test_plain_training.py::test_values_and_gradients_equal_those_of_the_models_own_modules",
