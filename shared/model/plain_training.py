@@ -3,8 +3,8 @@
 With the model's own modules, autograd keeps the result of every operation, and each operation reads and writes the
 memory of the whole micro-batch. Here, only what the gradients need is kept, a little more than half as much. With MKL,
 the operations between two attention passes run on one block of rows at a time, which stays in the processor's cache. On
-one core of a sixth-generation Intel Xeon, a pass over answers of up to 128 tokens takes 589 ms instead of 697, and one
-over answers of up to 8 tokens 276 ms instead of 327.
+one core of a sixth-generation Intel Xeon, a pass over answers of up to 128 tokens takes 614 ms instead of 702, and one
+over answers of up to 8 tokens 281 ms instead of 328.
 
 Shapes: N nodes, H query heads, G key heads, X = H + G, D head_dim, I inner size of the MLP.
 """
