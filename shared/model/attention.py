@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -66,6 +66,11 @@ class Trees:
 
     blocks: list[TreeBlock]
     scatter: Tensor
+
+    @cached_property
+    def gather(self) -> Tensor:
+        """The node in every slot of all blocks, int64 [slots]."""
+        return torch.cat([block.gather for block in self.blocks])
 
 
 def to_trees(batch: MicroBatch, device: torch.device) -> Trees:
@@ -182,8 +187,7 @@ def attend_trees(
 def attend_joint(nodes: Tensor, trees: Trees, heads: list[int], scale: float) -> Tensor:
     """Map nodes [N, (H + 2G) * D], each with its queries, keys and values, to [N, H * D]. `heads` is [H, G, G]. Layers
     with a window are not supported."""
-    gather = torch.cat([block.gather for block in trees.blocks])
-    slots: Tensor = _Slots.apply(nodes, gather, trees.scatter)  # type: ignore[no-untyped-call]
+    slots = cast(Tensor, cast(Any, _Slots).apply(nodes, trees.gather, trees.scatter))
     outputs: list[Tensor] = []
     parts = torch.split(slots, [block.rows * block.longest for block in trees.blocks])
     for block, part in zip(trees.blocks, parts, strict=True):

@@ -62,10 +62,13 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product(rows, weight, bias)
 
 
-def write_product(rows: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
-    """Write the product of rows [N, in] and the transposed weight [out, in] to `out` [N, out], and return it, without a
-    gradient."""
-    return out.copy_(product(rows, weight)) if suits(rows, weight, None) else torch.mm(rows, weight.t(), out=out)
+def write_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor) -> Tensor:
+    """Write the result of `linear` for rows [N, in] to `out` [N, out], and return it, without a gradient."""
+    if suits(rows, weight, bias):
+        return out.copy_(product(rows, weight, bias))
+    if bias is None:
+        return torch.mm(rows, weight.t(), out=out)
+    return torch.addmm(bias, rows, weight.t(), out=out)
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shared.model.attention import Trees, attend_joint
-from shared.model.linear import linear, product, suits
+from shared.model.linear import linear, product, suits, write_linear
 
 _CLASSES = frozenset(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 _FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])
@@ -145,6 +145,13 @@ class PlainDecoder:
         hidden, _ = self.begin(ids_T[None, :-1], cos, sin, None)
         return self.logits(hidden[0]).log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
 
+    def heads_norm(self, attention: Any) -> Tensor | None:
+        """Return the weights [H + G, D] of the norms of all query and key heads, or None if the layer has none."""
+        if not hasattr(attention, "q_norm"):
+            return None
+        weights = zip((attention.q_norm.weight, attention.k_norm.weight), self.sizes[:2], strict=True)
+        return torch.cat([weight.expand(heads, -1) for weight, heads in weights])
+
     def _split(self, heads: Tensor, dim: int) -> tuple[Tensor, ...]:
         return torch.split(heads, self.sizes, dim)
 
@@ -162,14 +169,12 @@ class PlainDecoder:
             begin = 0
             for part in (own.q_proj, own.k_proj, own.v_proj):
                 end = begin + part.out_features
-                _write_linear(normed, part, qkv[:, begin:end])
+                write_linear(normed, part.weight, part.bias, out=qkv[:, begin:end])
                 begin = end
             qkv = qkv.view(len(x), -1, self._dim)
             qk = qkv[:, :turned]
-            if hasattr(own, "q_norm"):
-                weight_XD = torch.cat(
-                    [own.q_norm.weight.expand(self._heads, -1), own.k_norm.weight.expand(self._key_heads, -1)]
-                )
+            weight_XD = self.heads_norm(own)
+            if weight_XD is not None:
                 qk = _rms_norm(qk, weight_XD, own.q_norm.variance_epsilon)
             torch.addcmul(qk * cos_N1D, qk.roll(self._dim // 2, -1), sin_N1D, out=qkv[:, :turned])
             x = _add_linear(x, attend(number, qkv), own.o_proj)
@@ -180,16 +185,6 @@ class PlainDecoder:
             up = linear(normed, mlp.up_proj.weight, mlp.up_proj.bias)
             x = _add_linear(x, gate.mul_(up), mlp.down_proj)
         return x
-
-
-def _write_linear(x: Tensor, layer: Any, out: Tensor) -> None:
-    """Write layer(x) into `out`."""
-    if suits(x, layer.weight, layer.bias):
-        out.copy_(product(x, layer.weight, layer.bias))
-    elif layer.bias is None:
-        torch.mm(x, layer.weight.t(), out=out)
-    else:
-        torch.addmm(layer.bias, x, layer.weight.t(), out=out)
 
 
 def _add_linear(x: Tensor, y: Tensor, layer: Any) -> Tensor:

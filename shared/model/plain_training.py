@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shared.model import linear
 from shared.model.attention import Trees, attend_joint
-from shared.model.linear import add_weight_gradient, input_gradient, write_product
+from shared.model.linear import add_weight_gradient, input_gradient, write_linear
 from shared.model.plain_decoder import PlainDecoder, is_plain
 
 BLOCK_VALUES = 196_608
@@ -50,17 +50,13 @@ def hidden_states(model: nn.Module, ids_N: Tensor, depths_N: Tensor, trees: Tree
     decoder, base = PlainDecoder(model), known.model
     cos, sin = decoder.angles(int(depths_N.max()) + 1)
     turn = cos[depths_N], sin[depths_N]
-    heads, key_heads, _ = decoder.sizes
     x = nn.functional.embedding(ids_N, base.embed_tokens.weight)
     for layer in base.layers:
         own, mlp = layer.self_attn, layer.mlp
         parts = (own.q_proj, own.k_proj, own.v_proj)
         bias = None if own.q_proj.bias is None else torch.cat([part.bias for part in parts])
-        heads_norm = None
-        if hasattr(own, "q_norm"):
-            heads_norm = torch.cat([own.q_norm.weight.expand(heads, -1), own.k_norm.weight.expand(key_heads, -1)])
         norm, middle = layer.input_layernorm, layer.post_attention_layernorm
-        given = norm.weight, bias, heads_norm, *turn, norm.variance_epsilon
+        given = norm.weight, bias, decoder.heads_norm(own), *turn, norm.variance_epsilon
         qkv = _apply(_Projections, x, *given, *(part.weight for part in parts))
         attended = attend_joint(qkv, trees, decoder.sizes, decoder.scale)
         weights = own.o_proj.weight, middle.weight, *(part.weight for part in _projections(mlp))
@@ -100,9 +96,9 @@ class _Projections(torch.autograd.Function):
         raw, heads_scale = x.new_empty(with_norm, turned), x.new_empty(with_norm, turned // dim, 1)
         for rows in _blocks(x, width):
             scale[rows] = _inverse_rms(x[rows], epsilon)
-            normed = x[rows].mul(scale[rows]).mul_(norm)
+            normed = _normed(x[rows], scale[rows], norm)
             for weight, part in zip(weights, columns, strict=True):
-                write_product(normed, weight, out=qkv[rows, part])
+                write_linear(normed, weight, out=qkv[rows, part])
             if bias is not None:
                 qkv[rows] += bias
             qk_RXD = qkv[rows, :turned].view(len(normed), -1, dim)
@@ -110,7 +106,7 @@ class _Projections(torch.autograd.Function):
             if heads_norm_XD is not None:
                 raw[rows] = qkv[rows, :turned]
                 heads_scale[rows] = _inverse_rms(qk_RXD, epsilon)
-                given = qk_RXD.mul(heads_scale[rows]).mul_(heads_norm_XD)
+                given = _normed(qk_RXD, heads_scale[rows], heads_norm_XD)
             torch.addcmul(given * cos_N1D[rows], given.roll(dim // 2, -1), sin_N1D[rows], out=qk_RXD)
         ctx.save_for_backward(x, norm, heads_norm_XD, cos_N1D, sin_N1D, scale, raw, heads_scale, *weights)
         ctx.has_bias = bias is not None
@@ -136,7 +132,7 @@ class _Projections(torch.autograd.Function):
                 _norm_gradient(qk_RXD, before_RXD, heads_norm_XD, heads_scale[rows], grad_heads, out=qk_RXD)
             if grad_bias is not None:
                 grad_bias += made.sum(0)
-            normed, of_normed = x[rows].mul(scale[rows]).mul_(norm), torch.zeros_like(x[rows])
+            normed, of_normed = _normed(x[rows], scale[rows], norm), torch.zeros_like(x[rows])
             for weight, total, part in zip(weights, grad_weights, columns, strict=True):
                 add_weight_gradient(total, made[:, part], normed)
                 of_normed += input_gradient(made[:, part], weight)
@@ -163,12 +159,12 @@ class _Rest(torch.autograd.Function):
         middle, result, scale = torch.empty_like(x), torch.empty_like(x), x.new_empty(len(x), 1)
         gates, ups = x.new_empty(len(x), len(gate)), x.new_empty(len(x), len(gate))
         for rows in _blocks(x, len(gate)):
-            at = write_product(attended[rows], out, out=middle[rows]).add_(x[rows])
+            at = write_linear(attended[rows], out, out=middle[rows]).add_(x[rows])
             scale[rows] = _inverse_rms(at, epsilon)
-            normed = at.mul(scale[rows]).mul_(norm)
-            opened = nn.functional.silu(write_product(normed, gate, out=gates[rows]))
-            opened.mul_(write_product(normed, up, out=ups[rows]))
-            write_product(opened, down, out=result[rows]).add_(at)
+            normed = _normed(at, scale[rows], norm)
+            opened = nn.functional.silu(write_linear(normed, gate, out=gates[rows]))
+            opened.mul_(write_linear(normed, up, out=ups[rows]))
+            write_linear(opened, down, out=result[rows]).add_(at)
         ctx.save_for_backward(attended, middle, scale, gates, ups, out, norm, gate, up, down)
         return result
 
@@ -185,7 +181,7 @@ class _Rest(torch.autograd.Function):
             add_weight_gradient(grad_down, grad[rows], opened * ups[rows])
             of_up = opened.mul_(inner)
             of_gate = torch.ops.aten.silu_backward(inner.mul_(ups[rows]), gates[rows])
-            normed = middle[rows].mul(scale[rows]).mul_(norm)
+            normed = _normed(middle[rows], scale[rows], norm)
             add_weight_gradient(grad_gate, of_gate, normed)
             add_weight_gradient(grad_up, of_up, normed)
             of_normed = input_gradient(of_gate, gate).add_(input_gradient(of_up, up))
@@ -203,7 +199,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         scale = _inverse_rms(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        return x.mul(scale).mul_(weight)
+        return _normed(x, scale, weight)
 
     @staticmethod
     @once_differentiable
@@ -233,6 +229,11 @@ def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
     """Return 1 / sqrt(mean(x^2) + epsilon) over the last dimension, which has size 1 in the result."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().mul_(1.0 / x.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def _normed(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """Return the result of RMSNorm, given the inverse RMS of its input."""
+    return x.mul(scale).mul_(weight)
 
 
 def _norm_gradient(

@@ -16,7 +16,8 @@ from shared.model.context import ContextRank
 
 LENGTHS = np.array([46, 41, 19])
 HEADS, GROUPS, DIM = 4, 2, 8
-NO_GROUP: torch.distributed.ProcessGroup = None  # type: ignore[assignment]  # the test gathers the values itself
+NO_GROUP: Any = None
+"""The process group of a rank. The test gathers the values itself."""
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
