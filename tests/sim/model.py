@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 import xxhash
+from torch import nn
 
 from proto.ids import make_task_id, split_task_id
 from proto.messages import Canary, LeaseGrant
-from services.policy_trainer.worker.backend import OptimizerUpdate, Sequences, TrainingState
+from services.policy_trainer.worker.backend import Backend, OptimizerUpdate, Sequences, TrainingState
 from services.policy_trainer.worker.colocation.devices import device_parts
+from services.policy_trainer.worker.colocation.shelves import PartShelves
 from services.rollout.engine import (
     FinishReason,
     Generation,
@@ -74,8 +76,8 @@ class SimBackend:
 
     def __init__(self, world: World, place: Any, generation: int) -> None:
         self.place = place
-        self.model = SimpleNamespace(register_forward_hook=lambda hook: None)
-        self.shelves = SimpleNamespace(offload=self._offload, backload=self._backload)
+        self.model = self.called = nn.Module()
+        self.shelves = cast(PartShelves, SimpleNamespace(offload=self._offload, backload=self._backload))
         self.parameters = 1
         self.vocab_size = VOCABULARY
         self._world = world
@@ -183,6 +185,11 @@ class SimBackend:
         self.chain, self.updates, count = state[NAME].tolist()
         self.applied = state["applied"][:count].tolist()
         self.drop_gradients()
+
+
+def make_backend(world: World, place: Any, generation: int) -> Backend:
+    """Return a `SimBackend` as a `Backend`, so that a member that it lacks is a type error."""
+    return SimBackend(world, place, generation)
 
 
 class SimCanaries:
