@@ -4,6 +4,7 @@
 PYTHON ?= python3.11
 PY     := .venv/bin/python
 CODE   := proto shared services launch
+TYPED  := $(CODE) tests/sim
 # The number of test files that run at the same time. Tests of real processes spend half of their time waiting.
 JOBS   ?= 2
 PYTEST  = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -124,7 +125,7 @@ docs: setup-docs ## the documentation site, in build/docs, which can be read wit
 lint: setup-dev ## ruff, mypy --strict, the import contracts
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy $(CODE)
+	$(PY) -m mypy $(TYPED)
 	.venv/bin/lint-imports
 
 format: setup-dev ## format the code and apply the fixes that ruff knows

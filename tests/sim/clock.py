@@ -14,7 +14,7 @@ import heapq
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Executor
 from random import Random
 from typing import Any
@@ -99,7 +99,11 @@ class Callback:
         self.when = when
 
     def cancel(self) -> None:
-        self.call = self.args = self.node = None  # This releases the referenced objects before the timer is due.
+        self.call, self.args, self.node = (
+            None,
+            (),
+            None,
+        )  # This releases the referenced objects before the timer is due.
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -171,27 +175,29 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     # ---- callbacks know their node
 
-    def call_soon(self, callback, *args, context=None):  # type: ignore[no-untyped-def]
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         made = Callback(callback, args, context, self._time)
         self._ready.append(made)  # type: ignore[attr-defined]
         return made
 
-    def call_at(self, when, callback, *args, context=None):  # type: ignore[no-untyped-def]
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         made = Callback(callback, args, context, when)
         heapq.heappush(self._scheduled, (when, next(self._numbers), made))  # type: ignore[attr-defined]
         return made
 
-    def call_later(self, delay, callback, *args, context=None):  # type: ignore[no-untyped-def]
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
         return self.call_at(self._time + delay, callback, *args, context=context)
 
-    def create_task(self, coro: Coroutine[Any, Any, Any], *, name: Any = None, context: Any = None) -> Any:
+    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> Any:
         task = super().create_task(coro, name=name, context=context)
         node = (contextvars.copy_context() if context is None else context).get(CURRENT)
         if node is not None:
             node.adopt(task)
         return task
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         """Run `func` on the loop, after a delay and after all earlier functions of the same executor."""
         future = self.create_future()
         computes = getattr(executor, "_thread_name_prefix", "").startswith("compute")

@@ -186,6 +186,11 @@ class SimBackend:
         self.applied = state["applied"][:count].tolist()
         self.drop_gradients()
 
+    def export(self, folder: Path) -> None:
+        if self.place.rank == 0:
+            folder.mkdir(exist_ok=True)
+            (folder / NAME).write_text(f"{self.chain} {','.join(map(str, self.applied))}")
+
 
 def make_backend(world: World, place: Any, generation: int) -> Backend:
     """Return a `SimBackend` as a `Backend`, so that a member that it lacks is a type error."""
@@ -327,8 +332,6 @@ class SimRewards:
         return []
 
 
-def export(backend: SimBackend, source: Path, target: Path) -> None:
+def export(backend: Backend, source: Path, target: Path) -> None:
     """Write the final weights."""
-    if backend.place.rank == 0:
-        target.mkdir(exist_ok=True)
-        (target / NAME).write_text(f"{backend.chain} {','.join(map(str, backend.applied))}")
+    backend.export(target)

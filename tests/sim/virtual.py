@@ -23,6 +23,7 @@ from unittest import mock
 
 import structlog
 
+import shared.data
 import shared.topology
 from services.batch_store.stream_server import StreamStats
 from shared.topology import Topology
@@ -121,7 +122,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     from tests.sim.network import SimContext
     from tests.sim.observe import observers
 
-    make_plan, plans = services.scheduler.server.make_plan, dict[Size, Any]()
+    make_plan, plans = services.scheduler.planning.make_plan, dict[Size, Any]()
     pid, now = os.getpid, time.monotonic
 
     def load(_: Any) -> Topology:
@@ -137,7 +138,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     def clock() -> float:
         return here().loop.time() if _running else now()
 
-    def note(logger: Any, method: str, event: dict[str, Any]) -> Any:
+    def note(logger: Any, method: str, event: Any) -> Any:
         if _running:
             here().log(event)
         raise structlog.DropEvent
@@ -160,7 +161,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "shared.topology.load": load,
         "services.scheduler.server.load": load,
         "services.scheduler.server.make_plan": plan,
-        "services.scheduler.planning.open_source": functools.cache(services.scheduler.planning.open_source),
+        "services.scheduler.planning.open_source": functools.cache(shared.data.open_source),
         "services.scheduler.server.gc": quiet,
         "services.scheduler.server.TICK_S": 0.5,
         "services.scheduler.state.TELL_S": 3600.0,

@@ -7,6 +7,7 @@ import gc
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -14,8 +15,8 @@ from typing import Any, cast
 import xxhash
 
 from launch.supervisor.events import Event, Exited, RunEnded, RunOutcome, Spawned
-from launch.supervisor.plan import DRIVER
-from launch.supervisor.server import SUPERVISOR, Supervisor
+from launch.supervisor.plan import DRIVER, SUPERVISOR
+from launch.supervisor.server import Supervisor
 from proto.messages import Ack
 from proto.registry import by_type
 from shared.actor.service import PEER_LOST_STATUS
@@ -226,7 +227,7 @@ class World:
                 if node is not None and operations:
                     node.strike_at = node.operations + operations
                 elif node is not None:
-                    self.loop.before_waiting.append(lambda: self.kill(node))
+                    self.loop.before_waiting.append(partial(self.kill, node))
             case Stop(_, key, for_s):
                 node = self.nodes.get(key)
                 if node is not None and node.stopped is None:
