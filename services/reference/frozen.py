@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -74,11 +73,11 @@ class FrozenTorch:
     def logprobs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
     ) -> Array:
-        found = np.zeros(len(token_ids), np.float32)
+        found = torch.zeros(len(token_ids), device=self._device)  # copied once, or a GPU would idle after every part
         for part in score(self._model[0], token_ids, lengths, loss_mask, temperature, self._max_tokens):
-            found[to_numpy(part.tokens)] = to_numpy(part.logprobs.float())
+            found[part.tokens] = part.logprobs.float()
             on_part()
-        return found
+        return to_numpy(found)
 
     def tensors(self) -> list[Tensor]:
         return [*self._model[0].parameters(), *self._model[0].buffers()] if self._model else []

@@ -39,10 +39,10 @@ _SHARES_KEYS = "enable_gqa" in signature(varlen_attn).parameters
 
 @dataclass(frozen=True)
 class PackedChains:
-    """The filled slots of a block of chains, row by row: the `nodes` in them int64 [P], the `slots` int64 [P], and the
-    positions int32 [R + 1] at which each row begins, followed by P."""
+    """The filled slots of a block of chains, row by row: the `nodes` in them (int64 [P], or a slice if they are
+    consecutive), the `slots` int64 [P], and the positions int32 [R + 1] at which each row begins, followed by P."""
 
-    nodes: Tensor
+    nodes: Tensor | slice
     slots: Tensor
     bounds: Tensor
 
@@ -72,17 +72,32 @@ class Trees:
         """The node in every slot of all blocks, int64 [slots]."""
         return torch.cat([block.gather for block in self.blocks])
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the packed nodes of all blocks, one block after the other, are the nodes of the micro-batch."""
+        end = 0
+        for block in self.blocks:
+            nodes = block.packed.nodes if block.packed is not None else None
+            if not isinstance(nodes, slice) or nodes.start != end:
+                return False
+            end = nodes.stop
+        return end == len(self.scatter)
+
 
 def to_trees(batch: MicroBatch, device: torch.device) -> Trees:
     """Return the indices and masks of `batch` on `device`."""
     arrays = [batch.scatter]
     first_slot = 0
+    chains: list[Array] = []
+    """The nodes of every packed block."""
     for block in batch.blocks:
         arrays += [block.gather, batch.depths[block.gather].reshape(block.rows, -1)]
         if block.end is not None:
             arrays.append(block.end)
         elif packs(device):
-            arrays += _packed(batch, first_slot, block)
+            nodes, slots, bounds = _packed(batch, first_slot, block)
+            arrays += [nodes, slots, bounds]
+            chains.append(nodes)
         first_slot += block.rows * block.longest
     scatter, *others = to_device(arrays, device)
     moved = iter(others)
@@ -95,7 +110,8 @@ def to_trees(batch: MicroBatch, device: torch.device) -> Trees:
             slot_L = torch.arange(block.longest, device=device)
             mask = ((slot_L[None, :, None] >= slot_L) & (slot_L[None, :, None] < next(moved)[:, None, :]))[:, None]
         elif packs(device):
-            packed = PackedChains(nodes=next(moved), slots=next(moved), bounds=next(moved))
+            on_device = next(moved)
+            packed = PackedChains(_as_slice(chains.pop(0)) or on_device, slots=next(moved), bounds=next(moved))
         blocks.append(TreeBlock(block.rows, block.longest, gather, depths, mask, packed))
     return Trees(blocks, scatter)
 
@@ -115,6 +131,12 @@ def _packed(batch: MicroBatch, first_slot: int, block: AttentionBlock) -> list[A
     slots, nodes = slots[inside] - first_slot, nodes[inside]
     bounds = np.append(0, np.cumsum(np.bincount(slots // longest, minlength=rows))).astype(np.int32)
     return [nodes, slots, bounds]
+
+
+def _as_slice(nodes: Array) -> slice | None:
+    """Return `nodes` as a slice, or None if they are not consecutive."""
+    first, count = int(nodes[0]), len(nodes)
+    return slice(first, first + count) if np.array_equal(nodes, np.arange(first, first + count)) else None
 
 
 def supports_trees(model: nn.Module) -> bool:
@@ -167,9 +189,12 @@ def attend_trees(
     heads, dim = query.shape[1], value.shape[3]
     q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
     outputs: list[Tensor] = []
+    packs = _suits_flash(query, value)
+    in_order = packs and trees.in_order
     for block in trees.blocks:
-        if block.packed is not None and _suits_flash(query, value):
-            outputs.append(_attend_packed(q_NHD, k_NGD, v_NGD, block, block.packed, scaling, sliding_window))
+        if packs and block.packed is not None:
+            out_PHD = _attend_packed(q_NHD, k_NGD, v_NGD, block.longest, block.packed, scaling, sliding_window)
+            outputs.append(out_PHD if in_order else _in_slots(out_PHD, block, block.packed))
             continue
         q = _rows(q_NHD, block)
         k = _rows(k_NGD, block)
@@ -180,8 +205,9 @@ def attend_trees(
             mask = near & (torch.ones_like(near).tril() if mask is None else mask)
         out_RHLD = attend(q, k, v, mask, scaling)
         outputs.append(out_RHLD.transpose(1, 2).reshape(-1, heads * dim))
-    slots = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return slots.index_select(0, trees.scatter).view(1, -1, heads, dim), None
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    nodes = joined if in_order else joined.index_select(0, trees.scatter)
+    return nodes.view(1, -1, heads, dim), None
 
 
 def attend_joint(nodes: Tensor, trees: Trees, heads: list[int], scale: float) -> Tensor:
@@ -216,7 +242,7 @@ class _Slots(torch.autograd.Function):
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Map `query` [R, H, L, D] and `key`, `value` [R, G, K, D] to [R, H, L, D]. Without a `mask`, attend causally."""
     grouped = query.shape[1] != key.shape[1]
-    if grouped and repeats_keys(query.device.type, masked=mask is not None):
+    if grouped and repeats_keys(query.device.type, flash=mask is None and _suits_flash(query, value)):
         key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
         grouped = False
     return nn.functional.scaled_dot_product_attention(
@@ -244,28 +270,38 @@ def _attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    block: TreeBlock,
+    longest: int,
     packed: PackedChains,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Map the nodes' `query` [N, H, D] and `key`, `value` [N, G, D] to the block's slots [R * L, H * D], without
-    computing anything for empty slots, which stay 0."""
+    """Map the `query` [N, H, D] and `key`, `value` [N, G, D] of all nodes to [P, H, D] for those of a block whose
+    longest row has `longest` slots. Nothing is computed for empty slots."""
     heads, groups = query.shape[1], key.shape[1]
-    query, key, value = (each.index_select(0, packed.nodes) for each in (query, key, value))
+    query, key, value = (_picked(each, packed.nodes) for each in (query, key, value))
     if heads != groups and not _SHARES_KEYS:
         key, value = (each.repeat_interleave(heads // groups, dim=1) for each in (key, value))
     kernel = partial(varlen_attn, enable_gqa=heads != groups) if _SHARES_KEYS else varlen_attn
-    ends, longest, left = packed.bounds, block.longest, -1 if window is None else window - 1
+    ends, left = packed.bounds, -1 if window is None else window - 1
     out: Any = kernel(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))
-    slots: Tensor = out.new_zeros(block.rows * longest, out[0].numel())
-    return slots.index_copy_(0, packed.slots, out.flatten(1))
+    return cast(Tensor, out)
 
 
-def repeats_keys(device: str, *, masked: bool) -> bool:
-    """Return whether key heads are repeated for the query heads that share them. On CUDA, no fused kernel supports both
-    a mask and groups, and the unfused one stores the scores of all pairs."""
-    return masked and device == "cuda"
+def _picked(nodes_NXD: Tensor, picked: Tensor | slice) -> Tensor:
+    return nodes_NXD[picked] if isinstance(picked, slice) else nodes_NXD.index_select(0, picked)
+
+
+def _in_slots(out_PHD: Tensor, block: TreeBlock, packed: PackedChains) -> Tensor:
+    """Return [R * L, H * D]. Empty slots are 0."""
+    slots = out_PHD.new_zeros(block.rows * block.longest, out_PHD[0].numel())
+    return slots.index_copy_(0, packed.slots, out_PHD.flatten(1))
+
+
+def repeats_keys(device: str, *, flash: bool) -> bool:
+    """Return whether key heads are repeated for the query heads that share them. Of torch's fused kernels for CUDA,
+    only FlashAttention supports groups. `flash` is whether it accepts the inputs, which excludes float32 and masks. The
+    unfused kernel stores the scores of all pairs."""
+    return device == "cuda" and not flash
 
 
 def _rows(nodes_NHD: Tensor, block: TreeBlock) -> Tensor:

@@ -83,9 +83,14 @@ def _padded(piece: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _v(begin: int, end: int, device: torch.device) -> Tensor:
-    """Return v for bytes `begin` to `end` of a row, int8 [end - begin, 8]."""
+    """Return v for bytes `begin` to `end` of a row, int8 [end - begin, 8].
+
+    On a GPU its columns are contiguous, because cuBLAS has an int8 product of two row-major matrices only for some GPUs
+    (pytorch#169961). On a CPU the product is faster with contiguous rows.
+    """
     hashed = _hash(torch.arange(begin * _FORMS, end * _FORMS, dtype=torch.int64))
-    return (((hashed & 63) * 2) - 63).to(torch.int8).view(end - begin, _FORMS).to(device)
+    v = (((hashed & 63) * 2) - 63).to(torch.int8).view(end - begin, _FORMS).to(device)
+    return v if device.type == "cpu" else v.t().contiguous().t()
 
 
 @functools.lru_cache(maxsize=4)

@@ -30,14 +30,14 @@ def room(nbytes: int, device: str) -> Tensor:
 
 
 def pack_into(memory: Tensor, tensors: Iterable[Tensor]) -> int:
-    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n]. Return the number of bytes once the copy is
-    complete."""
+    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n], on the current stream. Return the number of
+    bytes once the copy is complete."""
     end = 0
     for each in tensors:
         begin, end = end, end + each.nbytes
         memory[begin:end].copy_(each.detach().contiguous().reshape(-1).view(torch.uint8))
     if memory.device.type == "cuda":
-        torch.cuda.synchronize(memory.device)
+        torch.cuda.current_stream(memory.device).synchronize()
     return end
 
 

@@ -275,6 +275,8 @@ def sync_device(device: str) -> Measured:
             for number in range(1, SYNCS + 2):
                 for each in weights.values():
                     each.fill_(number)
+                if on_gpu:
+                    torch.cuda.synchronize()
                 live.show((0, number), weights)
                 outgoing = OutgoingWeights(described(weights), lambda: weights, live, (0, number))
                 began = time.perf_counter()

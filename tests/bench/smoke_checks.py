@@ -193,6 +193,27 @@ def locked_memory(device: str) -> Measured:
     return {"bytes": sum(sizes), "held_over_bytes": held / sum(sizes), **rates}
 
 
+def digests(device: str) -> Measured:
+    """Compare the digests of weights on the device with those on the CPU, and measure how fast the device reads."""
+    from shared.weights.digests import digests_of
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1000, 1024), (17, 24), (3, 7), (5,), (), (2, 70_000), (40, 3, 5)]
+    weights = {
+        f"{shape} {dtype}": torch.randn(shape, generator=generator).to(dtype)
+        for shape in shapes
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    there = {name: tensor.to(device) for name, tensor in weights.items()}
+    assert digests_of(there) == digests_of(weights)
+    large = {
+        "large": torch.ones((1 << 15, 1 << 14) if device.startswith("cuda") else (1 << 10, 1 << 10), device=device)
+    }
+    digests_of(large)  # the numbers that weigh the bytes are kept from here on
+    seconds = min(_timed_ms(lambda: digests_of(large), device) for _ in range(3)) / 1e3
+    return {"tensors": len(weights), "bytes_per_s": large["large"].nbytes / seconds}
+
+
 def device_memory(device: str) -> Measured:
     """Export device memory to a reader that is killed before it opens the export. The memory must be freed."""
     from shared.weights.memory import exported, give_back, packed, withdraw
@@ -445,7 +466,7 @@ def _timed_ms(call: Callable[[], object], device: str) -> float:
 CHECKS: dict[str, Callable[[str], Measured]] = {
     check.__name__: check
     for check in (
-        *(versions, attention, locked_memory, device_memory, nccl_one_rank, megatron_one_rank),
+        *(versions, attention, locked_memory, digests, device_memory, nccl_one_rank, megatron_one_rank),
         *(step_and_publish, utilisation, colocated_run, gpu_tests),
     )
 }

@@ -21,6 +21,7 @@ LIMITS_S = {
     "versions": 60.0,
     "attention": 120.0,
     "locked_memory": 60.0,
+    "digests": 60.0,
     "device_memory": 60.0,
     "nccl_one_rank": 90.0,
     "megatron_one_rank": 90.0,
@@ -30,7 +31,7 @@ LIMITS_S = {
     "gpu_tests": 180.0,
 }
 """The checks in order, each with its limit in seconds. They are functions of `smoke_checks`."""
-WITHOUT_GPU = ("versions", "attention", "locked_memory", "step_and_publish", "utilisation")
+WITHOUT_GPU = ("versions", "attention", "locked_memory", "digests", "step_and_publish", "utilisation")
 
 
 def command(name: str, device: str) -> list[str]:

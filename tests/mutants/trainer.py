@@ -170,6 +170,27 @@ TRAINER = [
         f"{KERNELS}::test_packed_chains_described_to_the_kernel_give_the_results_of_padded_ones",
     ),
     Mutation(
+        "packed chains are taken for the whole micro-batch although nodes pad it",
+        "shared/model/attention.py",
+        "return end == len(self.scatter)",
+        "return True",
+        f"{KERNELS}::test_packed_chains_described_to_the_kernel_give_the_results_of_padded_ones",
+    ),
+    Mutation(
+        "float32 chains on a GPU store the scores of all pairs",
+        "shared/model/attention.py",
+        "flash=mask is None and _suits_flash(query, value)",
+        "flash=mask is None",
+        f"{KERNELS}::test_keys_are_repeated_only_on_a_gpu_and_only_where_flash_attention_does_not_accept_the_inputs",
+    ),
+    Mutation(
+        "a GPU computes digests with a product that cuBLAS lacks",
+        "shared/weights/digests.py",
+        'return v if device.type == "cpu" else v.t().contiguous().t()',
+        "return v",
+        "tests/unit/shared/test_digests.py::test_the_product_accepts_the_layout_that_gpus_need",
+    ),
+    Mutation(
         "oneDNN keeps a kernel for every number of rows",
         "shared/model/cpu.py",
         "os.putenv(name, _CACHED_KERNELS)",

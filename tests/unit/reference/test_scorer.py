@@ -47,6 +47,20 @@ def test_the_torch_reference_sets_up_its_device_before_it_computes(monkeypatch: 
     assert {each.device.type for each in made.tensors()} == {"cpu"}
 
 
+def test_the_log_probs_of_all_micro_batches_are_copied_to_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Tensor] = []
+    to_numpy = frozen.to_numpy
+    monkeypatch.setattr(frozen, "to_numpy", lambda values: copied.append(values) or to_numpy(values))
+    made, parts = FrozenTorch(MODEL, "float32", 64), list[None]()
+    made.load()
+    ids, lengths, mask = np.arange(3, 163, dtype=np.int32) % 60, np.full(4, 40, np.int32), np.ones(160, np.uint8)
+    mask[::40] = 0  # the first token of a sequence has no prediction
+    found = made.logprobs(ids, lengths, mask, 1.0, lambda: parts.append(None))
+    assert len(parts) > 1
+    assert [values.shape for values in copied] == [(160,)]
+    assert np.count_nonzero(found) == 4 * 39
+
+
 def tasks() -> list[dict[str, Array]]:
     """Return three ragged tasks of three samples each."""
     random = np.random.default_rng(0)

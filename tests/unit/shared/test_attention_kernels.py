@@ -36,15 +36,24 @@ def attended(masked: bool) -> list[Tensor]:
 
 def test_repeated_keys_give_the_attention_and_the_gradients_of_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = attended(masked=True)
-    monkeypatch.setattr(attention, "repeats_keys", lambda device, masked: True)
+    monkeypatch.setattr(attention, "repeats_keys", lambda device, flash: True)
     repeated = attended(masked=True)
     assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(shared, repeated, strict=True))
 
 
-def test_keys_are_repeated_only_where_no_fused_kernel_accepts_groups_with_a_mask() -> None:
-    assert attention.repeats_keys("cuda", masked=True)
-    assert not attention.repeats_keys("cuda", masked=False)
-    assert not attention.repeats_keys("cpu", masked=True)
+def test_keys_are_repeated_only_on_a_gpu_and_only_where_flash_attention_does_not_accept_the_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert attention.repeats_keys("cuda", flash=False)
+    assert not attention.repeats_keys("cuda", flash=True)
+    assert not attention.repeats_keys("cpu", flash=False)
+    asked: list[bool] = []
+    monkeypatch.setattr(attention, "repeats_keys", lambda device, flash: asked.append(flash) or False)
+    for dtype in (torch.float32, torch.bfloat16):
+        made, mask = inputs(dtype=dtype)
+        attention.attend(*made, mask, 0.25)
+        attention.attend(*made, None, 0.25)
+    assert asked == [False, False, False, True]
 
 
 def test_a_process_on_a_gpu_gives_the_attention_of_cudnn_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,17 +67,17 @@ def test_a_process_on_a_gpu_gives_the_attention_of_cudnn_the_lowest_priority(mon
 
 
 def packed_and_padded(
-    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, window: int | None
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, window: int | None, *, more: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the output and the gradients of chains of 3 to 40 nodes, packed and padded."""
+    """Return the output and the gradients of chains of 3 to 40 nodes, packed and padded. With sequence parallelism,
+    `more` nodes make the number of nodes a multiple of the number of ranks."""
     lengths = np.array([40, 3, 17, 39, 5, 16])
     mask = np.ones(lengths.sum(), np.uint8)
     mask[np.cumsum(lengths) - lengths] = 0
     batch = tree.plan(np.arange(lengths.sum()), lengths, mask, max_tokens=1 << 12, hidden_size=8)[0]
     assert len(batch.blocks) > 1
-    # As with sequence parallelism, three more nodes make the number of nodes a multiple of the number of ranks.
-    padded = {"scatter": np.append(batch.scatter, [0, 0, 0]), "depths": np.append(batch.depths, [0, 0, 0])}
-    batch = replace(batch, **padded)
+    padding = np.zeros(more, np.int64)
+    batch = replace(batch, scatter=np.append(batch.scatter, padding), depths=np.append(batch.depths, padding))
     nodes = len(batch.scatter)
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(1, heads, nodes, 32, generator=generator).to(device, dtype) for heads in (6, 2, 2)]
@@ -77,6 +86,7 @@ def packed_and_padded(
         monkeypatch.setattr(attention, "packs", lambda device, packs=packs: packs)
         trees = attention.to_trees(batch, torch.device(device))
         assert all((block.packed is not None) == packs for block in trees.blocks)
+        assert trees.in_order == (packs and not more)
         leaves = [each.clone().requires_grad_() for each in made]
         out, _ = attention.attend_trees(
             torch.nn.Module(), *leaves, None, trees=trees, scaling=0.25, sliding_window=window
@@ -87,8 +97,9 @@ def packed_and_padded(
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("shares_keys", [True, False])
+@pytest.mark.parametrize("more", [0, 3])
 def test_packed_chains_described_to_the_kernel_give_the_results_of_padded_ones(
-    window: int | None, shares_keys: bool, monkeypatch: pytest.MonkeyPatch
+    window: int | None, shares_keys: bool, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch has no kernel for packed sequences on a CPU, so a loop over the sequences stands in for it."""
 
@@ -111,7 +122,7 @@ def test_packed_chains_described_to_the_kernel_give_the_results_of_padded_ones(
     monkeypatch.setattr(attention, "varlen_attn", by_sequence)
     monkeypatch.setattr(attention, "_SHARES_KEYS", shares_keys)
     monkeypatch.setattr(attention, "_FLASH_DTYPES", (torch.float64,))
-    for packed, padded in packed_and_padded(monkeypatch, "cpu", torch.float64, window):
+    for packed, padded in packed_and_padded(monkeypatch, "cpu", torch.float64, window, more=more):
         assert torch.allclose(packed, padded, atol=1e-12)
 
 
@@ -138,17 +149,19 @@ def test_chains_are_packed_only_where_the_kernel_accepts_them(monkeypatch: pytes
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("more", [0, 3])
 def test_packed_chains_give_the_attention_and_the_gradients_of_padded_ones(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for packed, padded in packed_and_padded(monkeypatch, "cuda", torch.bfloat16, window):
+    for packed, padded in packed_and_padded(monkeypatch, "cuda", torch.bfloat16, window, more=more):
         assert float((packed - padded).float().norm()) <= 0.01 * float(padded.float().norm())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_fused_kernel_accepts_trees_and_chains_on_a_gpu(masked: bool) -> None:
-    made, mask = inputs("cuda", torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_fused_kernel_accepts_trees_and_chains_on_a_gpu(masked: bool, dtype: torch.dtype) -> None:
+    made, mask = inputs("cuda", dtype)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         out = attention.attend(*made, mask if masked else None, 0.25)
     assert out.isfinite().all()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.weights import digests
 from shared.weights.digests import as_int, digest, digest_whole, digests_of, matrix_shape
 
 MASK = (1 << 64) - 1
@@ -97,6 +98,23 @@ def test_digests_agree_with_the_specification() -> None:
     assert digests_of(weights) == {name: by_definition(each) for name, each in weights.items()}
     # The digest is pinned, since the trainer and the engine can run different releases.
     assert whole(torch.arange(6, dtype=torch.float32)) == PINNED
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(40, 24), (5, 3), (77,), (6, 4, 5), (3, 70000), (), (1000, 1024)])
+def test_a_gpu_finds_the_digests_of_the_cpu(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = weight(*shape, dtype=dtype)
+    assert whole(tensor.cuda()) == whole(tensor)
+
+
+def test_the_product_accepts_the_layout_that_gpus_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = weight(40, 24)
+    expected, on_cpu = whole(tensor), digests._v
+    monkeypatch.setattr(digests, "_v", lambda *bytes_and_device: on_cpu(*bytes_and_device).t().contiguous().t())
+    assert whole(tensor) == expected
+    on_gpu = on_cpu(0, 96, torch.device("meta"))
+    assert on_gpu.stride() == (1, 96)
 
 
 def test_unaligned_memory_and_short_rows_have_the_same_digest() -> None:

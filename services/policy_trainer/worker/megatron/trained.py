@@ -138,7 +138,7 @@ class Trained:
     @torch.no_grad()
     def state(self) -> TrainingState:
         """Return a copy of the state on rank 0 and an empty state elsewhere."""
-        weights = {name: each.clone() for name, each in self.weights().items()}
+        weights = {name: each.to("cpu", copy=True) for name, each in self.weights().items()}
         mains = self._mains()
         optimizer: dict[str, Tensor] = {}
 

@@ -137,7 +137,10 @@ class MemoryChannel:
     """CUDA IPC sends nothing: both processes use the same GPU, where a copy is kept until the engine has read it."""
 
     def __init__(self, device: str) -> None:
+        from services.policy_trainer.worker.weights.side_stream import SideStream
+
         self._device = device
+        self._stream = SideStream()
         self._copy: Tensor | None = None
         self._offered: DeviceMemory | None = None
         """The memory that the engine may have open."""
@@ -149,7 +152,8 @@ class MemoryChannel:
         self._copy = room(nbytes(weights.parameters), self._device)
         end = 0
         for chunk in weights.chunks(self._device):
-            end += pack_into(self._copy[end:], chunk)
+            with self._stream.at_once(self._copy.device):
+                end += pack_into(self._copy[end:], chunk)
         self._offered = exported(self._copy)
         return msgspec.structs.replace(offer, memory=self._offered)
 
