@@ -26,9 +26,10 @@ class WeightsMismatch(Exception):
 class Prompt:
     """A prompt to complete.
 
-    `name` (the task id) and the run's seed determine the random numbers. `token_ids` is never empty. `resumed_ids`
-    holds tokens of the completion that were sampled earlier. Generation continues after these tokens and does not
-    return them. They count towards the block's `max_new_tokens`, and their number is always below that limit.
+    `name` (the task id) and the run's seed determine the random numbers, except in vLLM on a GPU. `token_ids` is never
+    empty. `resumed_ids` holds tokens of the completion that were sampled earlier. Generation continues after these
+    tokens and does not return them. They count towards the block's `max_new_tokens`, and their number is always below
+    that limit.
     """
 
     name: str

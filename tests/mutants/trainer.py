@@ -191,6 +191,13 @@ TRAINER = [
         "tests/unit/shared/test_digests.py::test_the_product_accepts_the_layout_that_gpus_need",
     ),
     Mutation(
+        "engines cannot copy the weights once the optimizer leaves the device",
+        f"{WORKER}/colocation/devices.py",
+        'if "parameters" in own:',
+        "if own:",
+        "tests/unit/shared/test_turns.py::test_engines_may_copy_the_weights_until_the_parameters_leave_the_device",
+    ),
+    Mutation(
         "oneDNN keeps a kernel for every number of rows",
         "shared/model/cpu.py",
         "os.putenv(name, _CACHED_KERNELS)",

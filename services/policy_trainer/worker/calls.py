@@ -417,7 +417,7 @@ class Calls:
     async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
         """Gather the weights and run the canary in call order. Send the bytes while the canary and the next gradient
         are computed."""
-        from services.policy_trainer.worker.weights.publish import put_weights, weights_ref
+        from services.policy_trainer.worker.weights.publish import put_and_digested, put_weights, weights_ref
 
         earlier = request.step < self.step and self._topology.run.deterministic and not self.dirty
 
@@ -454,7 +454,7 @@ class Calls:
 
         async def answer() -> None:
             try:
-                receipt, found = await asyncio.gather(put[0], digests[0])
+                receipt, found = await put_and_digested(put[0], digests[0])
                 ref = weights_ref(receipt, self._canaries, canary, found, request)
             except Exception as error:
                 # The weights have not changed, so later calls may proceed.

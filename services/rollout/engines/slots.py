@@ -380,9 +380,10 @@ def pick(logprobs_RV: Tensor, uniform_NM: Tensor, row_N: Tensor | None = None) -
     """Return sampled tokens, int64 [N, M], by inverting the cumulative distributions at `uniform_NM`.
 
     `row_N` lists the rows of `logprobs_RV` to sample from; by default, each row is used once. Inversion picks the first
-    token whose cumulative probability exceeds u times the total. The probability of that token is never 0.
+    token whose cumulative probability exceeds u times the total. The probability of that token is never 0: a CPU adds
+    up in order. A GPU adds up blocks, whose rounding in float32 could raise the sum at a token of probability 0.
     """
-    cumulative_RV = logprobs_RV.exp().cumsum(-1)
+    cumulative_RV = logprobs_RV.exp().cumsum(-1, dtype=torch.float32 if logprobs_RV.is_cpu else torch.float64)
     cumulative_NV = cumulative_RV if row_N is None else cumulative_RV[row_N]
     point_NM = uniform_NM.to(logprobs_RV.device) * cumulative_NV[:, -1:]
     return torch.searchsorted(cumulative_NV, point_NM, right=True).clamp_(max=logprobs_RV.shape[1] - 1)

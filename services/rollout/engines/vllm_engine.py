@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 
 from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
@@ -42,6 +41,7 @@ from services.rollout.engines.vllm_setup import (
     InFlight,
     arguments_of,
     prepare_process,
+    seed_of,
 )
 from services.rollout.engines.weights import Expected, check_proofs, expected_weights, fitting, memory_file
 from shared.colocation.devices import ENGINE, NOTHING, Parts
@@ -54,7 +54,6 @@ from shared.weights.digests import digests_of
 
 T = TypeVar("T")
 STOP_S = 10.0
-_SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to the seed, and the sum must still fit in an int64
 
 
 @dataclass(frozen=True)
@@ -334,7 +333,7 @@ class VllmEngine:
             n=samples,
             temperature=sampling.temperature,
             max_tokens=sampling.max_new_tokens - len(prompt.resumed_ids),
-            seed=xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
+            seed=seed_of(prompt.name, sampling.seed, on_cpu=self._on_cpu),
             logprobs=0,  # only the sampled token's log-prob
             flat_logprobs=True,
             # The tokenizer's end token may differ from those in the model's generation config. Only the latter count

@@ -6,10 +6,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+import xxhash
 
 from proto.messages import ErrorCode
 from services.rollout.engines import vllm_worker
@@ -55,6 +57,9 @@ _OURS = {
 }
 
 
+_SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to the seed, and the sum must still fit in an int64
+
+
 def prepare_process(threads: int) -> None:
     """Set the variables that vLLM reads on import. The process belongs to the engine, so nothing else is affected."""
     for name, value in _ENVIRONMENT.items():
@@ -98,4 +103,14 @@ def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool, in_
         defaults["async_scheduling"] = False
     if on_cpu:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    else:
+        defaults["seed"] = secrets.randbits(31)  # with vLLM's default, all engines would draw the same numbers
     return defaults | dict(given)
+
+
+def seed_of(prompt: str, seed: int, *, on_cpu: bool) -> int | None:
+    """Return the seed of the samples of `prompt`, given the run's `seed`, or None if they use the engine's generator.
+
+    On a GPU they do: vLLM draws the numbers of requests with seeds one request after the other, in every step.
+    """
+    return xxhash.xxh3_64_intdigest(f"{seed}:{prompt}".encode()) & _SEED_MASK if on_cpu else None

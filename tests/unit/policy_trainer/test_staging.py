@@ -1,4 +1,4 @@
-"""Tests that the worker continues to answer while the weights of a version are brought into host memory."""
+"""Tests how a version is brought into host memory and put, while the worker continues to answer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from proto.messages import Publish
+from proto.messages import ErrorCode, Publish
 from proto.tensors import Array
-from services.policy_trainer.worker.weights.publish import put_weights
+from services.policy_trainer.worker.weights.publish import put_and_digested, put_weights
 from services.policy_trainer.worker.weights.staging import Staging
+from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_torch
 
 LIMIT_S = 20.0
@@ -74,3 +75,18 @@ def test_copies_do_not_wait_for_work_that_another_stream_has_been_given() -> Non
         torch.cuda._sleep(4_000_000_000)
     staging.arrays(given)
     assert not training.query()
+
+
+def test_a_failed_put_is_reported_only_once_the_digests_no_longer_read_the_weights() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        put, digests = loop.create_future(), loop.create_future()
+        both = asyncio.ensure_future(put_and_digested(put, digests))
+        put.set_exception(RpcError(ErrorCode.BUSY, "no room"))
+        await asyncio.sleep(0.01)
+        assert not both.done()
+        digests.set_result([1])
+        with pytest.raises(RpcError, match="no room"):
+            await both
+
+    asyncio.run(scenario())

@@ -56,7 +56,7 @@ def test_memory_that_an_engine_never_closed_is_released_when_the_channel_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted = CountedMemory(monkeypatch)
-    channel = MemoryChannel("cuda:0")
+    channel = MemoryChannel("cpu")
     channel.announce(OFFER, NOTHING)
     channel.close()
     assert counted.kept == 0
@@ -64,7 +64,7 @@ def test_memory_that_an_engine_never_closed_is_released_when_the_channel_closes(
 
 def test_memory_that_an_engine_has_closed_is_not_released_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = CountedMemory(monkeypatch)
-    channel = MemoryChannel("cuda:0")
+    channel = MemoryChannel("cpu")
     for number in range(2):
         channel.announce(OFFER, NOTHING)
         counted.closes(number)

@@ -187,6 +187,15 @@ def test_sampled_frequencies_follow_the_distribution() -> None:
     assert (counts - probabilities).abs().max() < 0.015
 
 
+@pytest.mark.gpu
+def test_a_gpu_never_samples_a_token_of_probability_0() -> None:
+    logprobs = torch.full((4, 151_936), float("-inf"), device="cuda")
+    likely = torch.arange(7, 151_936, 30_011, device="cuda")
+    logprobs[:, likely] = torch.randn(4, len(likely), device="cuda").log_softmax(-1)
+    uniform = torch.rand((4, 200_000), generator=torch.Generator().manual_seed(0))
+    assert torch.isin(pick(logprobs, uniform), likely).all()
+
+
 def test_eos_ids_come_from_the_model_directory() -> None:
     assert eos_ids(MODEL) == (EOS,)
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from services.rollout.engines.vllm_setup import InFlight, arguments_of, prepare_process
+from services.rollout.engines.vllm_setup import InFlight, arguments_of, prepare_process, seed_of
 from shared.rpc.errors import RpcError
 
 KNOWN = {"async_scheduling", "enforce_eager", "max_num_seqs", "quantization", "quantization_config"}
@@ -39,6 +39,18 @@ def test_cuda_graphs_are_vllms_default_on_a_gpu_and_the_user_can_switch_them_off
     assert "enforce_eager" not in arguments_of({}, KNOWN, on_cpu=False, in_flight="wait")
     assert arguments_of({"enforce_eager": True}, KNOWN, on_cpu=False, in_flight="wait")["enforce_eager"] is True
     assert arguments_of({}, KNOWN, on_cpu=True, in_flight="wait")["enforce_eager"] is True
+
+
+def test_engines_on_gpus_draw_different_numbers_and_requests_there_have_no_seeds() -> None:
+    seeds = {arguments_of({}, KNOWN, on_cpu=False, in_flight="wait")["seed"] for _ in range(4)}
+    assert len(seeds) > 1
+    assert max(seeds) < 1 << 31
+    assert arguments_of({"seed": 7}, {*KNOWN, "seed"}, on_cpu=False, in_flight="wait")["seed"] == 7
+    assert "seed" not in arguments_of({}, KNOWN, on_cpu=True, in_flight="wait")
+    assert seed_of("train/0/1", 1, on_cpu=False) is None
+    on_cpu = [seed_of(name, seed, on_cpu=True) for name, seed in [("a", 1), ("a", 1), ("a", 2), ("b", 1)]]
+    assert len(set(on_cpu)) == 3
+    assert on_cpu[0] == on_cpu[1]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ side."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,8 +14,8 @@ import pytest
 from proto.messages import DeviceOrder, HoldDevices
 from services.policy_trainer.worker.colocation import devices
 from shared.actor.service import UNUSABLE_STATUS, Service
-from shared.colocation.devices import PARAMETERS, PARTS_OF, Parts
-from shared.colocation.turns import SharedDevices, take_turns
+from shared.colocation.devices import GRADIENTS, OPTIMIZER, PARAMETERS, PARTS_OF, Parts
+from shared.colocation.turns import OwnDevices, SharedDevices, take_turns
 from shared.rundir import RunDir
 
 LIMIT_S = 10.0
@@ -98,3 +100,29 @@ def test_a_request_from_a_driver_during_loading_does_not_end_the_turn(monkeypatc
         assert turns.ended == 1
 
     asyncio.run(scene())
+
+
+def test_engines_may_copy_the_weights_until_the_parameters_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    async def settled() -> None:
+        done.append("settled")
+
+    async def on_compute(work: Callable[[], Any]) -> Any:
+        return work()
+
+    def offload(parts: frozenset[str]) -> int:
+        done.append(" and ".join(sorted(parts)))
+        return 1
+
+    async def scene() -> None:
+        leaves: list[Callable[[Parts], Awaitable[Parts]]] = []
+        monkeypatch.setattr(devices, "take_turns", lambda service, leave: leaves.append(leave) or OwnDevices())
+        mine = devices.Devices(on_compute, settled)
+        mine.share(cast(Any, None))
+        mine.loaded(cast(Any, SimpleNamespace(shelves=SimpleNamespace(offload=offload))))
+        for parts in (frozenset({GRADIENTS, OPTIMIZER}), frozenset({PARAMETERS})):
+            assert await leaves[0](parts) == parts
+
+    asyncio.run(scene())
+    assert done == ["gradients and optimizer", "settled", "parameters"]

@@ -28,7 +28,8 @@ class Devices:
     are called."""
 
     def __init__(self, on_compute: OnCompute, settled: Callable[[], Awaitable[None]]) -> None:
-        """`on_compute` runs a function on the compute thread. `settled` waits until no weights are being read."""
+        """`on_compute` runs a function on the compute thread. `settled` waits until no weights are being read, and is
+        called before the parameters leave the device."""
         self._on_compute = on_compute
         self._settled = settled
         self._turns: Turns = OwnDevices()
@@ -97,8 +98,10 @@ class Devices:
 
     async def _leave(self, parts: Parts) -> Parts:
         """Move `parts` off the device because another service needs the memory, and return `parts`."""
-        await self._settled()
-        await self.offload(own_parts(parts))
+        own = own_parts(parts)
+        if "parameters" in own:  # engines copy the weights while the optimizer and the gradients are off the device
+            await self._settled()
+        await self.offload(own)
         return parts
 
 

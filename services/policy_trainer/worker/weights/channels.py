@@ -146,10 +146,13 @@ class MemoryChannel:
         """The memory that the engine may have open."""
 
     def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
+        import torch
+
         from shared.weights.memory import exported, pack_into, room
         from shared.weights.table import nbytes
 
-        self._copy = room(nbytes(weights.parameters), self._device)
+        with self._stream.at_once(torch.device(self._device)):  # the stream that fills memory must also allocate it
+            self._copy = room(nbytes(weights.parameters), self._device)
         end = 0
         for chunk in weights.chunks(self._device):
             with self._stream.at_once(self._copy.device):

@@ -40,6 +40,8 @@ _MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21400
 """NCCL 2.14, the first version with `blocking`. libnccl sets later fields to their defaults."""
 _POLL_S = 0.001
+_SPIN_S = 0.0002
+"""Seconds that a wait polls without pausing. A call for one tensor takes less; a version has hundreds of tensors."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -143,32 +145,34 @@ class NcclGroup:
         self._wait(call(*arguments, self._open_communicator(), stream), deadline, function)
 
     def _wait(self, code: int, deadline: float, what: str) -> None:
-        state = ctypes.c_int(code)
+        state, began = ctypes.c_int(code), time.monotonic()
         while state.value == _IN_PROGRESS:
             _check(self._library, self._library.ncclCommGetAsyncError(self._open_communicator(), ctypes.byref(state)))
-            self._pause(deadline, what, lambda: state.value != _IN_PROGRESS)
+            self._pause(began, deadline, what, lambda: state.value != _IN_PROGRESS)
         _check(self._library, state.value)
 
     def _wait_for_stream(self, deadline: float) -> None:
-        event = self._cuda.Event()
+        event, began = self._cuda.Event(), time.monotonic()
         event.record()
         while not event.query():
             state = ctypes.c_int()
             _check(self._library, self._library.ncclCommGetAsyncError(self._open_communicator(), ctypes.byref(state)))
             if state.value not in (_SUCCESS, _IN_PROGRESS):
                 _check(self._library, state.value)
-            self._pause(deadline, "broadcast", event.query)
+            self._pause(began, deadline, "broadcast", event.query)
 
     def _open_communicator(self) -> ctypes.c_void_p:
         if self._communicator is None:
             raise TransferLost("the communicator was aborted")
         return self._communicator
 
-    def _pause(self, deadline: float, what: str, done: Callable[[], bool]) -> None:
+    def _pause(self, began: float, deadline: float, what: str, done: Callable[[], bool]) -> None:
         if not done():
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise TransferLost(f"{what}: not done within {self._deadline_s:g} s")
-            if self._given_up.wait(_POLL_S):  # NCCL has no event to wait for
+            # NCCL has no event to wait for.
+            if self._given_up.wait(0.0 if now < began + _SPIN_S else _POLL_S):
                 raise TransferLost(f"{what}: given up")
 
 

@@ -133,6 +133,14 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
             return receipt
 
 
+async def put_and_digested(
+    put: asyncio.Future[Receipt], digests: asyncio.Future[list[int]]
+) -> tuple[Receipt, list[int]]:
+    """Return the results of both, or raise the error of one, once neither reads the weights any longer."""
+    await asyncio.wait([put, digests])
+    return put.result(), digests.result()
+
+
 def weights_ref(
     receipt: Receipt, canaries: Canaries, canary: Canary, digests: list[int], request: Publish
 ) -> WeightsRef:
