@@ -41,12 +41,14 @@ class TransferOffer(Message, frozen=True, kw_only=True):
     communicator: int  # number of the communicator
     number: int  # number of the transfer in the communicator
     deadline_s: float  # seconds within which the ranks must have joined and the transfer must be complete
-    parameters: list[TransferParameter]  # the tensors, in the order in which they are sent
+    parameters: list[TransferParameter]  # all tensors of the version, in the order in which they are sent
+    first: int = 0  # index of the first tensor that this transfer carries
+    left: int = 0  # number of tensors at the end that it does not carry; the engine asks for them next
     meeting: str = ""  # gloo on one host: the file through which ranks join, in the run's private folder
     store: str = ""  # gloo between hosts: the trainer's address `HOST:PORT` at which ranks join
     unique_id: bytes = b""  # NCCL: the id with which ranks join
     memory: DeviceMemory | None = None
-    """CUDA IPC: nothing is joined or sent; the parameters are in this memory, one after the other."""
+    """CUDA IPC: nothing is joined or sent; the tensors are in this memory, one after the other."""
 
 
 @message(115, reply=TransferOffer)
@@ -55,8 +57,8 @@ class AskTransfer(Request, frozen=True, kw_only=True):
 
     Errors:
         conflict: this incarnation of the engine has been replaced by a later one.
-        missing: the trainer cannot send that version, or cannot send it to this engine. The version's shards remain
-            available.
+        missing: the trainer cannot send that version, or cannot send it to this engine, or no transfer of it begins
+            with tensor `first`. The version's shards remain available.
     """
 
     instance: int
@@ -67,6 +69,7 @@ class AskTransfer(Request, frozen=True, kw_only=True):
     lineage: int
     step: int  # the policy version
     drill: bool = False  # send the weights of the start-up drill instead of a version
+    first: int = 0  # index of the first tensor to send; the engine has received those before it
 
 
 @message(116, reply=Ack)

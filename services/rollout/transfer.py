@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
+from msgspec import structs
+
 from proto.errors import WireError
 from proto.messages import Ack, AskTransfer, EndTransfer, TransferOffer, WeightsRef
 from proto.tensors import Array
@@ -41,11 +43,15 @@ class Receiver(Protocol[R]):
         """Number of processes that join."""
 
     async def receive(self, offer: TransferOffer, meeting: Meeting) -> R:
-        """Receive all of `offer`. Join its communicator first (gloo: at `meeting`) if it differs from the last one.
+        """Receive what `offer` carries. Join its communicator first (gloo: at `meeting`) if it differs from the last
+        one.
 
         The call ends at the offer's deadline. After any exception, the receiver has left the communicator. An engine
         that no longer has a complete version raises RpcError.
         """
+
+    def broken_off(self, why: str) -> Exception:
+        """Return the error for a version of which only the first parts have arrived."""
 
     def leave(self) -> None:
         """Leave the communicator."""
@@ -75,6 +81,8 @@ class EngineTransfers:
         self._busy = asyncio.Lock()
         self._offer: TransferOffer | None = None
         """The last offer, until it is taken or declined."""
+        self._wanted: AskTransfer
+        """The last request."""
         self._asked = 0
         self._telling: set[asyncio.Task[bool]] = set()
         self.communicator = 0
@@ -86,7 +94,7 @@ class EngineTransfers:
         Raises TransferFailed, and any RpcError from the receiver.
         """
         async with self._busy:
-            return await self.take(await self._offered(ref, receiver.ranks, drill), receiver)
+            return await self._take(await self._offered(self._ask(ref, receiver.ranks, drill)), receiver)
 
     async def ask(self, ref: WeightsRef, receiver: Receiver[R]) -> TransferOffer:
         """Do the first half of `bring`, so that the caller can then wait for its turn. Raises TransferFailed.
@@ -96,12 +104,36 @@ class EngineTransfers:
         """
         async with self._busy:  # the trainer would abandon a running transfer
             pass
-        return await self._offered(ref, receiver.ranks, drill=False)
+        return await self._offered(self._ask(ref, receiver.ranks, drill=False))
 
     async def take(self, offer: TransferOffer, receiver: Receiver[R]) -> R:
         """Do the second half of `bring` and raise the same errors."""
+        async with self._busy:
+            return await self._take(offer, receiver)
+
+    async def _take(self, offer: TransferOffer, receiver: Receiver[R]) -> R:
+        """Receive `offer` and the parts of the version that it does not carry."""
         if offer is not self._offer:
             raise TransferFailed("another transfer began meanwhile")
+        received = await self._receive(offer, receiver)
+        while offer.left:
+            try:
+                offer = await self._next_part(offer)
+            except TransferFailed as error:
+                self._leave(offer, receiver, str(error))
+                raise receiver.broken_off(str(error)) from None
+            received = await self._receive(offer, receiver)
+        return received
+
+    async def _next_part(self, last: TransferOffer) -> TransferOffer:
+        """Ask for the part after `last`. Raises TransferFailed."""
+        wanted = structs.replace(self._wanted, communicator=self.communicator, first=len(last.parameters) - last.left)
+        offer = await self._offered(wanted)
+        if offer.communicator != last.communicator or offer.parameters != last.parameters:
+            raise TransferFailed("the trainer no longer sends the same version")
+        return offer
+
+    async def _receive(self, offer: TransferOffer, receiver: Receiver[R]) -> R:
         self._offer = None
         try:
             received = await receiver.receive(offer, self._meeting(offer))
@@ -133,12 +165,12 @@ class EngineTransfers:
             self._offer = None
             self._leave(offer, receiver, "no longer needed")
 
-    async def _offered(self, ref: WeightsRef, ranks: int, drill: bool) -> TransferOffer:
-        self._offer = None
+    async def _offered(self, wanted: AskTransfer) -> TransferOffer:
+        self._offer, self._wanted = None, wanted
         self._asked += 1
         number = self._asked
         try:
-            offer = await self._trainer.call(self._ask(ref, ranks, drill), TransferOffer, deadline_s=self._deadline_s)
+            offer = await self._trainer.call(wanted, TransferOffer, deadline_s=self._deadline_s)
         except (RpcError, WireError) as error:
             raise TransferFailed(str(error)) from None
         if number != self._asked:
@@ -199,6 +231,9 @@ class HostMemory:
             self._line = _ReceivingLine(offer.communicator)
         line = self._line
         return await asyncio.get_running_loop().run_in_executor(line.thread, line.take, offer, meeting)
+
+    def broken_off(self, why: str) -> Exception:
+        return TransferFailed(why)
 
     def leave(self) -> None:
         """Leave the communicator. A thread that is still receiving ends at its deadline, and its result is dropped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,6 +25,19 @@ def room_for(parameters: Sequence[TransferParameter]) -> dict[str, Tensor]:
     return {
         each.name: torch.empty(each.shape, dtype=getattr(torch, dtypes.by_name(each.dtype).name)) for each in parameters
     }
+
+
+def in_parts(parameters: Sequence[TransferParameter], limit_bytes: int | None = None) -> list[slice]:
+    """Return consecutive parts of `parameters`, each with at most `limit_bytes` or a single tensor. There is at least
+    one part."""
+    begins, total = [0], 0
+    for at, each in enumerate(parameters):
+        size = nbytes([each])
+        if limit_bytes is not None and at > begins[-1] and total + size > limit_bytes:
+            begins.append(at)
+            total = 0
+        total += size
+    return [slice(begin, end) for begin, end in pairwise([*begins, len(parameters)])]
 
 
 def nbytes(parameters: Sequence[TransferParameter]) -> int:

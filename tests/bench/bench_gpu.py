@@ -35,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -250,7 +251,7 @@ def sync_device(device: str) -> Measured:
     from services.policy_trainer.worker.weights.channels import open_channel
     from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
     from shared.ranks.meeting import LOOPBACK, Meeting
-    from shared.weights.table import described
+    from shared.weights.table import described, in_parts
 
     on_gpu = device == "cuda"
     size = (64 << 20) if on_gpu else (64 << 10)
@@ -279,16 +280,26 @@ def sync_device(device: str) -> Measured:
                     torch.cuda.synchronize()
                 live.show((0, number), weights)
                 outgoing = OutgoingWeights(described(weights), lambda: weights, live, (0, number))
+                table = outgoing.parameters
                 began = time.perf_counter()
-                offer = TransferOffer(communicator=1, number=number, deadline_s=LINK_S, parameters=outgoing.parameters)
-                offer = channel.announce(offer, outgoing)
-                receiver.stdin.write(base64.b64encode(encode(offer)).decode() + "\n")
-                receiver.stdin.flush()
-                channel.send(outgoing)
-                arrived = receiver.stdout.readline()
+                for part in in_parts(table, channel.part_bytes):
+                    offer = TransferOffer(
+                        communicator=1,
+                        number=number,
+                        deadline_s=LINK_S,
+                        parameters=table,
+                        first=part.start,
+                        left=len(table) - part.stop,
+                    )
+                    carried = replace(outgoing, parameters=table[part])
+                    offer = channel.announce(offer, carried)
+                    receiver.stdin.write(base64.b64encode(encode(offer)).decode() + "\n")
+                    receiver.stdin.flush()
+                    channel.send(carried)
+                    arrived = json.loads(receiver.stdout.readline())
+                    channel.ended()
+                    assert arrived == [number] * 2, f"version {number} arrived as {arrived}"
                 times.append(time.perf_counter() - began)
-                channel.ended()
-                assert json.loads(arrived) == [number] * 2, f"version {number} arrived as {arrived!r}"
             channel.close()
             receiver.stdin.close()
     rates = copy_rates(device, nbytes)
@@ -310,6 +321,7 @@ def receive(device: str, folder: Path) -> None:
     from shared.weights.table import room_for
 
     mine: list[torch.Tensor] = []
+    memory: torch.Tensor | None = None
     group: GlooGroup | None = None
     torch.zeros(1, device=device)
     print("ready", flush=True)
@@ -320,15 +332,17 @@ def receive(device: str, folder: Path) -> None:
             if group is None:
                 meeting = Meeting(LOOPBACK, file=folder / offer.meeting)
                 group = GlooGroup(meeting, 1, 2, deadline_s=LINK_S)
-            group.broadcast(mine)
+            carried = mine
+            group.broadcast(carried)
         else:
-            memory, end = rebuild_cuda_tensor(*opening(offer.memory)), 0
-            for each in mine:
+            carried, end = mine[offer.first : len(mine) - offer.left], 0
+            memory = rebuild_cuda_tensor(*opening(offer.memory)) if memory is None else memory
+            for each in carried:
                 begin, end = end, end + each.nbytes
                 each.copy_(memory[begin:end].view(each.dtype).view(each.shape))
             torch.cuda.synchronize()
-            del memory
-        print(json.dumps([int(mine[0][0]), int(mine[-1][-1])]), flush=True)
+            memory = memory if offer.left else None
+        print(json.dumps([int(carried[0][0]), int(carried[-1][-1])]), flush=True)
 
 
 # ---- whole

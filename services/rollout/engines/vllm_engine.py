@@ -181,13 +181,21 @@ class VllmEngine:
         return self._tensor_parallel
 
     async def receive(self, offer: TransferOffer, meeting: Meeting) -> TransferOffer:
-        """Receive weights from the trainer through vLLM's weight-transfer API, in place of the current ones.
+        """Receive weights, or a part of them, from the trainer through vLLM's weight-transfer API, in place of the
+        current ones.
 
         Raises TransferFailed or WeightsMismatch if no weights arrived and the old ones are intact, and RpcError if the
         old ones are lost.
         """
         await self._compute.between_steps(lambda: self._receive(offer, meeting))
         return offer
+
+    def broken_off(self, why: str) -> Exception:
+        self._lost = True
+        return RpcError(
+            ErrorCode.LOST,
+            f"engine vllm: a transfer broke off partway through the model ({why}); the engine exits and is restarted",
+        )
 
     def leave(self) -> None:
         self._taker.communicator = 0
@@ -396,9 +404,9 @@ class VllmEngine:
         try:
             self._taker.take(self._llm.collective_rpc, offer, meeting)
         except HalfTaken as error:
-            self._lost = True
-            raise RpcError(ErrorCode.LOST, f"engine vllm: {error}; the engine exits and is restarted") from error
-        self._weights_are_set()
+            raise self.broken_off(str(error)) from error
+        if not offer.left:
+            self._weights_are_set()
 
     def _weights_are_set(self) -> None:
         self._lost = False

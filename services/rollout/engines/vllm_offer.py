@@ -32,25 +32,28 @@ class OfferTaker:
         self.communicator = 0
 
     def take(self, call: Callable[..., list[str]], offer: TransferOffer, meeting: Meeting) -> None:
-        """Accept an offer and receive its weights. `call(method, args=...)` calls a method of `TransferredWeights` on
-        all ranks.
+        """Accept an offer and receive the weights that it carries. `call(method, args=...)` calls a method of
+        `TransferredWeights` on all ranks.
 
         Raises TransferFailed while the model is still intact, and HalfTaken after that.
         """
-        whole = self._route == "gloo"  # gloo changes the model only at the end, and enforces its own deadline
-        within_s = 0.0 if whole else offer.deadline_s
+        begins = not offer.first
+        # gloo changes the model only at the end, and enforces its own deadline.
+        whole = self._route == "gloo" and begins
+        within_s = 0.0 if self._route == "gloo" else offer.deadline_s
         if offer.communicator != self.communicator:
             join = joining(self._route, offer, meeting, ranks=self._ranks)
             _check(call("join_transfer", args=(join, within_s)), "join")
             self.communicator = offer.communicator
         try:
-            _check(call("receive_transfer", args=(announcing(offer), within_s)), "receive")
+            _check(call("receive_transfer", args=(announcing(offer), within_s, begins)), "receive")
             whole = False
-            _check(call("finish_transfer"), "finish")
+            if not offer.left:
+                _check(call("finish_transfer"), "finish")
         except TransferFailed as error:
             if whole:
                 raise
-            raise HalfTaken(f"a transfer by {self._route} broke off partway through the model ({error})") from None
+            raise HalfTaken(f"{self._route}: {error}") from None
 
 
 def _check(failures: Sequence[str], what: str) -> None:
@@ -94,12 +97,13 @@ def joining(route: WeightsRoute, offer: TransferOffer, meeting: Meeting, *, rank
 
 def announcing(offer: TransferOffer) -> dict[str, Any]:
     """Return the `update_info`, which lists what will arrive, in order."""
+    parameters = offer.parameters[offer.first : len(offer.parameters) - offer.left]
     announced: dict[str, Any] = {
-        "names": [each.name for each in offer.parameters],
-        "dtype_names": [each.dtype for each in offer.parameters],
-        "shapes": [list(each.shape) for each in offer.parameters],
+        "names": [each.name for each in parameters],
+        "dtype_names": [each.dtype for each in parameters],
+        "shapes": [list(each.shape) for each in parameters],
     }
     if offer.memory is not None:
         announced["ipc_handles"] = {offer.memory.gpu: opening(offer.memory)}
-        announced["tensor_sizes"] = [nbytes([each]) for each in offer.parameters]
+        announced["tensor_sizes"] = [nbytes([each]) for each in parameters]
     return announced

@@ -63,7 +63,7 @@ class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     init_info_cls = GlooInit
     update_info_cls = GlooUpdate
     _group: GlooGroup | None = None
-    _arrived: dict[str, Tensor] | None = None
+    _arrived: dict[str, Tensor]
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         """Join the group. Raises TransferLost."""
@@ -74,24 +74,24 @@ class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._group = GlooGroup(meeting, rank, init_info.world_size, deadline_s=init_info.deadline_s)
 
     def start_weight_update(self) -> None:
-        self._arrived = None
+        self._arrived = {}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive weights as vLLM's method does, but without waiting for an accelerator, because there is none."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdate) -> None:
-        """Receive all tensors. Raises TransferLost, which leaves the model unchanged."""
+        """Receive the tensors of one part. Raises TransferLost, which leaves the model unchanged."""
         if self._group is None:
             raise RuntimeError("gloo weight transfer: no group was joined")
         rows = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         tensors = room_for([TransferParameter(*row) for row in rows])
         self._group.broadcast(tensors.values())
-        self._arrived = tensors
+        self._arrived |= tensors
 
     def finish_weight_update(self) -> None:
-        tensors, self._arrived = self._arrived, None
-        if tensors is None:
+        tensors, self._arrived = self._arrived, {}
+        if not tensors:
             raise RuntimeError("gloo weight transfer: nothing was received")
         reload_weights(
             self.vllm_config,
@@ -132,12 +132,15 @@ class TransferredWeights(PolicyWeights):
 
         return self._bounded(join, within_s)
 
-    def receive_transfer(self, update_info: dict[str, Any], within_s: float) -> str:
-        """Receive everything that is sent. With gloo, the model stays unchanged until `finish_transfer`."""
+    def receive_transfer(self, update_info: dict[str, Any], within_s: float, begins: bool) -> str:
+        """Receive a part of a version, the first if it `begins` one. With gloo, the model stays unchanged until
+        `finish_transfer`."""
 
         def receive() -> None:
-            with self._policy_traced(self._new_trace()):
-                self.start_weight_update()
+            trace = None if begins else self._policy_trace
+            with self._policy_traced(trace or self._new_trace()):
+                if begins:
+                    self.start_weight_update()
                 self.update_weights(update_info)
 
         return self._bounded(receive, within_s)

@@ -155,6 +155,9 @@ class Sampler(ToldEngine):
         await self.set_weights(await self._memory.receive(offer, meeting))
         return offer
 
+    def broken_off(self, why: str) -> Exception:
+        return self._memory.broken_off(why)
+
     def leave(self) -> None:
         self._memory.leave()
 

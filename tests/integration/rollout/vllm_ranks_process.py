@@ -87,14 +87,15 @@ class Ranks(Scenario):
         return answer
 
     async def _sent(self) -> None:
-        """Send versions through vLLM's weight-transfer API: two over one group, and one that is interrupted."""
+        """Send versions through vLLM's weight-transfer API: three over one group, of which one in parts, and one that
+        is interrupted."""
         engine, answer = self._engine, self._answer
         answer["sent_errors"] = []
         with tempfile.TemporaryDirectory() as folder:
             sender = Sender(Path(folder) / "meeting")
-            for step in (1, 2):
+            for step, parts in ((2, 1), (1, 1), (2, 3)):
                 ref, weights = self._version(step)
-                await sender.send(engine, weights)
+                await sender.send(engine, weights, parts=parts)
                 answer["sent_errors"].append(await self._error(ref.canary))
             try:
                 await sender.send(engine, self._version(1)[1], leaves_after=LEFT)
@@ -147,17 +148,21 @@ class Sender:
         self._thread = ThreadPoolExecutor(1)
         self._group: GlooGroup | None = None
 
-    async def send(self, engine: VllmEngine, weights: dict[str, Array], leaves_after: int | None = None) -> None:
-        """Send `weights`. If `leaves_after` is given, leave the group after that many tensors."""
+    async def send(
+        self, engine: VllmEngine, weights: dict[str, Array], leaves_after: int | None = None, parts: int = 1
+    ) -> None:
+        """Send `weights` in this many parts. If `leaves_after` is given, leave the group after that many tensors."""
         tensors = {name: to_torch(values) for name, values in weights.items()}
-        offer = TransferOffer(communicator=1, number=1, deadline_s=20.0, parameters=described(tensors))
-        work = asyncio.get_running_loop().run_in_executor(
-            self._thread, self._broadcast, list(tensors.values())[:leaves_after]
-        )
-        try:
-            await engine.receive(offer, self._meeting)
-        finally:
-            await work
+        table, each = described(tensors), -(-len(tensors) // parts)
+        for first in range(0, len(table), each):
+            left = max(0, len(table) - first - each)
+            offer = TransferOffer(communicator=1, number=1, deadline_s=20.0, parameters=table, first=first, left=left)
+            carried = list(tensors.values())[first : len(table) - left]
+            work = asyncio.get_running_loop().run_in_executor(self._thread, self._broadcast, carried[:leaves_after])
+            try:
+                await engine.receive(offer, self._meeting)
+            finally:
+                await work
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         group = self._group or GlooGroup(self._meeting, 0, 3, deadline_s=20.0)

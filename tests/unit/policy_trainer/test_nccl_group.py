@@ -72,6 +72,8 @@ def test_a_communicator_that_is_given_up_is_aborted_by_its_own_thread(monkeypatc
 class Noted:
     """A channel that records the thread of each use, and sends until `give_up` is called."""
 
+    part_bytes = None
+
     def __init__(self) -> None:
         self.used: list[tuple[str, int]] = []
         self.given_up, self.sending, self.closed = threading.Event(), threading.Event(), threading.Event()

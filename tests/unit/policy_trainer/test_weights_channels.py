@@ -5,8 +5,11 @@ tests/integration/policy_trainer/test_transfer_gpu.py uses the real library.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from proto.messages import DeviceMemory, TransferOffer
@@ -14,7 +17,7 @@ from services.policy_trainer.worker.weights import outgoing
 from services.policy_trainer.worker.weights.channels import MemoryChannel
 from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
 from shared.weights import memory
-from shared.weights.table import described
+from shared.weights.table import described, in_parts
 
 OFFER = TransferOffer(communicator=1, number=1, deadline_s=1.0, parameters=[])
 NOTHING = OutgoingWeights([], dict)
@@ -130,5 +133,52 @@ def test_memory_for_an_engine_holds_all_tensors_in_order(monkeypatch: pytest.Mon
     counted = CountedMemory(monkeypatch)
     monkeypatch.setattr(memory, "exported", lambda copy: shown.append(copy) or counted.exported(copy))
     sent = weights(3.0)
-    MemoryChannel("cpu").announce(OFFER, OutgoingWeights(described(sent), lambda: sent))
+    offer = structs.replace(OFFER, parameters=described(sent))
+    MemoryChannel("cpu").announce(offer, OutgoingWeights(offer.parameters, lambda: sent))
     assert torch.equal(shown[0].view(torch.float32), torch.cat([each.reshape(-1) for each in sent.values()]))
+
+
+def test_all_parts_of_a_version_take_turns_in_memory_that_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Tensor] = []
+    counted = CountedMemory(monkeypatch)
+    monkeypatch.setattr(memory, "exported", lambda copy: shown.append(copy) or counted.exported(copy))
+    sent = {name: torch.full((4,), float(at)) for at, name in enumerate("abcde")}
+    whole = OutgoingWeights(described(sent), lambda: sent)
+    channel = MemoryChannel("cpu")
+    channel.part_bytes = 32
+    for version in range(2):
+        arrived: list[float] = []
+        for part in in_parts(whole.parameters, channel.part_bytes):
+            left = len(sent) - part.stop
+            offer = structs.replace(OFFER, parameters=whole.parameters, first=part.start, left=left)
+            offer = channel.announce(offer, replace(whole, parameters=whole.parameters[part]))
+            assert offer.memory is not None
+            assert offer.memory.nbytes == 32
+            count = 4 * (part.stop - part.start)
+            arrived += shown[version].view(torch.float32)[:count].tolist()
+            if not left:
+                counted.closes(version)  # vLLM closes the memory with the last part
+            channel.ended()
+        assert arrived == [float(at) for at in range(5) for _ in range(4)]
+    assert len(shown) == 2
+    assert counted.readers == [0, 0]
+
+
+def test_memory_of_a_version_that_breaks_off_after_its_first_part_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = CountedMemory(monkeypatch)
+    channel, sent = MemoryChannel("cpu"), weights(1.0)
+    table = described(sent)
+    first = OutgoingWeights(table[:1], lambda: sent)
+    channel.announce(structs.replace(OFFER, parameters=table, left=len(table) - 1), first)
+    channel.ended()
+    assert counted.kept == 1
+    channel.close()
+    assert counted.kept == 0
+
+
+def test_parts_hold_at_most_the_limit_or_a_single_tensor() -> None:
+    table = described({"a": torch.zeros(4), "none": torch.zeros(0), "b": torch.zeros(4), "c": torch.zeros(9)})
+    assert in_parts(table, 32) == [slice(0, 3), slice(3, 4)]
+    assert in_parts(table, 16) == [slice(0, 2), slice(2, 3), slice(3, 4)]
+    assert in_parts(table) == [slice(0, 4)]
+    assert in_parts([]) == in_parts([], 16) == [slice(0, 0)]

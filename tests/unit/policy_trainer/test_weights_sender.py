@@ -17,7 +17,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from proto.messages import AskTransfer, Canary, TransferOffer, WeightsRef
+from proto.messages import AskTransfer, Canary, EndTransfer, TransferOffer, WeightsRef
+from services.policy_trainer.worker.weights.channels import GlooChannel
 from services.policy_trainer.worker.weights.sender import WeightsSender
 from shared.dataplane.client import DataClient
 from shared.rpc.errors import RpcError
@@ -46,6 +47,7 @@ class Trainer:
     def __init__(self, folder: Path, route: WeightsRoute = "gloo", listen: str = "") -> None:
         run = RunDir(folder, folder, folder)
         self.made = 0
+        self.weights = {"w": torch.zeros(1)}
         self.may_end = threading.Event()
         self.sender = WeightsSender(
             run,
@@ -62,19 +64,22 @@ class Trainer:
     def _perturbed(self, ref: WeightsRef) -> dict[str, torch.Tensor]:
         self.made += 1
         assert self.may_end.wait(10)
-        return {"w": torch.zeros(1)}
+        return self.weights
 
-    async def asked(self, engine: int, *, within_s: float, host_id: str = "") -> TransferOffer:
+    async def asked(
+        self, engine: int, *, within_s: float, host_id: str = "", communicator: int = 0, first: int = 0
+    ) -> TransferOffer:
         """Ask as the mailbox does, which cancels a handler at the request's deadline."""
         request = AskTransfer(
             instance=engine,
             incarnation=1,
-            communicator=0,
+            communicator=communicator,
             ranks=1,
             host_id=host_id or self._host_id,
             lineage=1,
             step=1,
             drill=True,
+            first=first,
         )
         return await asyncio.wait_for(self.sender.ask(request, cast(Call, None)), within_s)
 
@@ -134,3 +139,30 @@ def test_a_route_that_does_not_reach_another_host_is_refused_for_engines_on_that
     trainer.sender.published(FIRST, {})
     with pytest.raises(RpcError, match=f"route {route} works only within one host; fetch the shards instead"):
         asyncio.run(trainer.asked(0, within_s=5, host_id="another host"))
+
+
+def test_a_version_is_sent_in_parts_where_the_channel_limits_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GlooChannel, "part_bytes", 8)
+    monkeypatch.setattr(GlooChannel, "send", lambda channel, weights: None)
+
+    async def scenario() -> None:
+        trainer = Trainer(tmp_path)
+        trainer.weights = {name: torch.zeros(2) for name in "abc"}
+        trainer.may_end.set()
+        trainer.sender.published(FIRST, {})
+        communicator, parts = 0, list[tuple[int, int]]()
+        for first in range(3):
+            offer = await trainer.asked(0, within_s=5, communicator=communicator, first=first)
+            parts.append((offer.first, offer.left))
+            communicator = offer.communicator
+            assert [each.name for each in offer.parameters] == ["a", "b", "c"]
+            end = EndTransfer(instance=0, incarnation=1, communicator=communicator, number=offer.number)
+            await trainer.sender.end(end, cast(Call, None))
+        assert parts == [(0, 2), (1, 1), (2, 0)]
+        with pytest.raises(RpcError, match="no transfer of the 3 tensors begins with tensor 3"):
+            await trainer.asked(0, within_s=5, communicator=communicator, first=3)
+        trainer.sender.close()
+
+    asyncio.run(scenario())

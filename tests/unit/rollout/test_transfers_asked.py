@@ -12,13 +12,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
-from proto.messages import Ack, AskTransfer, EndTransfer, TransferOffer
+from proto.messages import Ack, AskTransfer, EndTransfer, ErrorCode, TransferOffer, TransferParameter
 from services.rollout.engine import Engine
 from services.rollout.transfer import EngineTransfers, TransferFailed
 from services.rollout.weights_source import ShardSource, TransferSource
 from shared.ranks.meeting import Meeting
 from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from tests.unit.rollout.told_engine import ref_of
 
@@ -60,6 +62,9 @@ class Receiver:
     async def receive(self, offer: TransferOffer, meeting: Meeting) -> TransferOffer:
         self.received.append(offer.number)
         return offer
+
+    def broken_off(self, why: str) -> Exception:
+        return RpcError(ErrorCode.LOST, why)
 
     def leave(self) -> None:
         self.left += 1
@@ -139,5 +144,84 @@ def test_a_load_waits_for_the_answer_to_an_earlier_request_and_takes_it() -> Non
         await transfers.bring(ref_of(2), receiver, drill=False)
         assert receiver.received == [1, 2]
         assert [(each.number, each.failure) for each in trainer.ended] == [(1, ""), (2, "")]
+
+    asyncio.run(scenario())
+
+
+TABLE = [TransferParameter(name, "float32", [4]) for name in "abcde"]
+
+
+class InParts(Trainer):
+    """A trainer that sends two tensors at a time over one communicator. It stops before tensor `stops_at`, if any, or
+    `changes` its tensors after the first part."""
+
+    def __init__(self, stops_at: int = -1, *, changes: bool = False) -> None:
+        super().__init__()
+        self._stops_at, self._changes = stops_at, changes
+
+    async def call(self, request: Any, reply: type[Any], *, deadline_s: float) -> Any:
+        if isinstance(request, EndTransfer):
+            return await super().call(request, reply, deadline_s=deadline_s)
+        if request.first == self._stops_at:
+            raise RpcError(ErrorCode.MISSING, "the version is gone")
+        offer = await super().call(request, reply, deadline_s=deadline_s)
+        table = TABLE[::-1] if self._changes and request.first else TABLE
+        left = max(0, len(TABLE) - request.first - 2)
+        return structs.replace(offer, communicator=1, parameters=table, first=request.first, left=left)
+
+
+def in_parts(trainer: InParts) -> tuple[EngineTransfers, Receiver]:
+    _, transfers, receiver = ends()
+    transfers._trainer = cast(Client, trainer)
+    return transfers, receiver
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "asked first"])
+def test_a_version_sent_in_parts_is_asked_for_until_all_tensors_have_arrived(later: bool) -> None:
+    async def scenario() -> None:
+        trainer = InParts()
+        transfers, receiver = in_parts(trainer)
+        if later:
+            await transfers.take(await transfers.ask(ref_of(1), receiver), receiver)
+        else:
+            await transfers.bring(ref_of(1), receiver, drill=True)
+        assert receiver.received == [1, 2, 3]
+        assert [(each.first, each.communicator, each.drill) for each in trainer.asked] == [
+            (0, 0, not later),
+            (2, 1, not later),
+            (4, 1, not later),
+        ]
+        assert [(each.number, each.failure) for each in trainer.ended] == [(1, ""), (2, ""), (3, "")]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "why"),
+    [(InParts(stops_at=4), "the version is gone"), (InParts(changes=True), "no longer sends the same version")],
+    ids=["gone", "changed"],
+)
+def test_a_version_of_which_only_some_parts_arrive_is_reported_by_the_receiver(trainer: InParts, why: str) -> None:
+    async def scenario() -> None:
+        transfers, receiver = in_parts(trainer)
+        with pytest.raises(RpcError, match=why):
+            await transfers.bring(ref_of(1), receiver, drill=False)
+        assert (transfers.communicator, receiver.left) == (0, 1)
+        assert trainer.asked[0].first == 0
+
+    asyncio.run(scenario())
+
+
+def test_no_other_transfer_begins_between_two_parts() -> None:
+    async def scenario() -> None:
+        trainer = InParts()
+        transfers, receiver = in_parts(trainer)
+        offer = await transfers.ask(ref_of(1), receiver)
+        taking = asyncio.create_task(transfers.take(offer, receiver))
+        await asyncio.sleep(0)
+        other = asyncio.create_task(transfers.ask(ref_of(2), receiver))
+        await taking
+        await other
+        assert [(each.step, each.first) for each in trainer.asked] == [(1, 0), (1, 2), (1, 4), (2, 0)]
 
     asyncio.run(scenario())

@@ -48,6 +48,9 @@ class InPlace(TransformersEngine):
         await self.set_weights({**sent, **kept})
         return offer
 
+    def broken_off(self, why: str) -> Exception:
+        return TransferFailed(why)
+
     def leave(self) -> None:
         """Do nothing, because no group was joined."""
 
@@ -168,6 +171,9 @@ def test_every_failed_transfer_is_reported_even_if_the_trainer_answers_slowly(tm
 
         async def receive(self, offer: TransferOffer, meeting: Meeting) -> None:
             raise OSError("broken")
+
+        def broken_off(self, why: str) -> Exception:
+            return TransferFailed(why)
 
         def leave(self) -> None: ...
 

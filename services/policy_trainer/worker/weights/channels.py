@@ -24,11 +24,20 @@ if TYPE_CHECKING:
     from shared.weights.gloo import GlooGroup
 
 
+PART_BYTES = 1 << 30
+"""Maximum number of bytes of a version that are in the memory for CUDA IPC at a time. vLLM copies each part."""
+
+
 class Channel(Protocol):
     """A communicator. All methods but `give_up` run on its thread; `announce` and `send` may raise TransferLost."""
 
+    @property
+    def part_bytes(self) -> int | None:
+        """Maximum number of bytes that one transfer carries, unless it carries a single tensor; None: no limit."""
+
     def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
-        """Return `offer` with the data that the engine needs to join the communicator or to find `weights`."""
+        """Return `offer` with the data that the engine needs to join the communicator or to find `weights`, the tensors
+        that the transfer carries."""
 
     def send(self, weights: OutgoingWeights) -> None:
         """Join all ranks of the engine and send them `weights`. Stop at the deadline."""
@@ -61,6 +70,8 @@ def open_channel(route: WeightsRoute, meeting: Meeting, ranks: int, *, device: s
 
 
 class GlooChannel:
+    part_bytes: int | None = None
+
     def __init__(self, meeting: Meeting, ranks: int, deadline_s: float) -> None:
         self._meeting = meeting
         self._ranks = ranks
@@ -94,6 +105,8 @@ class GlooChannel:
 
 
 class NcclChannel:
+    part_bytes: int | None = None
+
     def __init__(self, interface: str, ranks: int, device: str, deadline_s: float) -> None:
         self._interface = interface
         self._ranks = ranks
@@ -134,7 +147,13 @@ class NcclChannel:
 
 
 class MemoryChannel:
-    """CUDA IPC sends nothing: both processes use the same GPU, where a copy is kept until the engine has read it."""
+    """CUDA IPC sends nothing: both processes use the same GPU, where the engine reads a copy.
+
+    The copies of all parts of a version take turns in the same memory, which the engine opens once: vLLM closes it only
+    when it has the whole version.
+    """
+
+    part_bytes: int | None = PART_BYTES
 
     def __init__(self, device: str) -> None:
         from services.policy_trainer.worker.weights.side_stream import SideStream
@@ -144,28 +163,34 @@ class MemoryChannel:
         self._copy: Tensor | None = None
         self._offered: DeviceMemory | None = None
         """The memory that the engine may have open."""
+        self._is_last = True
 
     def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
         import torch
 
         from shared.weights.memory import exported, pack_into, room
-        from shared.weights.table import nbytes
+        from shared.weights.table import in_parts, nbytes
 
-        with self._stream.at_once(torch.device(self._device)):  # the stream that fills memory must also allocate it
-            self._copy = room(nbytes(weights.parameters), self._device)
+        device = torch.device(self._device)
+        if self._copy is None or not offer.first:
+            largest = max(nbytes(offer.parameters[part]) for part in in_parts(offer.parameters, self.part_bytes))
+            with self._stream.at_once(device):  # the stream that fills the memory must also allocate it
+                self._copy = room(largest, self._device)
+            self._offered = exported(self._copy)
         end = 0
         for chunk in weights.chunks(self._device):
-            with self._stream.at_once(self._copy.device):
+            with self._stream.at_once(device):
                 end += pack_into(self._copy[end:], chunk)
-        self._offered = exported(self._copy)
+        self._is_last = not offer.left
         return msgspec.structs.replace(offer, memory=self._offered)
 
     def send(self, weights: OutgoingWeights) -> None:
         """Do nothing: the engine reads the copy."""
 
     def ended(self) -> None:
-        self._offered = None  # the engine has closed it
-        self.close()
+        if self._is_last:
+            self._offered = None  # the engine has closed it
+            self.close()
 
     def give_up(self) -> None:
         """Do nothing: `send` does not wait."""

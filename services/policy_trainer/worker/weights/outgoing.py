@@ -75,24 +75,10 @@ class OutgoingWeights:
     def chunks(self, device: str) -> Iterator[list[Tensor]]:
         """Yield the tensors in order: live ones as copies on `device`, stored ones where they are."""
         stored: Mapping[str, Tensor] | None = None
-        for names in in_chunks(self.parameters, CHUNK_BYTES):
+        for chunk in table.in_parts(self.parameters, CHUNK_BYTES):
+            names = [each.name for each in self.parameters[chunk]]
             found = self.live.copies(self.version, names, device)
             if found is None:
                 stored = self.stored() if stored is None else stored
                 found = [stored[name] for name in names]
             yield found
-
-
-def in_chunks(parameters: Sequence[TransferParameter], limit_bytes: int) -> Iterator[list[str]]:
-    """Yield the names in order, in groups of at most `limit_bytes` or of one tensor."""
-    names: list[str] = []
-    total = 0
-    for each in parameters:
-        size = table.nbytes([each])
-        if names and total + size > limit_bytes:
-            yield names
-            names, total = [], 0
-        names.append(each.name)
-        total += size
-    if names:
-        yield names

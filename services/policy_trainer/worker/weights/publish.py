@@ -137,7 +137,7 @@ async def put_and_digested(
     put: asyncio.Future[Receipt], digests: asyncio.Future[list[int]]
 ) -> tuple[Receipt, list[int]]:
     """Return the results of both, or raise the error of one, once neither reads the weights any longer."""
-    await asyncio.wait([put, digests])
+    await asyncio.gather(put, digests, return_exceptions=True)
     return put.result(), digests.result()
 
 

@@ -13,7 +13,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,13 +138,8 @@ class WeightsSender:
             )
             self._lines[grant.communicator] = _ChannelThread(channel, ThreadPoolExecutor(1, f"transfer-{grant.engine}"))
         line, loop = self._lines[grant.communicator], asyncio.get_running_loop()
-        offer = messages.TransferOffer(
-            communicator=grant.communicator,
-            number=grant.number,
-            deadline_s=self._deadline_s,
-            parameters=weights.parameters,
-        )
         try:
+            offer, weights = _part(weights, line.channel.part_bytes, request, grant, self._deadline_s)
             offer = await loop.run_in_executor(line.thread, line.channel.announce, offer, weights)
             sending = loop.run_in_executor(line.thread, line.channel.send, weights)
         except Exception as error:
@@ -250,6 +245,31 @@ class WeightsSender:
         error = sending.exception()
         if error is not None:
             self._handle(CommunicatorBroke(communicator, _one_line(error)))
+
+
+def _part(
+    weights: OutgoingWeights,
+    limit_bytes: int | None,
+    request: messages.AskTransfer,
+    grant: GrantTransfer,
+    deadline_s: float,
+) -> tuple[messages.TransferOffer, OutgoingWeights]:
+    """Return the offer of the part that begins with tensor `request.first`, and the weights in that part."""
+    from shared.weights.table import in_parts
+
+    table = weights.parameters
+    part = next((each for each in in_parts(table, limit_bytes) if each.start == request.first), None)
+    if part is None:
+        raise ValueError(f"no transfer of the {len(table)} tensors begins with tensor {request.first}")
+    offer = messages.TransferOffer(
+        communicator=grant.communicator,
+        number=grant.number,
+        deadline_s=deadline_s,
+        parameters=table,
+        first=part.start,
+        left=len(table) - part.stop,
+    )
+    return offer, replace(weights, parameters=table[part])
 
 
 def _one_line(error: BaseException) -> str:
