@@ -119,10 +119,16 @@ class EngineTransfers:
         while offer.left:
             try:
                 offer = await self._next_part(offer)
-            except TransferFailed as error:
-                self._leave(offer, receiver, str(error))
-                raise receiver.broken_off(str(error)) from None
-            received = await self._receive(offer, receiver)
+                received = await self._receive(offer, receiver)
+            except BaseException as error:
+                cancelled = isinstance(error, asyncio.CancelledError)
+                why = "cancelled" if cancelled else str(error)
+                if self.communicator:
+                    self._leave(offer, receiver, "" if cancelled else why)
+                broken_off = receiver.broken_off(why)
+                if isinstance(error, TransferFailed):
+                    raise broken_off from None
+                raise
         return received
 
     async def _next_part(self, last: TransferOffer) -> TransferOffer:

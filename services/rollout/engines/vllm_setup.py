@@ -23,6 +23,7 @@ CPU_KV_CACHE_BYTES = 256 * 1024**2
 WORKER_EXTENSION = f"{vllm_worker.__name__}.{vllm_worker.PolicyWeights.__name__}"
 TRANSFER_EXTENSION = "services.rollout.engines.vllm_transfer.TransferredWeights"
 """The worker extension that takes the place of WORKER_EXTENSION if the trainer sends the weights."""
+_SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to the seed, and the sum must still fit in an int64
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the core in this process
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for tensor-parallel ranks; a fork would lose this process's threads
@@ -55,9 +56,6 @@ _OURS = {
     "quantization_config": "",
     "speculative_config": "",
 }
-
-
-_SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to the seed, and the sum must still fit in an int64
 
 
 def prepare_process(threads: int) -> None:

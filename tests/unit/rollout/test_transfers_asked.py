@@ -225,3 +225,30 @@ def test_no_other_transfer_begins_between_two_parts() -> None:
         assert [(each.step, each.first) for each in trainer.asked] == [(1, 0), (1, 2), (1, 4), (2, 0)]
 
     asyncio.run(scenario())
+
+
+def test_a_load_that_is_cancelled_between_two_parts_leaves_the_receiver_without_a_version() -> None:
+    class Silent(InParts):
+        async def call(self, request: Any, reply: type[Any], *, deadline_s: float) -> Any:
+            if isinstance(request, AskTransfer) and request.first:
+                self.answers.clear()
+            return await super().call(request, reply, deadline_s=deadline_s)
+
+    class Watched(Receiver):
+        why = ""
+
+        def broken_off(self, why: str) -> Exception:
+            self.why = why
+            return super().broken_off(why)
+
+    async def scenario() -> None:
+        trainer, receiver = Silent(), Watched()
+        transfers, _ = in_parts(trainer)
+        loading = asyncio.create_task(transfers.bring(ref_of(1), receiver, drill=False))
+        await trainer.until(asked=2)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert (receiver.received, receiver.why, transfers.communicator) == ([1], "cancelled", 0)
+
+    asyncio.run(scenario())

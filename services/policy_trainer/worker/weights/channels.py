@@ -173,6 +173,7 @@ class MemoryChannel:
 
         device = torch.device(self._device)
         if self._copy is None or not offer.first:
+            self.close()  # the engine may have left a version unfinished
             largest = max(nbytes(offer.parameters[part]) for part in in_parts(offer.parameters, self.part_bytes))
             with self._stream.at_once(device):  # the stream that fills the memory must also allocate it
                 self._copy = room(largest, self._device)
