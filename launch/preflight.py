@@ -258,6 +258,7 @@ def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
             "lower them, or let services take turns (placement.colocate)"
         )
     _check_allocator(topology, file, findings)
+    _check_compiler(topology, file, findings)
 
 
 def _check_allocator(topology: Topology, file: str, findings: Findings) -> None:
@@ -270,6 +271,17 @@ def _check_allocator(topology: Topology, file: str, findings: Findings) -> None:
                 f"{file}: services.rollout.weights: ipc: {name} has expandable_segments:True, and engines cannot "
                 "open such memory; remove that, or use weights: nccl"
             )
+
+
+def _check_compiler(topology: Topology, file: str, findings: Findings) -> None:
+    """Warn if vLLM is going to compile its model without a C++ compiler, which torch.compile calls even on a GPU."""
+    rollout, compiler = topology.services.rollout, os.environ.get("CXX", "g++")
+    compiles = rollout.engine == "vllm" and rollout.gpus and not rollout.engine_args.get("enforce_eager")
+    if compiles and shutil.which(compiler) is None:
+        findings.warnings.append(
+            f"{file}: services.rollout.engine: vllm compiles its model on a GPU, which needs a C++ compiler, but there "
+            f"is no {compiler}; install it, or set services.rollout.engine_args.enforce_eager to true"
+        )
 
 
 def _check_connections(topology: Topology, file: str, findings: Findings) -> None:

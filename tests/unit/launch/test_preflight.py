@@ -312,6 +312,19 @@ def test_memory_that_engines_cannot_open_is_refused_for_weights_over_ipc(
     assert line not in errors(*IPC)
 
 
+def test_a_missing_compiler_is_reported_if_vllm_compiles_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warned(*overrides: str) -> bool:
+        found = preflight.check(load(QUICKSTART, list(overrides)), "t.yaml").warnings
+        return any("needs a C++ compiler, but there is no no-such-compiler; install it" in line for line in found)
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert warned(*IPC)
+    assert not warned(*IPC, "services.rollout.engine_args={enforce_eager: true}")
+    assert not warned("services.rollout={engine: vllm}")
+    monkeypatch.setenv("CXX", "sh")
+    assert not warned(*IPC)
+
+
 def test_an_exporter_whose_port_or_token_cannot_be_used_is_refused(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("short")
