@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     usual = float(config.getini("timeout"))
     for item in items:
         own = item.get_closest_marker("timeout")
-        limit = float(own.args[0]) if own is not None else usual
+        limit = float([*own.args, *own.kwargs.values()][0]) if own is not None else usual
         item.add_marker(pytest.mark.timeout(PATIENCE * limit), append=False)
 
 

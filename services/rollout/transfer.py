@@ -118,7 +118,7 @@ class EngineTransfers:
         received = await self._receive(offer, receiver)
         while offer.left:
             try:
-                offer = await self._next_part(offer)
+                offer = await self._next_part(offer, receiver)
                 received = await self._receive(offer, receiver)
             except BaseException as error:
                 cancelled = isinstance(error, asyncio.CancelledError)
@@ -131,12 +131,14 @@ class EngineTransfers:
                 raise
         return received
 
-    async def _next_part(self, last: TransferOffer) -> TransferOffer:
+    async def _next_part(self, last: TransferOffer, receiver: Receiver[R]) -> TransferOffer:
         """Ask for the part after `last`. Raises TransferFailed."""
         wanted = structs.replace(self._wanted, communicator=self.communicator, first=len(last.parameters) - last.left)
         offer = await self._offered(wanted)
         if offer.communicator != last.communicator or offer.parameters != last.parameters:
-            raise TransferFailed("the trainer no longer sends the same version")
+            self._offer, why = None, "the trainer no longer sends the same version"
+            self._leave(offer, receiver, why)
+            raise TransferFailed(why)
         return offer
 
     async def _receive(self, offer: TransferOffer, receiver: Receiver[R]) -> R:
@@ -149,7 +151,7 @@ class EngineTransfers:
             if isinstance(error, asyncio.CancelledError | RpcError):
                 raise
             raise TransferFailed(why) from None
-        if not await self._end(offer, ""):
+        if not await self._end(offer, "") and not offer.left:  # a request for the next part says the same
             self._leave(offer, receiver, "")
         return received
 

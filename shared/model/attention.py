@@ -189,10 +189,10 @@ def attend_trees(
     heads, dim = query.shape[1], value.shape[3]
     q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
     outputs: list[Tensor] = []
-    packs = _suits_flash(query, value)
-    in_order = packs and trees.in_order
+    flash = _suits_flash(query, value)
+    in_order = flash and trees.in_order
     for block in trees.blocks:
-        if packs and block.packed is not None:
+        if flash and block.packed is not None:
             out_PHD = _attend_packed(q_NHD, k_NGD, v_NGD, block.longest, block.packed, scaling, sliding_window)
             outputs.append(out_PHD if in_order else _in_slots(out_PHD, block, block.packed))
             continue
@@ -284,7 +284,7 @@ def _attend_packed(
     kernel = partial(varlen_attn, enable_gqa=heads != groups) if _SHARES_KEYS else varlen_attn
     ends, left = packed.bounds, -1 if window is None else window - 1
     out: Any = kernel(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))
-    return cast(Tensor, out)
+    return cast(Tensor, out.contiguous())  # otherwise as strided as the queries
 
 
 def _picked(nodes_NXD: Tensor, picked: Tensor | slice) -> Tensor:

@@ -48,6 +48,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.closed: set[int] = set()
         self.sending: dict[int, tuple[int, float]] = {}
         """Number of the current transfer of each communicator, and the time by which the transfer must be over."""
+        self.expected: dict[int, float] = {}
+        """Time by which the next part of a version must be requested, for each communicator in the middle of one."""
 
     def take(self, event: Event, *, only: int | None = None) -> list[GrantTransfer | RefuseTransfer]:
         """Handle an event and carry out its effects. `only` is the one engine that may be affected."""
@@ -59,6 +61,7 @@ class AnyOrder(RuleBasedStateMachine):
                 case AbortTransfer():
                     assert self.open.pop(effect.communicator)[0] == effect.engine
                     self.sending.pop(effect.communicator, None)
+                    self.expected.pop(effect.communicator, None)
                     self.closed.add(effect.communicator)
                 case GrantTransfer():
                     if effect.new:
@@ -66,6 +69,7 @@ class AnyOrder(RuleBasedStateMachine):
                         self.open[effect.communicator] = (effect.engine, self.life[effect.engine])
                     assert self.open[effect.communicator] == (effect.engine, self.life[effect.engine])
                     assert effect.communicator not in self.sending
+                    self.expected.pop(effect.communicator, None)
                     self.sending[effect.communicator] = (effect.number, self.now + DEADLINE_S)
                     answers.append(effect)
                 case RefuseTransfer():
@@ -105,13 +109,13 @@ class AnyOrder(RuleBasedStateMachine):
             self.earlier[engine].append(old)
 
     @precondition(lambda self: self.sending)
-    @rule(data=st.data(), failure=st.sampled_from(["", "killed"]), stale=st.booleans())
-    def end(self, data: st.DataObject, failure: str, stale: bool) -> None:
+    @rule(data=st.data(), failure=st.sampled_from(["", "killed"]), stale=st.booleans(), more=st.booleans())
+    def end(self, data: st.DataObject, failure: str, stale: bool, more: bool) -> None:
         communicator = data.draw(st.sampled_from(sorted(self.sending)))
         engine, life = self.open[communicator]
         number = self.sending[communicator][0] - int(stale)
         before = dict(self.sending)
-        self.take(TransferEnded(engine, life, communicator, number, failure), only=engine)
+        self.take(TransferEnded(engine, life, communicator, number, failure, more), only=engine)
         if stale:
             assert self.sending == before
         elif failure:
@@ -119,6 +123,8 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             assert communicator in self.open
             del self.sending[communicator]
+            if more:
+                self.expected[communicator] = self.now + DEADLINE_S
 
     @precondition(lambda self: self.open or self.closed)
     @rule(data=st.data())
@@ -133,6 +139,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.now += seconds
         on_time = {each for each, (_, deadline) in self.sending.items() if self.now < deadline}
         idle = self.open.keys() - self.sending.keys()
+        idle -= {each for each, deadline in self.expected.items() if self.now >= deadline}
         self.take(DeadlinePassed())
         assert self.sending.keys() == on_time
         assert self.open.keys() == on_time | idle
@@ -144,7 +151,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def whoever_hangs_is_given_up_in_time(self) -> None:
-        deadlines = [deadline for _, deadline in self.sending.values()]
+        deadlines = [*(deadline for _, deadline in self.sending.values()), *self.expected.values()]
         assert self.transfers.next_deadline() == min(deadlines, default=None)
 
 

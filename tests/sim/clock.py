@@ -99,11 +99,8 @@ class Callback:
         self.when = when
 
     def cancel(self) -> None:
-        self.call, self.args, self.node = (
-            None,
-            (),
-            None,
-        )  # This releases the referenced objects before the timer is due.
+        # The referenced objects are released before the timer is due.
+        self.call, self.args, self.node = None, (), None
 
 
 class VirtualLoop(asyncio.BaseEventLoop):

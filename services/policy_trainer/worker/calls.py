@@ -91,7 +91,11 @@ class Calls:
         self._pristine = True
         """Whether the weights are those of the model directory and the optimizer state is fresh."""
         self._service = service
-        self.devices = Devices(lambda work: self._together("move", work), self._weights_put)
+        self.devices = Devices(
+            lambda work: self._together("move", work),
+            self._weights_put,
+            shows_parameters=topology.services.rollout.weights == "ipc",
+        )
         self.on_published: Callable[[messages.WeightsRef, Mapping[str, Any]], None] = lambda ref, weights: None
         """Callback on rank 0 that receives each version that was put, and its weights, before the driver is answered.
         The weights do not change until `on_changing` is called."""

@@ -405,7 +405,10 @@ class VllmEngine:
             self._taker.take(self._llm.collective_rpc, offer, meeting)
         except HalfTaken as error:
             raise self.broken_off(str(error)) from error
-        if not offer.left:
+        self._compute.progress += 1
+        if offer.left:
+            self._lost = True  # until the last part has arrived
+        else:
             self._weights_are_set()
 
     def _weights_are_set(self) -> None:

@@ -37,18 +37,16 @@ class OfferTaker:
 
         Raises TransferFailed while the model is still intact, and HalfTaken after that.
         """
-        begins = not offer.first
-        # gloo changes the model only at the end, and enforces its own deadline.
-        whole = self._route == "gloo" and begins
-        within_s = 0.0 if self._route == "gloo" else offer.deadline_s
+        whole = self._route == "gloo"  # gloo changes the model only at the end, and enforces its own deadline
+        within_s = 0.0 if whole else offer.deadline_s
         if offer.communicator != self.communicator:
             join = joining(self._route, offer, meeting, ranks=self._ranks)
             _check(call("join_transfer", args=(join, within_s)), "join")
             self.communicator = offer.communicator
         try:
-            _check(call("receive_transfer", args=(announcing(offer), within_s, begins)), "receive")
-            whole = False
+            _check(call("receive_transfer", args=(announcing(offer), within_s, not offer.first)), "receive")
             if not offer.left:
+                whole = False
                 _check(call("finish_transfer"), "finish")
         except TransferFailed as error:
             if whole:

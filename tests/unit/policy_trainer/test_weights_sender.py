@@ -141,6 +141,28 @@ def test_a_route_that_does_not_reach_another_host_is_refused_for_engines_on_that
         asyncio.run(trainer.asked(0, within_s=5, host_id="another host"))
 
 
+def test_an_engine_that_does_not_ask_for_the_next_part_in_time_loses_its_communicator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GlooChannel, "part_bytes", 8)
+    monkeypatch.setattr(GlooChannel, "send", lambda channel, weights: None)
+
+    async def scenario() -> None:
+        trainer = Trainer(tmp_path)
+        trainer.weights = {name: torch.zeros(2) for name in "abc"}
+        trainer.may_end.set()
+        trainer.sender.published(FIRST, {})
+        offer = await trainer.asked(0, within_s=5)
+        end = EndTransfer(instance=0, incarnation=1, communicator=offer.communicator, number=offer.number)
+        await trainer.sender.end(end, cast(Call, None))
+        assert offer.communicator in trainer.sender._lines
+        await asyncio.sleep(0.3)  # longer than the deadline
+        assert not trainer.sender._lines
+        trainer.sender.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_version_is_sent_in_parts_where_the_channel_limits_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +176,7 @@ def test_a_version_is_sent_in_parts_where_the_channel_limits_them(
         trainer.sender.published(FIRST, {})
         communicator, parts = 0, list[tuple[int, int]]()
         for first in range(3):
+            trainer.sender.published(structs.replace(LATER, step=2 + first), {})  # does not disturb the version
             offer = await trainer.asked(0, within_s=5, communicator=communicator, first=first)
             parts.append((offer.first, offer.left))
             communicator = offer.communicator
@@ -161,6 +184,7 @@ def test_a_version_is_sent_in_parts_where_the_channel_limits_them(
             end = EndTransfer(instance=0, incarnation=1, communicator=communicator, number=offer.number)
             await trainer.sender.end(end, cast(Call, None))
         assert parts == [(0, 2), (1, 1), (2, 0)]
+        assert trainer.made == 1
         with pytest.raises(RpcError, match="no transfer of the 3 tensors begins with tensor 3"):
             await trainer.asked(0, within_s=5, communicator=communicator, first=3)
         trainer.sender.close()

@@ -61,11 +61,11 @@ def test_all_parts_of_a_version_belong_to_one_update_of_the_model() -> None:
         ("ipc", 1, HalfTaken),
         ("ipc", 2, HalfTaken),
         ("gloo", 1, TransferFailed),
-        ("gloo", 2, HalfTaken),
+        ("gloo", 2, TransferFailed),
         ("gloo", 4, HalfTaken),
     ],
 )
-def test_the_model_is_intact_only_until_the_first_part_changes_it(
+def test_the_model_is_intact_until_the_first_part_changes_it_or_with_gloo_the_end(
     route: WeightsRoute, fails_at: int, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match="broken"):

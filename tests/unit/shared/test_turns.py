@@ -102,7 +102,10 @@ def test_a_request_from_a_driver_during_loading_does_not_end_the_turn(monkeypatc
     asyncio.run(scene())
 
 
-def test_engines_may_copy_the_weights_until_the_parameters_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shows_parameters", [True, False])
+def test_engines_that_read_the_parameters_may_copy_them_until_they_leave_the_device(
+    shows_parameters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
 
     async def settled() -> None:
@@ -118,11 +121,12 @@ def test_engines_may_copy_the_weights_until_the_parameters_leave_the_device(monk
     async def scene() -> None:
         leaves: list[Callable[[Parts], Awaitable[Parts]]] = []
         monkeypatch.setattr(devices, "take_turns", lambda service, leave: leaves.append(leave) or OwnDevices())
-        mine = devices.Devices(on_compute, settled)
+        mine = devices.Devices(on_compute, settled, shows_parameters=shows_parameters)
         mine.share(cast(Any, None))
         mine.loaded(cast(Any, SimpleNamespace(shelves=SimpleNamespace(offload=offload))))
         for parts in (frozenset({GRADIENTS, OPTIMIZER}), frozenset({PARAMETERS})):
             assert await leaves[0](parts) == parts
 
     asyncio.run(scene())
-    assert done == ["gradients and optimizer", "settled", "parameters"]
+    first = [] if shows_parameters else ["settled"]
+    assert done == [*first, "gradients and optimizer", "settled", "parameters"]

@@ -27,11 +27,15 @@ class Devices:
     """The devices of one rank. Use this object only on the event loop. Before `loaded`, only `share` and `acquire_room`
     are called."""
 
-    def __init__(self, on_compute: OnCompute, settled: Callable[[], Awaitable[None]]) -> None:
-        """`on_compute` runs a function on the compute thread. `settled` waits until no weights are being read, and is
-        called before the parameters leave the device."""
+    def __init__(
+        self, on_compute: OnCompute, settled: Callable[[], Awaitable[None]], *, shows_parameters: bool = False
+    ) -> None:
+        """`on_compute` runs a function on the compute thread. `settled` waits until no weights are being read. With
+        `shows_parameters`, engines copy the weights from the parameters themselves, after the optimizer and the
+        gradients have left the device."""
         self._on_compute = on_compute
         self._settled = settled
+        self._shows_parameters = shows_parameters
         self._turns: Turns = OwnDevices()
         self._residency = Residency()
         self._backend: Backend | None = None
@@ -99,7 +103,7 @@ class Devices:
     async def _leave(self, parts: Parts) -> Parts:
         """Move `parts` off the device because another service needs the memory, and return `parts`."""
         own = own_parts(parts)
-        if "parameters" in own:  # engines copy the weights while the optimizer and the gradients are off the device
+        if "parameters" in own or not self._shows_parameters:
             await self._settled()
         await self.offload(own)
         return parts

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 1 << 30
-"""Maximum number of bytes of a version that are in the memory for CUDA IPC at a time. vLLM copies each part."""
+"""Maximum number of bytes of a version that are in the memory for CUDA IPC at a time, unless they are a single tensor.
+vLLM copies each part."""
 
 
 class Channel(Protocol):
@@ -173,11 +174,12 @@ class MemoryChannel:
 
         device = torch.device(self._device)
         if self._copy is None or not offer.first:
-            self.close()  # the engine may have left a version unfinished
+            if self._offered is not None:
+                self.close()  # the engine has left a version unfinished
             largest = max(nbytes(offer.parameters[part]) for part in in_parts(offer.parameters, self.part_bytes))
             with self._stream.at_once(device):  # the stream that fills the memory must also allocate it
                 self._copy = room(largest, self._device)
-            self._offered = exported(self._copy)
+                self._offered = exported(self._copy)
         end = 0
         for chunk in weights.chunks(self._device):
             with self._stream.at_once(device):

@@ -67,8 +67,8 @@ class OutgoingWeights:
 
     parameters: list[TransferParameter]
     stored: Callable[[], Mapping[str, Tensor]]
-    """Function that returns the tensors in host memory. It may block. It is called at most once, and only if the live
-    weights are not (or no longer) this version."""
+    """Function that returns the tensors in host memory. It may block. It is called only if the live weights are not (or
+    no longer) this version, once for each transfer."""
     live: LiveWeights = field(default_factory=LiveWeights)
     version: Version = (-1, -1)
 

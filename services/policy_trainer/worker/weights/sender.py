@@ -58,6 +58,8 @@ class _ChannelThread:
 
     channel: Channel
     thread: ThreadPoolExecutor
+    unfinished: tuple[messages.AskTransfer, OutgoingWeights] | None = None
+    """The last request and its version, if the version has parts for which the engine has yet to ask."""
 
     def close(self) -> None:
         """Have the thread destroy the communicator as soon as the thread no longer uses it. This method does not
@@ -126,7 +128,7 @@ class WeightsSender:
         if not here and (self._route == "ipc" or not self._listen()):
             text = f"route {self._route} works only within one host; fetch the shards instead"
             raise RpcError(ErrorCode.MISSING, text)
-        weights = await self._outgoing(request)
+        whole = self._unfinished(request) or await self._outgoing(request)
         life = TransferAsked(request.instance, request.incarnation, request.communicator)
         grant = self._handle(life)
         if grant is None:
@@ -139,7 +141,8 @@ class WeightsSender:
             self._lines[grant.communicator] = _ChannelThread(channel, ThreadPoolExecutor(1, f"transfer-{grant.engine}"))
         line, loop = self._lines[grant.communicator], asyncio.get_running_loop()
         try:
-            offer, weights = _part(weights, line.channel.part_bytes, request, grant, self._deadline_s)
+            offer, weights = _part(whole, line.channel.part_bytes, request, grant, self._deadline_s)
+            line.unfinished = (request, whole) if offer.left else None
             offer = await loop.run_in_executor(line.thread, line.channel.announce, offer, weights)
             sending = loop.run_in_executor(line.thread, line.channel.send, weights)
         except Exception as error:
@@ -151,8 +154,16 @@ class WeightsSender:
 
     async def end(self, request: messages.EndTransfer, _: Call) -> messages.Ack:
         """Record that the engine has received everything, or has failed."""
+        line = self._lines.get(request.communicator)
         self._handle(
-            TransferEnded(request.instance, request.incarnation, request.communicator, request.number, request.failure)
+            TransferEnded(
+                request.instance,
+                request.incarnation,
+                request.communicator,
+                request.number,
+                request.failure,
+                more=line is not None and line.unfinished is not None,
+            )
         )
         line = self._lines.get(request.communicator)
         if line is not None:
@@ -172,6 +183,15 @@ class WeightsSender:
             return Meeting(LOOPBACK, file=self._run.sockets / f"meet-{communicator:x}")
         listen = self._listen()
         return opened(listen) if self._route == "gloo" else Meeting(announced_interface(listen))
+
+    def _unfinished(self, request: messages.AskTransfer) -> OutgoingWeights | None:
+        """Return the weights whose next part an engine asks for. They stay the same if another version is published."""
+        line = self._lines.get(request.communicator)
+        if line is None or line.unfinished is None or not request.first:
+            return None
+        begun, weights = line.unfinished
+        same = (begun.lineage, begun.step, begun.drill) == (request.lineage, request.step, request.drill)
+        return weights if same else None
 
     async def _outgoing(self, request: messages.AskTransfer) -> OutgoingWeights:
         from services.policy_trainer.worker.weights.outgoing import OutgoingWeights
@@ -194,9 +214,10 @@ class WeightsSender:
         parameters = self._live.parameters(version) if self._live is not None else None
         if self._live is not None and parameters is not None:
             loop = asyncio.get_running_loop()
-            return OutgoingWeights(parameters, lambda: self._on_loop(self._stored(ref), loop), self._live, version)
-        stored = await self._stored(ref)
-        return OutgoingWeights(described(stored), lambda: stored)
+            stored = functools.cache(lambda: self._on_loop(self._stored(ref), loop))
+            return OutgoingWeights(parameters, stored, self._live, version)
+        found = await self._stored(ref)
+        return OutgoingWeights(described(found), lambda: found)
 
     def _on_loop(
         self, reading: Coroutine[Any, Any, dict[str, Tensor]], loop: asyncio.AbstractEventLoop

@@ -25,13 +25,15 @@ class TransferAsked:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """A life of an engine reports how transfer `number` ended there."""
+    """A life of an engine reports how transfer `number` ended there. `more` is whether the version has more parts, for
+    which it must ask."""
 
     engine: int
     incarnation: int
     communicator: int
     number: int
     failure: str
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +81,14 @@ Effect = GrantTransfer | AbortTransfer | RefuseTransfer
 
 @dataclass
 class _EngineLink:
-    """The communicator of one engine. `deadline` is the deadline of the transfer under way, or None."""
+    """The communicator of one engine. `deadline` is the deadline of the transfer under way, or of the request for the
+    next part (`expects`), or None."""
 
     incarnation: int
     communicator: int
     number: int
     deadline: float | None
+    expects: bool = False
 
 
 @dataclass
@@ -105,7 +109,7 @@ class TransferState:
             case TransferAsked():
                 return self._ask(event, now)
             case TransferEnded():
-                return self._end(event)
+                return self._end(event, now)
             case CommunicatorBroke():
                 broken = [engine for engine, link in self._links.items() if link.communicator == event.communicator]
                 return [self._abort(engine, event.why) for engine in broken]
@@ -133,17 +137,17 @@ class TransferState:
             link is not None
             and link.incarnation == event.incarnation
             and link.communicator == event.communicator
-            and link.deadline is None  # otherwise the engine has given up the transfer under way
+            and (link.deadline is None or link.expects)  # otherwise the engine has given up the transfer under way
         )
         if link is None or not usable:
             if link is not None:
                 effects.append(self._abort(event.engine, "the engine starts over"))
             link = self._links[event.engine] = _EngineLink(event.incarnation, self.new_communicator(), 0, None)
         link.number += 1
-        link.deadline = now + self.deadline_s
+        link.deadline, link.expects = now + self.deadline_s, False
         return [*effects, GrantTransfer(event.engine, link.communicator, link.number, new=not usable)]
 
-    def _end(self, event: TransferEnded) -> Sequence[Effect]:
+    def _end(self, event: TransferEnded, now: float) -> Sequence[Effect]:
         link = self._links.get(event.engine)
         if (
             link is None
@@ -153,7 +157,7 @@ class TransferState:
             return []
         if event.failure:
             return [self._abort(event.engine, event.failure)]
-        link.deadline = None
+        link.deadline, link.expects = (now + self.deadline_s if event.more else None), event.more
         return []
 
     def _abort(self, engine: int, why: str) -> AbortTransfer:
