@@ -198,6 +198,30 @@ TRAINER = [
         "tests/unit/shared/test_turns.py::test_engines_that_read_the_parameters_may_copy_them_until_they_leave_the_device",
     ),
     Mutation(
+        "memory that is exported for the parts of a version is kept forever if the engine does not ask for the next one",
+        f"{WORKER}/weights/transfers.py",
+        "(now + self.deadline_s if event.more else None), event.more",
+        "None, event.more",
+        "tests/unit/policy_trainer/test_weights_sender.py"
+        "::test_an_engine_that_does_not_ask_for_the_next_part_in_time_loses_its_communicator",
+    ),
+    Mutation(
+        "every part of a version is exported anew",
+        f"{WORKER}/weights/channels.py",
+        "if self._copy is None or not offer.first:",
+        "if True:",
+        "tests/unit/policy_trainer/test_weights_channels.py"
+        "::test_all_parts_of_a_version_take_turns_in_memory_that_is_exported_once",
+    ),
+    Mutation(
+        "a load that breaks off between two parts does not tell the engine",
+        "services/rollout/transfer.py",
+        "broken_off = receiver.broken_off(why)",
+        "broken_off = TransferFailed(why)",
+        "tests/unit/rollout/test_transfers_asked.py"
+        "::test_a_load_that_is_cancelled_between_two_parts_leaves_the_receiver_without_a_version",
+    ),
+    Mutation(
         "oneDNN keeps a kernel for every number of rows",
         "shared/model/cpu.py",
         "os.putenv(name, _CACHED_KERNELS)",
