@@ -198,7 +198,7 @@ TRAINER = [
         "tests/unit/shared/test_turns.py::test_engines_that_read_the_parameters_may_copy_them_until_they_leave_the_device",
     ),
     Mutation(
-        "memory that is exported for the parts of a version is kept forever if the engine does not ask for the next one",
+        "memory exported for the parts of a version is kept forever if the engine does not ask for the next one",
         f"{WORKER}/weights/transfers.py",
         "(now + self.deadline_s if event.more else None), event.more",
         "None, event.more",
