@@ -141,17 +141,22 @@ def test_a_route_that_does_not_reach_another_host_is_refused_for_engines_on_that
         asyncio.run(trainer.asked(0, within_s=5, host_id="another host"))
 
 
+def one_tensor_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """Return a trainer that has published three tensors, which it sends one by one."""
+    monkeypatch.setattr(GlooChannel, "part_bytes", 8)
+    monkeypatch.setattr(GlooChannel, "send", lambda channel, weights: None)
+    trainer = Trainer(folder)
+    trainer.weights = {name: torch.zeros(2) for name in "abc"}
+    trainer.may_end.set()
+    trainer.sender.published(FIRST, {})
+    return trainer
+
+
 def test_an_engine_that_does_not_ask_for_the_next_part_in_time_loses_its_communicator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GlooChannel, "part_bytes", 8)
-    monkeypatch.setattr(GlooChannel, "send", lambda channel, weights: None)
-
     async def scenario() -> None:
-        trainer = Trainer(tmp_path)
-        trainer.weights = {name: torch.zeros(2) for name in "abc"}
-        trainer.may_end.set()
-        trainer.sender.published(FIRST, {})
+        trainer = one_tensor_at_a_time(tmp_path, monkeypatch)
         offer = await trainer.asked(0, within_s=5)
         end = EndTransfer(instance=0, incarnation=1, communicator=offer.communicator, number=offer.number)
         await trainer.sender.end(end, cast(Call, None))
@@ -166,14 +171,8 @@ def test_an_engine_that_does_not_ask_for_the_next_part_in_time_loses_its_communi
 def test_a_version_is_sent_in_parts_where_the_channel_limits_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GlooChannel, "part_bytes", 8)
-    monkeypatch.setattr(GlooChannel, "send", lambda channel, weights: None)
-
     async def scenario() -> None:
-        trainer = Trainer(tmp_path)
-        trainer.weights = {name: torch.zeros(2) for name in "abc"}
-        trainer.may_end.set()
-        trainer.sender.published(FIRST, {})
+        trainer = one_tensor_at_a_time(tmp_path, monkeypatch)
         communicator, parts = 0, list[tuple[int, int]]()
         for first in range(3):
             trainer.sender.published(structs.replace(LATER, step=2 + first), {})  # does not disturb the version
