@@ -25,10 +25,8 @@ class TokenVersions:
         """Read until the run has written its last row, then wait for it to end successfully."""
 
         def ended() -> bool:
-            if len(self._run.rows()) >= steps or self._run.process.poll() is not None:
-                return True
             self._read_new()
-            return False
+            return len(self._run.rows()) >= steps or self._run.process.poll() is not None
 
         self._run.wait_for(f"{steps} steps", ended)
         assert self._run.end() == 0, self._run.output()
