@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -450,11 +450,17 @@ def test_copies_alternate_between_hosts_and_ranks_of_one_copy_are_divided_into_b
 # ------------------------------------------------------------------------------ the cost of importing
 
 
+def cpu_seconds() -> float:
+    """Return the processor time of all child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_importing_the_topology_is_quick_and_does_not_import_torch() -> None:
     code = "import sys, shared.topology; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = cpu_seconds()
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd=REPOSITORY,
@@ -463,7 +469,7 @@ def test_importing_the_topology_is_quick_and_does_not_import_torch() -> None:
             timeout=60,
             check=True,
         )
-        seconds.append(time.perf_counter() - started)
+        seconds.append(cpu_seconds() - started)
         assert done.stdout.strip() == "[]"
     # The import takes 0.2 s on an idle core. The limit is far above it, and far below the seconds that torch takes.
     assert min(seconds) < 1.0
