@@ -52,7 +52,7 @@ from tests.integration.store_scheduler import (
     rollout_shards,
 )
 
-LIMIT_S = 40.0
+LIMIT_S = 90.0
 SAMPLES = "{per_step: 4}"
 """With this setting, every task is chosen."""
 
