@@ -67,18 +67,14 @@ class OutgoingWeights:
 
     parameters: list[TransferParameter]
     stored: Callable[[], Mapping[str, Tensor]]
-    """Function that returns the tensors in host memory. It may block. It is called only if the live weights are not (or
-    no longer) this version, once for each transfer."""
+    """Function that returns the tensors in host memory. The first call may block; the result is kept. It is called only
+    if the live weights are not (or no longer) this version."""
     live: LiveWeights = field(default_factory=LiveWeights)
     version: Version = (-1, -1)
 
     def chunks(self, device: str) -> Iterator[list[Tensor]]:
         """Yield the tensors in order: live ones as copies on `device`, stored ones where they are."""
-        stored: Mapping[str, Tensor] | None = None
         for chunk in table.in_parts(self.parameters, CHUNK_BYTES):
             names = [each.name for each in self.parameters[chunk]]
             found = self.live.copies(self.version, names, device)
-            if found is None:
-                stored = self.stored() if stored is None else stored
-                found = [stored[name] for name in names]
-            yield found
+            yield [self.stored()[name] for name in names] if found is None else found
