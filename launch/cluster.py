@@ -154,6 +154,8 @@ def _main(
         topology = _for_evaluation(topology, topology_file, checkpoint)
     findings = preflight.check(topology, str(topology_file))
     topology = preflight.with_room(topology)
+    if not findings.errors:
+        topology = preflight.prove(topology, str(topology_file), findings)
     engine = RayEngine(topology) if topology.placement.engine == "ray" else None
     if engine is not None and not findings.errors:
         more = engine.check(path)
@@ -168,6 +170,8 @@ def _main(
         if not os.access(access.parent, os.W_OK):
             findings.errors.append(f"--export-access {access}: {access.parent} is not a writable folder; name another")
         access = access.absolute()
+    for line in findings.notes:
+        print(line)
     for line in findings.warnings:
         print(f"warning: {line}" if not line.startswith(" ") else line, file=sys.stderr)
     if findings.errors and not dry_run:

@@ -64,7 +64,7 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
     try:
         elements = parameter_count(topology.policy.model)
         model = {key: format_size(nbytes) for key, nbytes in model_memory.per_process(topology, elements).items()}
-        places = by_place(uses(topology, elements, gpus))
+        places = by_place(uses(topology, elements, gpus, preflight.vocabulary(topology)))
         memory = memory_lines(topology, places, preflight.room_of(topology, places))
     except (OSError, ValueError):
         model, memory = {}, []  # the model is not on this machine yet, or cannot be read

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch import functions, gpus, memory
+from launch import functions, gpus, memory, model_proof
 from services.tracker.exporter import missing
 from shared.data import DataError, open_source
 from shared.os_limits import host_bytes
@@ -36,6 +36,7 @@ class Findings:
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def check(topology: Topology, file: str) -> Findings:
@@ -49,7 +50,6 @@ def check(topology: Topology, file: str) -> Findings:
     findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
     _check_tokenizer(topology, file, findings)
     _check_memory(topology, file, findings)
-    _check_model_memory(topology, file, findings)
     if refused := _refused_snapshots(topology):
         findings.warnings.append(f"{file}: {refused}: a killed trainer returns to its checkpoint")
     _check_gpus(topology, file, findings)
@@ -59,6 +59,27 @@ def check(topology: Topology, file: str) -> Findings:
     _check_page(topology, file, findings)
     _check_exporter(topology, file, findings)
     return findings
+
+
+def prove(topology: Topology, file: str, findings: Findings) -> Topology:
+    """Return `topology` with the passes that are proved for its model, and check the memory that they need.
+
+    A model that is not on this machine yet is not checked.
+    """
+    try:
+        proof = model_proof.prove(topology)
+    except (OSError, ValueError):
+        return topology
+    wanted = topology.policy.passes
+    if problems := model_proof.problems(proof, wanted):
+        findings.errors.extend(f"{file}: {line}" for line in problems)
+        return topology
+    findings.notes.append(f"passes         {model_proof.described(proof)}")
+    findings.notes.extend(f"               {reason}" for reason in proof.reasons)
+    policy = topology.policy.model_copy(update={"passes": wanted or proof.passes})
+    topology = topology.model_copy(update={"policy": policy})
+    _check_model_memory(topology, file, findings)
+    return topology
 
 
 def check_host(topology: Topology) -> list[str]:
@@ -197,13 +218,19 @@ def _check_model_memory(topology: Topology, file: str, findings: Findings) -> No
         elements = model_files.parameter_count(topology.policy.model)
     except (OSError, ValueError):
         return  # Another check reports it, or the model is not here yet.
-    places = memory_plan.by_place(memory_plan.uses(topology, elements, visible))
+    places = memory_plan.by_place(memory_plan.uses(topology, elements, visible, vocabulary(topology)))
     room = room_of(topology, places)
     for place, held in places.items():
         if place in room:
             findings.errors.extend(
                 f"{file}: {line}" for line in memory.too_large(topology, elements, place, held, room[place])
             )
+
+
+def vocabulary(topology: Topology) -> int:
+    """Return the number of tokens in the model's vocabulary, 0 if its configuration does not say."""
+    size = model_files.read_config(topology.policy.model).get("vocab_size")
+    return size if isinstance(size, int) else 0
 
 
 def room_of(topology: Topology, places: Iterable[Place]) -> dict[Place, int]:

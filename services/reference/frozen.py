@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from proto.tensors import Array
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import score
+from shared.model.passes import allow
 from shared.ranks.process_group import own_device
 from shared.tensors_torch import to_numpy, to_torch
+from shared.topology.passes import Passes
 
 
 class Frozen(Protocol):
@@ -47,8 +49,12 @@ class Frozen(Protocol):
 class FrozenTorch:
     """Implements `Frozen` for any Hugging Face causal language model on one rank."""
 
-    def __init__(self, model: Path, dtype: str, max_tokens: int, device: str = "cpu") -> None:
-        """`max_tokens` limits one forward pass. `device` is `cpu`, or `cuda` for the process's first GPU."""
+    def __init__(
+        self, model: Path, dtype: str, max_tokens: int, device: str = "cpu", passes: Passes | None = None
+    ) -> None:
+        """`max_tokens` limits one forward pass. `device` is `cpu`, or `cuda` for the process's first GPU. `passes` are
+        the model's; None: those that assume nothing about it."""
+        self._passes = passes
         self._device = device
         self._path = model
         self._dtype = dtype
@@ -58,7 +64,9 @@ class FrozenTorch:
     def load(self) -> None:
         self._model.clear()  # so that two copies never exist at the same time
         device = own_device(self._device, 0)
-        self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False).to(device))
+        model = load_model(self._path, self._dtype).eval().requires_grad_(False).to(device)
+        allow(model, self._passes)
+        self._model.append(model)
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:

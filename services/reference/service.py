@@ -280,7 +280,7 @@ def make_scorer(run: RunDir, name: str, topology: Topology, group: Group, meetin
     def whole() -> Frozen:
         from services.reference.frozen import FrozenTorch
 
-        return FrozenTorch(model, dtype, max_tokens, settings.device)
+        return FrozenTorch(model, dtype, max_tokens, settings.device, topology.policy.passes)
 
     def pieces() -> Frozen:
         from services.reference.frozen_megatron import FrozenMegatron  # this is an optional extra

@@ -99,8 +99,7 @@ class RolloutService(Service):
         engine = self._engine = await self._on_text(
             lambda: make_engine(
                 settings,
-                model=model,
-                dtype=topology.policy.dtype,
+                policy=topology.policy,
                 temperature=topology.sampling.temperature,
                 deterministic=topology.run.deterministic,
             )

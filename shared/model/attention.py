@@ -25,7 +25,6 @@ from shared.model.tree import Array, AttentionBlock, MicroBatch
 from shared.tensors_torch import to_device
 
 NAME = "rlbus_tree"
-_PLAIN_LAYERS = frozenset(["full_attention", "sliding_attention"])
 UNKNOWN_TERMS = ("softcap", "s_aux")
 """Arguments that change the attention result of some models. This module does not support them."""
 
@@ -137,24 +136,6 @@ def _as_slice(nodes: Array) -> slice | None:
     """Return `nodes` as a slice, or None if they are not consecutive."""
     first, count = int(nodes[0]), len(nodes)
     return slice(first, first + count) if np.array_equal(nodes, np.arange(first, first + count)) else None
-
-
-def supports_trees(model: nn.Module) -> bool:
-    """Return whether tree attention reproduces all attention layers of `model`. If not, sequences must be padded."""
-    config = getattr(model, "config", None)
-    if config is None or not getattr(model, "_supports_attention_backend", False):
-        return False
-    kinds = getattr(config, "layer_types", None)
-    plain = _PLAIN_LAYERS if kinds is not None else ()
-    return (
-        all(kind in plain for kind in kinds or ())
-        and getattr(config, "attn_logit_softcapping", None) is None
-        and getattr(config, "text_config", None) is None
-        and not getattr(config, "is_encoder_decoder", False)
-        and getattr(config, "attention_chunk_size", None) is None
-        and not getattr(config, "alibi", False)
-        and getattr(config, "rope_parameters", None) is not None
-    )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Computes per-token log-probs of ragged sequences. This is the hot path of the trainer and the reference.
 
-Common prefixes are computed once (`tree`), and the head runs only where a scored token follows. Up to rounding, the
-result equals that of scoring every sequence alone.
+Where the model's passes allow it (`shared.topology.passes`), common prefixes are computed once (`tree`), and the head
+runs only where a scored token follows. Up to rounding, the result equals that of scoring every sequence alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from shared.model import attention, context, tree
 from shared.model.context import ContextRank, CutBatch
 from shared.model.nodes import Nodes, to_nodes
+from shared.model.passes import passes_of
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.model.plain_training import hidden_states, trains_plainly
 from shared.model.tree import MicroBatch, head_blocks
@@ -33,8 +34,6 @@ recomputed in the backward pass."""
 GPU_LOGITS = 4
 """Factor by which this limit is higher on a GPU: with a vocabulary of 152k, a block has 1,766 rows instead of 441. The
 effect has not been measured yet."""
-_HEAD_TERMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""Settings of models whose logits are not just the output embedding times the hidden state."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +104,22 @@ def score(
 class LogprobScorer(nn.Module):
     """A causal model whose forward pass maps a micro-batch to log-probs and computes the output layer in chunks.
 
-    It is a module, so that module wrappers (sharding, hooks) cover the whole pass.
+    It is a module, so that module wrappers (sharding, hooks) cover the whole pass. The model's `passes_of` decide how
+    it is computed.
     """
 
     def __init__(self, model: nn.Module, ranks: ContextRank | None = None) -> None:
-        """With `ranks`, split every sequence across them. Raises ValueError if the model's attention does not support
+        """With `ranks`, split every sequence across them. Raises ValueError if the model's passes do not support
         that."""
         super().__init__()
         self.model = model
         self._ranks = ranks
-        self._trees = attention.supports_trees(model)
-        if ranks is not None and not self._trees:
-            raise ValueError(f"{type(model).__name__}: context parallelism does not support its attention; use cp 1")
+        self._passes = passes_of(model)
+        if ranks is not None and self._passes.sequences != "packed":
+            raise ValueError(
+                f"{type(model).__name__}: context parallelism needs policy.passes.sequences: packed, which is not "
+                "proved for this model; use cp 1"
+            )
 
     def plan(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, max_tokens: int
@@ -128,9 +131,9 @@ class LogprobScorer(nn.Module):
             token_ids,
             lengths,
             loss_mask,
-            max_tokens=max_tokens,
-            hidden_size=int(getattr(self.model.config, "hidden_size", 1024)),
-            share=self._trees and self._ranks is None,
+            max_tokens=1 if self._passes.sequences == "single" else max_tokens,
+            hidden_size=int(getattr(text_config(self.model), "hidden_size", 1024)),
+            share=self._passes.sequences == "packed" and self._ranks is None,
             packs=attention.packs(next(self.model.parameters()).device),
         )
 
@@ -149,27 +152,25 @@ class LogprobScorer(nn.Module):
         self, batch: MicroBatch, cut: CutBatch | None, nodes: Nodes, temperature: float, entropy: Entropy
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs [C] of the children, and entropies [P] of the predictors or None. `score` calls this."""
-        model: Any = self.model
-        vocab = int(model.config.vocab_size)
-        limit = max_logits(nodes.predictors.device.type)
-        whole_head = len(batch.predictors) * vocab <= limit or any(
-            getattr(model.config, name, None) not in (None, 1, 1.0) for name in _HEAD_TERMS
-        )
+        model, blocks = self.model, self._passes.head == "blocks"
         if cut is not None and self._ranks is not None:
-            out_PX = _run_cut(model, cut, self._ranks, nodes, logits=whole_head)
+            out_PX = _run_cut(model, cut, self._ranks, nodes, logits=not blocks)
         else:
-            run = _run_trees if self._trees else _run_padded
-            out_PX = run(model, batch, nodes, logits=whole_head)
-        if whole_head:
+            run = _run_trees if self._passes.sequences == "packed" else _run_padded
+            out_PX = run(model, batch, nodes, logits=not blocks)
+        most = max(1, max_logits(nodes.predictors.device.type) // vocabulary(model))
+        if not blocks:
             return _gather(out_PX, nodes.child_predictor, nodes.child_token, temperature, entropy)
-        head = model.get_output_embeddings()
+        if len(batch.predictors) <= most:
+            logits_PV = _logits(model, out_PX)
+            return _gather(logits_PV, nodes.child_predictor, nodes.child_token, temperature, entropy)
         logprob_parts: list[Tensor] = []
         entropy_parts: list[Tensor] = []
-        for rows, children in head_blocks(batch, max(1, limit // vocab)):
+        for rows, children in head_blocks(batch, most):
             target, token = nodes.child_predictor[children] - rows.start, nodes.child_token[children]
 
             def block(hidden: Tensor, target: Tensor = target, token: Tensor = token) -> tuple[Tensor, Tensor | None]:
-                return _gather(head(hidden), target, token, temperature, entropy)
+                return _gather(_logits(model, hidden), target, token, temperature, entropy)
 
             logprobs, entropies = checkpoint(block, out_PX[rows], use_reentrant=False, preserve_rng_state=False)
             logprob_parts.append(logprobs)
@@ -182,6 +183,46 @@ def max_logits(device: str) -> int:
     """Return the maximum number of logits to compute at a time. It is higher on a GPU, whose kernels need more work at
     once."""
     return MAX_LOGITS * (GPU_LOGITS if device == "cuda" else 1)
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the configuration of the part of the model that reads and writes text."""
+    return cast(Any, model).config.get_text_config()
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Return the number of tokens of the model's vocabulary."""
+    return int(text_config(model).vocab_size)
+
+
+class _BaseOutput:
+    """The result of a base model that has nothing but hidden states, by name or by number."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+def _logits(model: nn.Module, hidden_PX: Tensor) -> Tensor:
+    """Return logits [P, V] for the results [P, hidden] of the base model, by the model's own forward pass around it.
+
+    The head alone would not do: some models scale or cap its results.
+    """
+    base = cast(Any, model).base_model
+    before = vars(base).pop("forward", None)
+    base.forward = lambda *_, **__: _BaseOutput(hidden_PX[None])
+    try:
+        ids = torch.zeros(1, len(hidden_PX), dtype=torch.long, device=hidden_PX.device)
+        return cast(Tensor, model(input_ids=ids, use_cache=False).logits[0])
+    finally:
+        del base.forward
+        if before is not None:
+            base.forward = before
 
 
 def _gather(
@@ -210,7 +251,7 @@ def _run_trees(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: boo
         return _run_plain(model, arguments, nodes.predictors, logits=logits)
     if trains_plainly(model):
         hidden = hidden_states(model, nodes.token_ids, nodes.depths, arguments["trees"], nodes.predictors)
-        return cast(Tensor, cast(Any, model).lm_head(hidden)) if logits else hidden
+        return _logits(model, hidden) if logits else hidden
     with attention.using(model, attention.NAME):
         return _outputs(model, arguments, nodes.predictors, logits=logits)
 
@@ -236,13 +277,13 @@ def _run_cut(model: nn.Module, cut: CutBatch, ranks: ContextRank, nodes: Nodes, 
 
 def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
     if logits:
-        return cast(Tensor, model(**arguments, logits_to_keep=predictors).logits[0])
+        return cast(Tensor, model(**arguments).logits[0, predictors])
     return cast(Tensor, cast(Any, model).base_model(**arguments).last_hidden_state[0, predictors])
 
 
 def _run_padded(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bool) -> Tensor:
-    """Do the work of `_run_trees` for models whose layers do not support tree attention. Every row is one sequence,
-    padded on the right."""
+    """Do the work of `_run_trees` for models that cannot be packed. Every row is one sequence, padded on the right if
+    the micro-batch has several."""
     scatter, *gathers = to_device([batch.scatter, *(each.gather for each in batch.blocks)], nodes.token_ids.device)
     hidden: list[Tensor] = []
     for block, slots in zip(batch.blocks, gathers, strict=True):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shared.model.attention import Trees, attend_joint
 from shared.model.linear import linear, product, suits, write_linear
+from shared.model.passes import passes_of
 
 _CLASSES = frozenset(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 _FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])
@@ -24,11 +25,23 @@ _FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Return whether `PlainDecoder` supports `model`, by class, configuration, precision and device."""
+    """Return whether `PlainDecoder` may compute `model`: its passes allow it, it is a plain decoder, and its precision
+    and device are supported."""
+    first = next(model.parameters())
+    return (
+        passes_of(model).decoder == "written-out"
+        and is_plain_decoder(model)
+        and not isinstance(first, DTensor)  # a DTensor is only one rank's part of the model
+        and first.device.type == "cpu"
+        and first.dtype in (torch.float32, torch.float64)
+    )
+
+
+def is_plain_decoder(model: nn.Module) -> bool:
+    """Return whether `model` is of a class and a configuration that `PlainDecoder` computes."""
     config: Any = getattr(model, "config", None)
     if type(model).__name__ not in _CLASSES or not type(model).__module__.startswith("transformers."):
         return False
-    first = next(model.parameters())
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None)
     whole = (
@@ -36,9 +49,6 @@ def is_plain(model: nn.Module) -> bool:
     )
     return (
         whole
-        and not isinstance(first, DTensor)  # a DTensor is only one rank's part of the model
-        and first.device.type == "cpu"
-        and first.dtype == torch.float32
         and config.hidden_act == "silu"
         and rope.get("rope_type", "default") in _FIXED_ROPE
         and getattr(config, "pretraining_tp", 1) == 1

@@ -64,12 +64,12 @@ def task_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     """Return the number of bytes that a training task takes up in the store if all its samples have the maximum
     length."""
     keys = token_bytes(topology)
-    tokens = _max_sample_tokens(topology, max_prompt_tokens)
+    tokens = max_sample_tokens(topology, max_prompt_tokens)
     data = topology.algorithm.group_size * (tokens * sum(keys.values()) + len(keys) * _LENGTH_BYTES)
     return data + overhead_bytes(topology)
 
 
-def _max_sample_tokens(topology: Topology, max_prompt_tokens: int) -> int:
+def max_sample_tokens(topology: Topology, max_prompt_tokens: int) -> int:
     """Return the maximum number of tokens in a sample."""
     if topology.workflow is not None:
         return topology.workflow.max_tokens
@@ -89,7 +89,7 @@ def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     """
     if not topology.needs_proximal:
         return 0
-    data = topology.algorithm.group_size * (_max_sample_tokens(topology, max_prompt_tokens) * _PROX + _LENGTH_BYTES)
+    data = topology.algorithm.group_size * (max_sample_tokens(topology, max_prompt_tokens) * _PROX + _LENGTH_BYTES)
     return topology.algorithm.tasks_per_step * (data + _PUT_BYTES + 12 + _NAME_BYTES + _SHARD_BYTES)
 
 
@@ -104,7 +104,7 @@ def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     samples = topology.services.monitor.samples
     if samples is None:
         return 0
-    group, tokens = topology.algorithm.group_size, _max_sample_tokens(topology, max_prompt_tokens)
+    group, tokens = topology.algorithm.group_size, max_sample_tokens(topology, max_prompt_tokens)
     trained = group * (tokens + 1) * _FLOAT + _PUT_BYTES + 2 * (12 + _NAME_BYTES + _SHARD_BYTES)
     one = text_limit_bytes(group * tokens, group) + _SHARD_BYTES + trained
     held, waiting = held_tasks(topology), hold_tasks(topology)

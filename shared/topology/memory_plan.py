@@ -20,6 +20,8 @@ from shared.topology.services import DEVICE_SERVICE
 
 MOST_GPUS = 1024
 """Maximum number of GPUs that `gpus_that_fit` considers."""
+_LOGIT_BYTES = 16
+"""Bytes per logit of a pass: the logits, their scaled copy, the log-probs and their gradient in float32 (measured)."""
 _VLLM_SHARE = 0.92
 """Default of vLLM's `gpu_memory_utilization`."""
 
@@ -62,8 +64,8 @@ class Peak(NamedTuple):
     phase: Phase
 
 
-def uses(topology: Topology, elements: int, gpus: Mapping[Key, str]) -> list[Use]:
-    """Return everything that the run's processes hold of the model."""
+def uses(topology: Topology, elements: int, gpus: Mapping[Key, str], vocabulary: int = 0) -> list[Use]:
+    """Return everything that the run's processes hold of the model. `vocabulary` is the number of its tokens."""
     hosts = {(spec.service, spec.instance): spec.host for spec in topology.services_plan()}
     found: list[Use] = []
     for key, nbytes in per_process(topology, elements).items():
@@ -75,7 +77,19 @@ def uses(topology: Topology, elements: int, gpus: Mapping[Key, str]) -> list[Use
             elif nbytes:
                 found.append(Use(place, key, "weights", math.ceil(nbytes / max(len(names), 1)), ALWAYS, turns))
         found += _copies(topology, elements, Place(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
+        if nbytes := logit_bytes(topology, vocabulary, key[0]):
+            for place in [Place(hosts[key], name) for name in names or [""]]:
+                found.append(Use(place, key, "logits", nbytes, frozenset({Phase.STEPS}), turns))
     return found
+
+
+def logit_bytes(topology: Topology, vocabulary: int, service: str) -> int:
+    """Return the bytes of all logits of a micro-batch, if `service` computes them at once (`policy.passes.head`)."""
+    passes = topology.policy.passes
+    scorers = {DEVICE_SERVICE[name]: scorer for name, scorer in topology.services.scorers.items()}
+    if service not in scorers or passes is None or passes.head == "blocks" or scorers[service].backend != "torch":
+        return 0
+    return scorers[service].max_tokens_per_micro_batch * vocabulary * _LOGIT_BYTES
 
 
 def peak(some: Sequence[Use], phases: frozenset[Phase] = ALWAYS) -> Peak:

@@ -16,6 +16,7 @@ from shared.data import FORMS
 from shared.topology import document
 from shared.topology.algorithm import Algorithm, Optimizer
 from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
+from shared.topology.passes import Passes
 from shared.topology.services import (
     DEVICE_SERVICE,
     GC,
@@ -80,6 +81,11 @@ class Policy(Section):
     )
     dtype: Dtype = Field("float32", description="data type of the weights")
     chat_template: ChatTemplate = Field(default_factory=ChatTemplate, description="how messages become a prompt")
+    passes: Passes | None = Field(
+        default=None,
+        description="forward passes that compute log-probs; default: the fastest that are proved for the model before "
+        "the run starts",
+    )
 
 
 class TrainSet(Section):

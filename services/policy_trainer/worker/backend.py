@@ -27,6 +27,7 @@ from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
 from shared.topology.algorithm import Optimizer
+from shared.topology.passes import Passes
 from shared.topology.services import Recompute
 
 
@@ -181,6 +182,8 @@ class BackendOptions:
     device: str
     scratch: Path
     recompute: Recompute = "none"
+    passes: Passes | None = None
+    """The passes of the model; None: those that assume nothing about it."""
 
 
 def learning_rate(options: Optimizer, step: int) -> float:

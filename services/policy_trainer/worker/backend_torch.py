@@ -37,7 +37,8 @@ from services.policy_trainer.worker.shards import Shards
 from shared.colocation.shelf import local_part, own_storages
 from shared.model import cpu
 from shared.model.load import load_model, load_shapes, named_weights
-from shared.model.logprobs import Entropy, Scores
+from shared.model.logprobs import Entropy, Scores, vocabulary
+from shared.model.passes import allow
 from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
@@ -73,6 +74,7 @@ class TorchBackend:
         self._options = options
         self._mesh = Mesh(place, torch.device(options.device).type)
         model = self._loaded_on_rank_0(lambda _: None) or load_shapes(model_dir, dtype)
+        allow(model, options.passes)
         if options.recompute != "none":
             recompute_blocks(model, options.recompute)
         self._trained: Replica | Shards
@@ -139,8 +141,7 @@ class TorchBackend:
 
     @property
     def vocab_size(self) -> int:
-        config: Any = self.model.config
-        return int(config.vocab_size)
+        return vocabulary(self.model)
 
     # ---- passes
 

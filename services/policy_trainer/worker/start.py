@@ -25,6 +25,7 @@ def make_backend(run: RunDir, topology: Topology, place: Place, meeting: Meeting
         device=device,
         scratch=run.path / "offloaded",
         recompute=options.recompute,
+        passes=topology.policy.passes,
     )
     policy = topology.policy
     if options.backend == "torch":

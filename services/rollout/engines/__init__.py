@@ -10,15 +10,16 @@ from services.rollout.engine import Engine
 from shared.rpc.errors import RpcError
 
 if TYPE_CHECKING:
+    from shared.topology.schema import Policy
     from shared.topology.services import Rollout
 
 
-def make_engine(settings: Rollout, *, model: Path, dtype: str, temperature: float, deterministic: bool) -> Engine:
+def make_engine(settings: Rollout, *, policy: Policy, temperature: float, deterministic: bool) -> Engine:
     """Return the engine that `services.rollout` selects, not yet started. `temperature` is the training temperature.
 
     Raises RpcError(bad_request) for arguments that the engine does not accept.
     """
-    threads = settings.threads or 1
+    threads, model, dtype = settings.threads or 1, Path(policy.model), policy.dtype
     if settings.engine == "vllm":
         from services.rollout.engines.vllm_engine import VllmEngine
 
@@ -51,5 +52,10 @@ def make_engine(settings: Rollout, *, model: Path, dtype: str, temperature: floa
     from services.rollout.engines.transformers_engine import TransformersEngine
 
     return TransformersEngine(
-        model=model, dtype=dtype, threads=threads, deterministic=deterministic, device=settings.device
+        model=model,
+        dtype=dtype,
+        threads=threads,
+        deterministic=deterministic,
+        device=settings.device,
+        passes=policy.passes,
     )

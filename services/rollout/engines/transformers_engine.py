@@ -29,10 +29,12 @@ from shared.colocation.shelf import Released, give_back, own_storages, release, 
 from shared.model import cpu
 from shared.model.load import load_model, named_weights, require_deterministic_algorithms, weight_holders
 from shared.model.logprobs import token_logprobs
+from shared.model.passes import allow
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.ranks.process_group import own_device
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
+from shared.topology.passes import Passes
 from shared.weights.digests import as_int, digest_whole
 
 T = TypeVar("T")
@@ -42,14 +44,25 @@ STOP_S = 1.0
 class TransformersEngine:
     """An `Engine` in this process. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
-    def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        *,
+        model: Path,
+        dtype: str,
+        threads: int,
+        deterministic: bool,
+        device: str = "cpu",
+        passes: Passes | None = None,
+    ) -> None:
         """If `deterministic` is true, calls are decoded one after another in a steady table, so a repeated call gives
-        bit-identical results. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
+        bit-identical results. `device` is `cpu`, or `cuda` for the first GPU that the process sees. `passes` are the
+        model's; None: those that assume nothing about it."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
         self._deterministic = deterministic
         self._device = device
+        self._passes = passes
         self._compute = ComputeThread()
         self._calls = SideBySide(self._compute, self)
         self._table: SlotTable
@@ -162,6 +175,7 @@ class TransformersEngine:
         if self._deterministic:
             require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
+        allow(self._model, self._passes)
         # The parameters get storages of their own, as they do after a sleep, because memory mapped from a file is
         # aligned differently, which changes the last bits of results.
         own_storages(self._model.parameters())

@@ -1,0 +1,129 @@
+"""Finds out, before a run starts, which forward passes compute its model's log-probs (`shared.model.proof`).
+
+The launcher imports no model library, so a separate process computes the proof, with limits. Results are kept in the
+user's cache folder, by everything that they depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from launch.supervisor.programs import ROOT, child_environment
+from shared.topology import Topology
+from shared.topology.capacity import max_sample_tokens
+from shared.topology.passes import Passes, exceeds
+
+LIMIT_CPU_S, LIMIT_S, LIMIT_BYTES = 30, 300.0, 2 * 1024**3
+"""Limits of the process: seconds of processor time, seconds, and bytes of private memory."""
+_NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Keys of config.json on which no result depends."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is proved for a model. `cpu_s` is the processor time that it took, or None if it was known."""
+
+    passes: Passes
+    refused: str
+    reasons: list[str]
+    model: str
+    cpu_s: float | None
+
+
+def prove(topology: Topology) -> Proof:
+    """Return the proof for the topology's model. Raises OSError or ValueError if its config.json cannot be read."""
+    folder = Path(topology.policy.model)
+    config = json.loads((folder / "config.json").read_bytes())
+    longest = _longest(topology)
+    file = _cache() / f"{_key(config, longest, topology)}.json"
+    try:
+        return _proof(json.loads(file.read_bytes()), None)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # It is not known yet.
+    found = _compute(folder, longest)
+    if isinstance(found, str):
+        return Proof(Passes(), "", [f"no proof: {found}"], folder.name, None)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(found))
+        partial.replace(file)
+    except OSError:
+        pass  # It is computed again next time.
+    return _proof(found, found["cpu_s"])
+
+
+def problems(proof: Proof, wanted: Passes | None) -> list[str]:
+    """Return the reasons why a run cannot use the model, or the `wanted` passes."""
+    if proof.refused:
+        return [f"policy.model: {proof.model} cannot be trained: {proof.refused}"]
+    return [
+        f"policy.passes.{key}: {getattr(wanted, key)} is not proved for {proof.model}; use {getattr(proof.passes, key)}"
+        for key in (exceeds(wanted, proof.passes) if wanted is not None else ())
+    ]
+
+
+def described(proof: Proof) -> str:
+    """Return one line for human readers."""
+    when = "known" if proof.cpu_s is None else f"proved in {proof.cpu_s:.1f} s of processor time"
+    return f"{proof.model}: {proof.passes} ({when})"
+
+
+def _longest(topology: Topology) -> int | None:
+    """Return the maximum number of tokens in a sequence, or None if only the data tell."""
+    prompt = topology.data.train.max_prompt_tokens
+    return None if prompt is None and topology.workflow is None else max_sample_tokens(topology, prompt or 0)
+
+
+def _key(config: dict[str, Any], longest: int | None, topology: Topology) -> str:
+    settings = {name: value for name, value in config.items() if name not in _NAMES}
+    code = hashlib.sha256()
+    for file in sorted((ROOT / "shared" / "model").glob("*.py")):
+        code.update(file.read_bytes())
+    device = topology.services.policy_trainer.device
+    parts = [settings, longest, version("torch"), version("transformers"), code.hexdigest(), device]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
+
+
+def _proof(found: dict[str, Any], cpu_s: float | None) -> Proof:
+    passes = Passes(sequences=found["sequences"], head=found["head"], decoder=found["decoder"])
+    return Proof(passes, found["refused"], found["reasons"], found["model"], cpu_s)
+
+
+def _compute(folder: Path, longest: int | None) -> dict[str, Any] | str:
+    """Return the verdict, or why there is none."""
+    command = [sys.executable, "-m", "shared.model.proof", str(folder), *([] if longest is None else [str(longest)])]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=LIMIT_S,
+            env=child_environment(1) | {"CUDA_VISIBLE_DEVICES": ""},
+            preexec_fn=_limit,
+            text=True,
+        )
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {LIMIT_S:g} s"
+    except (OSError, ValueError, IndexError):
+        last = (done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"])[-1]
+        return f"limits are {LIMIT_CPU_S} s of processor time and {LIMIT_BYTES >> 30} GiB: {last[:200]}"
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_CPU_S, LIMIT_CPU_S + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))

@@ -1,0 +1,314 @@
+"""Proves which passes compute the log-probs of a model as the model's own library does, one sequence at a time:
+`python -m shared.model.proof FOLDER [LONGEST]` prints a `Verdict` as a JSON line.
+
+The proof computes with a reduced copy of the configuration (`reduced`) in which every parameter is random, and in
+float64, also where the library computes in float32: what is left of a difference is not rounding. The sequences share
+prefixes, and their lengths are on both sides of every window and of every length at which a model changes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from shared.model import logprobs
+from shared.model.logprobs import LogprobScorer, vocabulary
+from shared.model.passes import allow
+from shared.model.plain_decoder import PlainDecoder, is_plain_decoder
+from shared.model.plain_training import trains_plainly
+from shared.model.reduced import Cannot, Reduced, reductions
+from shared.topology.passes import Passes
+
+TOLERANCE = 1e-9
+"""Maximum difference of log-probs, in nats, and of gradients, relative to their norm."""
+_SMALL = 1e-3
+"""Share of the whole gradient's norm below which a parameter's gradient is compared with that share."""
+_MICRO_BATCH = 96
+_GROUPS = ((1, (3, 2, 4)), (4, (2, 3, 3, 5)), (18, (3, 4, 8, 8)), (36, (4, 2)))
+"""The length of every prompt, and of the answers to it. `reduced` has windows of 8 tokens, and changes at 16."""
+_FIRST_TOKEN, _ANSWER_TOKENS = 5, 4
+Array = np.ndarray[Any, np.dtype[Any]]
+_LOW = frozenset([torch.float32, torch.bfloat16, torch.float16])
+_CASTS = frozenset([torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16])
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The result for one model: the fastest passes that are proved for it."""
+
+    sequences: Literal["packed", "padded", "single"] = "single"
+    head: Literal["blocks", "whole"] = "whole"
+    decoder: Literal["written-out", "modules"] = "modules"
+    refused: str = ""
+    """Why no passes compute a policy's log-probs with this model, or an empty string."""
+    reasons: list[str] = []
+    """Why faster passes are not proved, one line each."""
+    model: str = ""
+    """The model's class."""
+    parameters: int = 0
+    layers: int = 0
+    """The size of the reduced model, 0 if there is none."""
+
+    @property
+    def passes(self) -> Passes:
+        return Passes(sequences=self.sequences, head=self.head, decoder=self.decoder)
+
+
+class Exact(TorchFunctionMode):
+    """Computes in float64 what the code inside wants in a shorter type."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _CASTS:
+            return args[0].double()
+        longer = tuple(torch.float64 if _is_low(each) else each for each in args)
+        return func(*longer, **{key: torch.float64 if _is_low(each) else each for key, each in (kwargs or {}).items()})
+
+
+def _is_low(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in _LOW
+
+
+@dataclass(frozen=True)
+class Text:
+    """Sequences: `token_ids` int64 [T], `lengths` int64 [S], `loss_mask` uint8 [T], and `weights` float64 [T] of the
+    log-probs in the loss."""
+
+    token_ids: Array
+    lengths: Array
+    loss_mask: Array
+    weights: Tensor
+
+
+class Result(NamedTuple):
+    """Log-probs float64 [T], 0 where they are not scored, and the gradients of their weighted sum by parameter."""
+
+    logprobs: Tensor
+    gradients: dict[str, Tensor]
+
+
+def prove(config: Any, longest: int | None = None) -> Verdict:
+    """Return the verdict for models with `config`, a configuration of transformers.
+
+    No sequence has more than `longest` tokens, so changes at greater lengths are not considered. A configuration that
+    cannot be reduced gets the passes that assume nothing.
+    """
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    reason = "it cannot be reduced"
+    for small in reductions(config, longest):
+        if isinstance(small, Cannot):
+            reason = str(small)
+            continue
+        try:
+            with Exact():
+                return _prove(name, small)
+        except Exception as error:  # A library's model may raise anything, and another reduction may work.
+            reason = _described(error)
+    return Verdict(model=name, reasons=[f"no proof: {reason}"])
+
+
+def _prove(name: str, small: Reduced) -> Verdict:
+    model = _model(small)
+    text = _text(vocabulary(model))
+    wanted = _library(model, text)
+    found: dict[str, Any] = {"model": type(model).__name__, "parameters": small.parameters, "layers": small.layers}
+    if (error := _looks_ahead(model, text)) > TOLERANCE:
+        return Verdict(**found, refused=f"the log-prob of a token depends on later tokens ({error:.2g} nats)")
+    reasons: list[str] = []
+
+    def holds(what: str, passes: Passes, run: Callable[[nn.Module, Text], Result] = _own) -> bool:
+        allow(model, passes)
+        try:
+            why = _difference(run(model, text), wanted)
+        except Exception as error:  # as above
+            why = _described(error)
+        if why:
+            reasons.append(f"{what}: {why}")
+        return not why
+
+    if not holds("one sequence a pass", Passes()):
+        return Verdict(**found, refused=f"its log-probs depend on the sequences before: {reasons[0]}")
+    laid_out = next(
+        (each for each in ("packed", "padded") if holds(each, Passes(sequences=cast(Any, each)))),
+        "single",
+    )
+    head = "blocks" if holds("head in blocks", Passes(sequences=cast(Any, laid_out), head="blocks")) else "whole"
+    decoder = "modules"
+    if is_plain_decoder(model):
+        passes = Passes(sequences=cast(Any, laid_out), head=cast(Any, head), decoder="written-out")
+        if all(holds("written-out decoder", passes, run) for run in (_own, _decoded)):
+            decoder = "written-out"
+    return Verdict(
+        **found, sequences=cast(Any, laid_out), head=cast(Any, head), decoder=cast(Any, decoder), reasons=reasons
+    )
+
+
+def _model(small: Reduced) -> nn.Module:
+    """Return a model in which every parameter is random, norms, biases and scales included."""
+    generator = torch.Generator().manual_seed(0)
+    model: Any = cast(Any, AutoModelForCausalLM).from_config(
+        deepcopy(small.config), dtype=torch.float64, experts_implementation="eager"
+    )
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.ndim > 1:
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+            else:
+                parameter.add_(0.2 * noise)
+        for name, each in model.state_dict().items():
+            if name not in parameters and each.is_floating_point():
+                each.add_(0.1 * torch.randn(each.shape, generator=generator, dtype=torch.float64))
+    model.get_input_embeddings().padding_idx = None
+    return cast(nn.Module, model.double().eval())
+
+
+def _text(vocab: int) -> Text:
+    random = np.random.default_rng(0)
+    ids: list[int] = []
+    lengths: list[int] = []
+    mask: list[int] = []
+    for prompt, answers in _GROUPS:
+        begin = random.integers(_FIRST_TOKEN, vocab, size=prompt).tolist()
+        for answer in answers:
+            # Few different tokens, so that answers also share prefixes.
+            ids += begin + random.integers(_FIRST_TOKEN, _FIRST_TOKEN + _ANSWER_TOKENS, size=answer).tolist()
+            lengths.append(prompt + answer)
+            mask += [0] * prompt + [1] * answer
+    weights = torch.from_numpy(random.normal(size=len(ids)))
+    return Text(np.array(ids), np.array(lengths), np.array(mask, np.uint8), weights)
+
+
+def _library(model: nn.Module, text: Text) -> Result:
+    """Score every sequence alone with the model's own forward pass."""
+    parts: list[Tensor] = []
+    for ids in _sequences(text):
+        logits = cast(Any, model)(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        parts += [logits.new_zeros(1), logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]]
+    found = torch.cat(parts) * torch.from_numpy(text.loss_mask)
+    return _with_gradients(model, found, lambda: cast(Any, (found * text.weights).sum()).backward())
+
+
+def _own(model: nn.Module, text: Text) -> Result:
+    """Score with the passes that the model allows, with blocks of the head of few rows."""
+    scorer = LogprobScorer(model)
+    found = torch.zeros(len(text.token_ids), dtype=torch.float64)
+    with patch.object(logprobs, "MAX_LOGITS", 7 * vocabulary(model)):
+        batches = scorer.plan(text.token_ids, text.lengths, text.loss_mask, 1.0, _MICRO_BATCH)
+
+        def run() -> None:
+            for batch in batches:
+                scores = scorer.score(batch, 1.0, "none")
+                found[scores.tokens] = scores.logprobs.detach()
+                cast(Any, (scores.logprobs * text.weights[scores.tokens]).sum()).backward()
+
+        return _with_gradients(model, found, run)
+
+
+def _decoded(model: nn.Module, text: Text) -> Result:
+    """Score with the written-out decoder: half of every sequence at once, and the rest token by token. The gradients
+    are those of `_own`."""
+    if not trains_plainly(model):
+        raise ValueError("the training pass does not support it")
+    decoder, parts = PlainDecoder(model), list[Tensor]()
+    with torch.inference_mode():
+        for ids in _sequences(text):
+            cos, sin = decoder.angles(len(ids))
+            half = len(ids) // 2
+            hidden, pasts = decoder.begin(ids[None, :half], cos[:half], sin[:half], None)
+            rows = [hidden[0]]
+            for past in pasts:
+                past.keys, past.values = (
+                    nn.functional.pad(each, (0, 0, 0, len(ids) - half)) for each in (past.keys, past.values)
+                )
+            for at in range(half, len(ids) - 1):
+                rows.append(
+                    decoder.go_on(
+                        ids[at : at + 1],
+                        cos[at : at + 1],
+                        sin[at : at + 1],
+                        pasts,
+                        at,
+                        torch.zeros(1, 1, at + 1, dtype=torch.float64),
+                    )
+                )
+            found = decoder.logits(torch.cat(rows)).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            parts += [found.new_zeros(1), found]
+    return Result((torch.cat(parts) * torch.from_numpy(text.loss_mask)).clone(), _own(model, text).gradients)
+
+
+def _with_gradients(model: nn.Module, found: Tensor, backward: Callable[[], None]) -> Result:
+    model.zero_grad()
+    backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return Result(found.detach(), gradients)
+
+
+def _looks_ahead(model: nn.Module, text: Text) -> float:
+    """Return how much the log-probs of the first tokens of a short and of a long sequence change without its last two.
+
+    Both lengths of each are on the same side of every length at which a model changes.
+    """
+    errors: list[float] = []
+    every = list(_sequences(text))
+    with torch.no_grad():
+        for ids in (every[0], every[-1]):
+            whole, cut = (cast(Any, model)(input_ids=each[None], use_cache=False).logits[0] for each in (ids, ids[:-2]))
+            errors.append(float((whole[: len(cut)].log_softmax(-1) - cut.log_softmax(-1)).abs().max()))
+    return max(errors)
+
+
+def _sequences(text: Text) -> Iterator[Tensor]:
+    ends = np.cumsum(text.lengths)
+    for begin, end in zip(ends - text.lengths, ends, strict=True):
+        yield torch.from_numpy(text.token_ids[begin:end])
+
+
+def _difference(found: Result, wanted: Result) -> str:
+    """Return the largest difference above the tolerance, or an empty string."""
+    error = float((found.logprobs - wanted.logprobs).abs().max())
+    if not error <= TOLERANCE:  # so that NaN counts as a difference
+        return f"log-probs differ by {error:.2g} nats"
+    whole = math.sqrt(sum(float(each.square().sum()) for each in wanted.gradients.values()))
+    for name in sorted(found.gradients.keys() | wanted.gradients.keys()):
+        zero = torch.zeros(())
+        mine, its = (each.gradients.get(name, zero) for each in (found, wanted))
+        # Some gradients are zero but for rounding, such as that of a bias of attention keys.
+        error = float((mine - its).norm()) / max(float(its.norm()), _SMALL * whole)
+        if not error <= TOLERANCE:
+            return f"gradients differ by {error:.2g} of their norm ({name})"
+    return ""
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0][:150]}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    cast(Any, logging).set_verbosity_error()
+    torch.set_num_threads(1)
+    config = cast(Any, AutoConfig).from_pretrained(arguments[0], local_files_only=True, trust_remote_code=False)
+    begun = time.process_time()
+    verdict = prove(config, int(arguments[1]) if len(arguments) > 1 else None)
+    print(json.dumps(msgspec.to_builtins(verdict) | {"cpu_s": round(time.process_time() - begun, 2)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

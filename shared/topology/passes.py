@@ -1,0 +1,45 @@
+"""Which forward passes compute the log-probs of a model. The fast ones assume something about its architecture, which
+`shared.model.proof` proves for a model before a run uses them. It does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.topology.fields import Section
+
+
+class Passes(Section):
+    """The passes of the trainer, the reference and the embedded engine. The defaults assume nothing about a model."""
+
+    sequences: Literal["packed", "padded", "single"] = Field(
+        default="single",
+        description="how the sequences of a micro-batch are laid out: without padding, with common prefixes computed "
+        "once; padded on the right; or one sequence a pass",
+    )
+    head: Literal["blocks", "whole"] = Field(
+        default="whole",
+        description="whether the output layer runs on blocks of the scored positions, or on all positions at once",
+    )
+    decoder: Literal["written-out", "modules"] = Field(
+        default="modules",
+        description="whether plain decoders in float32 on a CPU run explicit code instead of the model's modules",
+    )
+
+    def __str__(self) -> str:
+        return f"sequences {self.sequences}, head {self.head}, decoder {self.decoder}"
+
+
+FASTEST = Passes(sequences="packed", head="blocks", decoder="written-out")
+_SEQUENCES = ("single", "padded", "packed")
+
+
+def exceeds(wanted: Passes, proved: Passes) -> list[str]:
+    """Return the keys of `wanted` that need a proof which `proved` does not contain."""
+    return [
+        *(["sequences"] if _SEQUENCES.index(wanted.sequences) > _SEQUENCES.index(proved.sequences) else []),
+        *(["head"] if wanted.head == "blocks" != proved.head else []),
+        *(["decoder"] if wanted.decoder == "written-out" != proved.decoder else []),
+    ]
