@@ -65,7 +65,10 @@ def prove(topology: Topology) -> Proof:
 def problems(proof: Proof, wanted: Passes | None) -> list[str]:
     """Return the reasons why a run cannot use the model, or the `wanted` passes."""
     if proof.refused:
-        return [f"policy.model: {proof.model} cannot be trained: {proof.refused}"]
+        return [
+            f"policy.model: {proof.model} cannot be trained: {proof.refused}; use another model or, if its attention "
+            "changes beyond a length, keep samples below it (data.train.max_prompt_tokens, sampling.max_new_tokens)"
+        ]
     return [
         f"policy.passes.{key}: {getattr(wanted, key)} is not proved for {proof.model}; use {getattr(proof.passes, key)}"
         for key in (exceeds(wanted, proof.passes) if wanted is not None else ())

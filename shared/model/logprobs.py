@@ -127,13 +127,15 @@ class LogprobScorer(nn.Module):
         """Return the micro-batches with tokens to score, the same on all ranks of a context group."""
         if temperature <= 0:
             raise ValueError(f"temperature {temperature}: must be above 0")
+        single = self._passes.sequences == "single"
         return tree.plan(
             token_ids,
             lengths,
             loss_mask,
-            max_tokens=1 if self._passes.sequences == "single" else max_tokens,
+            max_tokens=1 if single else max_tokens,
             hidden_size=int(getattr(text_config(self.model), "hidden_size", 1024)),
             share=self._passes.sequences == "packed" and self._ranks is None,
+            whole=single,
             packs=attention.packs(next(self.model.parameters()).device),
         )
 

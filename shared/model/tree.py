@@ -99,13 +99,15 @@ def plan(
     max_tokens: int,
     hidden_size: int,
     share: bool = True,
+    whole: bool = False,
     packs: bool = False,
 ) -> list[MicroBatch]:
     """Return micro-batches that score each token with mask 1 exactly once.
 
     A micro-batch has at most `max_tokens` nodes, unless it holds one longer sequence. `token_ids` is int [T], `lengths`
     int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` determines the relative costs of attention and linear
-    layers, which decide how rows are formed. Without `share`, every sequence is a row of its own. `packs` says that the
+    layers, which decide how rows are formed. Without `share`, every sequence is a row of its own. With `whole`, the tokens
+    after the last scored one are nodes, too, because the model's result depends on the length. `packs` says that the
     device computes chains in packed form (`attention.packs`), in which they cost much less than rows with branches.
     Raises ValueError if the sizes of the arrays differ or the first token of a sequence is to be scored.
     """
@@ -125,6 +127,8 @@ def plan(
         return []
     position = np.arange(len(tokens)) - np.repeat(starts, lengths)
     needed = np.maximum.reduceat(np.where(mask, position, 0), starts)  # nodes of each sequence
+    if whole:
+        needed = np.where(needed > 0, lengths, 0)
     is_node = position < np.repeat(needed, lengths)
     most = min(MAX_ROW_NODES, max_tokens)
     masked_pair = MASKED_PAIR if packs else 1

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.topology.passes import FASTEST
 from tests.bench.own_process import ROOT, Measured, Missing, answer, not_installed
 
 GIB = 1 << 30
@@ -315,7 +316,9 @@ def _updates(device: str, dtype: str, *, backend: Any, large: bool) -> Measured:
         model = Path(scratch) / "model"
         AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(model)
         device = own_device(device, 0)
-        options = BackendOptions(max_tokens=8192, threads=1, device=device, scratch=Path(scratch) / "offloaded")
+        options = BackendOptions(
+            max_tokens=8192, threads=1, device=device, scratch=Path(scratch) / "offloaded", passes=FASTEST
+        )
         made = backend(model, dtype, Optimizer(lr=1e-5), options, Layout(1).place(0))
         steps_s, waits = [], list[str]()
         for step in range(1, STEPS + 1):

@@ -29,6 +29,7 @@ from shared.model.linear import product
 from shared.ranks.layout import Layout
 from shared.ranks.process_group import own_device
 from shared.topology.algorithm import Optimizer
+from shared.topology.passes import FASTEST
 from tests.bench.model_flops import peak_flops, training_flops
 
 ROUNDS = 3
@@ -69,7 +70,9 @@ def forward_backward_of(batch: Path, model: Path) -> tuple[int, Callable[[], Non
     spec = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
     advantages = np.repeat(np.linspace(-1, 1, len(lengths)), lengths).astype(np.float32)
     weights = np.full(len(ids), 1 / mask.sum(), np.float32)
-    options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=batch.parent / "offloaded")
+    options = BackendOptions(
+        max_tokens=4096, threads=1, device="cpu", scratch=batch.parent / "offloaded", passes=FASTEST
+    )
     backend = TorchBackend(model, "float32", Optimizer(lr=1e-4), options, Layout(1).place(0))
 
     def run() -> None:

@@ -40,6 +40,7 @@ from shared.dataplane.client import DataClient
 from shared.ranks.layout import Layout
 from shared.ranks.process_group import own_device
 from shared.topology.algorithm import Optimizer
+from shared.topology.passes import FASTEST
 from tests.bench.cluster_run import BenchError
 from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
 
@@ -90,7 +91,9 @@ class Trainer:
     def __init__(
         self, folder: Path, model: Path, dtype: str, threads: int, *, with_digests: bool, device: str = "cpu"
     ) -> None:
-        options = BackendOptions(max_tokens=4096, threads=threads, device=device, scratch=folder / "scratch")
+        options = BackendOptions(
+            max_tokens=4096, threads=threads, device=device, scratch=folder / "scratch", passes=FASTEST
+        )
         self.backend = TorchBackend(model, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
         self.canaries = Canaries(self.backend, model, dtype, SEED, with_digests=with_digests)
         self._signs = np.random.default_rng(SEED)
@@ -213,7 +216,9 @@ def measure_alone(
 
 def _engine(name: str, model: Path, dtype: str, threads: int, device: str) -> Engine:
     if name == "transformers":
-        return TransformersEngine(model=model, dtype=dtype, threads=threads, deterministic=False, device=device)
+        return TransformersEngine(
+            model=model, dtype=dtype, threads=threads, deterministic=False, device=device, passes=FASTEST
+        )
     arguments: dict[str, float] = {"max_model_len": 128, "max_num_seqs": 8}
     if device == "cuda":
         arguments["gpu_memory_utilization"] = 0.4  # the trainer is on the same GPU

@@ -23,6 +23,7 @@ from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.blocks import blocks_of
 from shared.ranks.layout import Layout, Place
 from shared.topology.algorithm import Optimizer
+from shared.topology.passes import FASTEST
 from tests.parity.gradient_cases import RUNS, VOCAB, Case, cases, nothing_trained
 from tests.parity.groups import run_group, sums_of
 from tests.unit.tiny_models import make_model
@@ -41,7 +42,9 @@ def backend_of(dtype: str, place: Place, folder: Path, max_tokens: int = 4096, r
     def load(_: Path, name: str) -> torch.nn.Module:
         return make_model("qwen3", dtype=getattr(torch, name), head_dim=12, tie_word_embeddings=True, vocab_size=VOCAB)
 
-    options = BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=folder, recompute=recompute)  # type: ignore[arg-type]
+    options = BackendOptions(
+        max_tokens=max_tokens, threads=1, device="cpu", scratch=folder, recompute=recompute, passes=FASTEST
+    )  # type: ignore[arg-type]
     return TorchBackend(folder, dtype, Optimizer(lr=1e-3), options, place, load=load, load_shapes=load)
 
 

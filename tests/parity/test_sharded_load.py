@@ -19,6 +19,7 @@ from shared.model.load import load_model, load_shapes, named_weights
 from shared.ranks.layout import Layout, Place
 from shared.rpc.errors import RpcError
 from shared.topology.algorithm import Optimizer
+from shared.topology.passes import FASTEST
 from tests.parity.groups import run_group
 from tests.unit.tiny_models import make_model
 
@@ -37,7 +38,7 @@ def resident_bytes(what: str) -> int:
 
 
 def backend_of(model: Path, dtype: str, place: Place, folder: Path) -> TorchBackend:
-    options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=folder, recompute="none")
+    options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=folder, recompute="none", passes=FASTEST)
     return TorchBackend(model, dtype, Optimizer(lr=1e-3), options, place)
 
 

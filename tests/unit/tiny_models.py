@@ -10,6 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from proto.tensors import Array
+from shared.model.passes import allow
+from shared.topology.passes import FASTEST, Passes
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -32,16 +34,18 @@ class ExactRMSNorm(torch.nn.Module):
     def __init__(self, original: Any) -> None:
         super().__init__()
         self.weight = original.weight
-        self.epsilon = getattr(original, "variance_epsilon", getattr(original, "eps", 1e-6))
+        self.variance_epsilon = getattr(original, "variance_epsilon", getattr(original, "eps", 1e-6))
         self.shift = 1.0 if "Gemma" in type(original).__name__ else 0.0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (self.weight + self.shift) * hidden * scale
 
 
-def make_model(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
-    """Return a model of `kind` with weights large enough that its predictions differ."""
+def make_model(
+    kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, passes: Passes = FASTEST, **options: Any
+) -> Any:
+    """Return a model of `kind` with weights large enough that its predictions differ, scored with `passes`."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     with torch.no_grad():
@@ -54,6 +58,7 @@ def make_model(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
         for name in norms:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, ExactRMSNorm(model.get_submodule(name)))
+    allow(model, passes)
     return model
 
 

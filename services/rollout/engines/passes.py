@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from services.rollout.engines.kv_cache import gather, grows, make_cache, right_aligned
+from shared.model.passes import passes_of
 from shared.model.plain_decoder import Past, PlainDecoder, is_plain
 
 
@@ -48,14 +49,18 @@ def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
     column, and shorter rows are padded on the left. A part whose passes have `gathers` set to false must be the only
     part, and each of its rows must occur the same number of times.
     """
-    if is_plain(model):
-        return PlainPasses.gathered(model, parts, room)
-    return ModelPasses.gathered(model, parts, room)
+    return _kind(model).gathered(model, parts, room)
 
 
 def make_passes(model: nn.Module, capacity: int) -> Passes:
     """Return the passes for a model. `capacity` is the maximum number of tokens in a row."""
-    return PlainPasses(model, capacity) if is_plain(model) else ModelPasses(model, capacity)
+    return _kind(model)(model, capacity)
+
+
+def _kind(model: nn.Module) -> type[PlainPasses | ModelPasses | SinglePasses]:
+    if passes_of(model).sequences == "single":
+        return SinglePasses
+    return PlainPasses if is_plain(model) else ModelPasses
 
 
 class ModelPasses:
@@ -126,6 +131,39 @@ class ModelPasses:
         )
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+class SinglePasses:
+    """Passes for models whose result for a row depends on its length or on the other rows of a pass. Every row runs
+    alone and whole for every token, without a cache, as the trainer scores it."""
+
+    gathers = True
+
+    def __init__(self, model: nn.Module, capacity: int) -> None:
+        self._model: Any = model
+        self._rows: list[Tensor] = []
+
+    @classmethod
+    def gathered(cls, model: nn.Module, parts: Sequence[Part], room: int) -> SinglePasses:
+        made = cls(model, room)
+        for part, rows in parts:
+            if isinstance(part, SinglePasses):
+                made._rows += [part._rows[row] for row in rows.tolist()]
+        return made
+
+    def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
+        self._rows = [ids_L[-length:] for ids_L, length in zip(ids_PL, lengths, strict=True)]
+        return self._forward()
+
+    def go_on(self, id_R: Tensor) -> Tensor:
+        self._rows = [torch.cat([row, id_R[at : at + 1]]) for at, row in enumerate(self._rows)]
+        return self._forward()
+
+    def keep(self, rows: Tensor) -> None:
+        self._rows = [self._rows[row] for row in rows.tolist()]
+
+    def _forward(self) -> Tensor:
+        return torch.stack([self._model(input_ids=row[None], use_cache=False).logits[0, -1] for row in self._rows])
 
 
 class PlainPasses:

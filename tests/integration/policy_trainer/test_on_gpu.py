@@ -30,6 +30,7 @@ from services.rollout.engines.transformers_engine import TransformersEngine
 from shared.colocation.devices import ENGINE, WEIGHTS
 from shared.ranks.layout import Layout, Place
 from shared.topology.algorithm import Optimizer
+from shared.topology.passes import FASTEST
 from tests.parity.groups import run_group
 from tests.unit.rollout.rollout_engine import sampling
 from tests.unit.tiny_models import make_model, ragged
@@ -64,7 +65,7 @@ def updated(
     """Return the weights after two updates; if `moved`, everything is moved off the device between the gradient and the
     update.
     """
-    options = BackendOptions(max_tokens=4096, threads=1, device=device, scratch=scratch)
+    options = BackendOptions(max_tokens=4096, threads=1, device=device, scratch=scratch, passes=FASTEST)
     made = backend(model, "float32", Optimizer(lr=1e-3), options, Layout(1).place(0))
     ids, lengths, mask = ragged()
     flat = {
@@ -122,7 +123,7 @@ def test_the_reference_scores_as_on_the_cpu_and_leaves_the_device(model: Path, t
 
     async def scored(device: str) -> list[Array]:
         scorer = FrozenScorer(
-            lambda: FrozenTorch(model, "float32", 4096, device),
+            lambda: FrozenTorch(model, "float32", 4096, device, FASTEST),
             source=model,
             threads=1,
             temperature=1.0,
@@ -145,7 +146,9 @@ def test_the_reference_scores_as_on_the_cpu_and_leaves_the_device(model: Path, t
 
 def test_the_engine_reproduces_the_logprobs_of_its_samples_and_leaves_the_device(model: Path) -> None:
     async def scene() -> tuple[Array, Array, Array]:
-        engine = TransformersEngine(model=model, dtype="float32", threads=1, deterministic=False, device=DEVICE)
+        engine = TransformersEngine(
+            model=model, dtype="float32", threads=1, deterministic=False, device=DEVICE, passes=FASTEST
+        )
         await engine.start()
         weights = {name: value.copy() for name, value in (await engine.base_weights()).items()}
         ((sample,),) = await engine.generate([Prompt("a", [1, 2, 3])], sampling(samples=1), threading.Event())

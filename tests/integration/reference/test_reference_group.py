@@ -15,6 +15,7 @@ from proto import blockfile
 from proto.errors import WireError
 from proto.tensors import Array
 from services.reference.frozen import FrozenTorch
+from shared.topology.passes import FASTEST
 from tests.integration.reference.test_reference_refresh import assert_follows, refreshed
 from tests.integration.tiny.harness import ROOT
 from tests.integration.whole_cluster import Cluster, cluster
@@ -53,7 +54,7 @@ def scored_tasks(shm: Path) -> dict[str, dict[str, Array]]:
 
 def assert_scored_as_one_rank_scores(shards: dict[str, dict[str, Array]]) -> None:
     """Check the log-probs of the initial model in at least 16 tasks."""
-    frozen = FrozenTorch(MODEL, "float32", 4096)
+    frozen = FrozenTorch(MODEL, "float32", 4096, passes=FASTEST)
     frozen.load()
     assert len(shards) >= 16
     assert max(np.abs(task["ref_logprobs"]).max() for task in shards.values()) > 1

@@ -20,6 +20,7 @@ from services.policy_trainer.worker.batch_loss import BatchLoss
 from shared.model import logprobs
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
+from shared.topology.passes import FASTEST
 from shared.topology.services import Recompute
 from tests.unit.tiny_models import make_model
 
@@ -52,7 +53,7 @@ def gradient(folder: Path, dtype: str, recompute: Recompute) -> tuple[dict[str, 
     """Return the gradient of one micro-batch, the number of bytes kept for its backward pass, and the operations of
     that pass."""
     options = BackendOptions(
-        max_tokens=4096, threads=1, device="cpu", scratch=folder / "offloaded", recompute=recompute
+        max_tokens=4096, threads=1, device="cpu", scratch=folder / "offloaded", recompute=recompute, passes=FASTEST
     )
     backend = TorchBackend(folder, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
     rng = np.random.default_rng(0)

@@ -13,11 +13,14 @@ from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.samples import trained
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
+from shared.topology.passes import FASTEST
 
 
 def one_rank(folder: Path, dtype: str, optimizer: Optimizer, *, max_tokens: int) -> TorchBackend:
     """Return a backend on the CPU for the model in `folder`."""
-    options = BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=folder / "offloaded")
+    options = BackendOptions(
+        max_tokens=max_tokens, threads=1, device="cpu", scratch=folder / "offloaded", passes=FASTEST
+    )
     return TorchBackend(folder, dtype, optimizer, options, Layout(1).place(0))
 
 

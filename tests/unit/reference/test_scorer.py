@@ -29,6 +29,7 @@ from shared.colocation.turns import OwnDevices
 from shared.lease import Lease, LeaseLost
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
+from shared.topology.passes import FASTEST
 from tests.unit.rollout.rollout_engine import MODEL
 from tests.unit.shared.test_lease import book_of, gets_on, grant
 
@@ -41,7 +42,7 @@ def test_the_torch_reference_sets_up_its_device_before_it_computes(monkeypatch: 
         return "cpu"  # this machine may have no GPU
 
     monkeypatch.setattr(frozen, "own_device", own_device)
-    made = FrozenTorch(MODEL, "float32", 64, "cuda")
+    made = FrozenTorch(MODEL, "float32", 64, "cuda", FASTEST)
     made.load()
     assert asked == [("cuda", 0)]
     assert {each.device.type for each in made.tensors()} == {"cpu"}
@@ -51,7 +52,7 @@ def test_the_log_probs_of_all_micro_batches_are_copied_to_the_host_at_once(monke
     copied: list[torch.Tensor] = []
     to_numpy = frozen.to_numpy
     monkeypatch.setattr(frozen, "to_numpy", lambda values: copied.append(values) or to_numpy(values))
-    made, parts = FrozenTorch(MODEL, "float32", 64), list[None]()
+    made, parts = FrozenTorch(MODEL, "float32", 64, passes=FASTEST), list[None]()
     made.load()
     ids, lengths, mask = np.arange(3, 163, dtype=np.int32) % 60, np.full(4, 40, np.int32), np.ones(160, np.uint8)
     mask[::40] = 0  # the first token of a sequence has no prediction
@@ -80,7 +81,7 @@ def tasks() -> list[dict[str, Array]]:
 
 def scorer_of(folder: Path, max_tokens: int, temperature: float = 1.0) -> FrozenScorer:
     return FrozenScorer(
-        lambda: FrozenTorch(MODEL, "float32", max_tokens),
+        lambda: FrozenTorch(MODEL, "float32", max_tokens, passes=FASTEST),
         source=MODEL,
         threads=1,
         temperature=temperature,

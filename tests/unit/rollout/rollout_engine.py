@@ -9,13 +9,14 @@ from pathlib import Path
 
 from services.rollout.engine import Generation, Prompt, SamplingParams
 from services.rollout.engines.transformers_engine import TransformersEngine
+from shared.topology.passes import FASTEST
 
 MODEL = Path(__file__).parents[3] / "launch" / "topologies" / "models" / "tiny-qwen3"
 
 
 def engine(*, deterministic: bool = True) -> TransformersEngine:
     """Return a started engine, which the caller must stop."""
-    made = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=deterministic)
+    made = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=deterministic, passes=FASTEST)
     asyncio.run(made.start())
     return made
 

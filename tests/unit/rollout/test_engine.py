@@ -21,6 +21,7 @@ from services.rollout.trajectory import single_turns
 from services.rollout.versions import BlockVersions
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
+from shared.topology.passes import FASTEST
 from tests.unit.rollout.rollout_engine import MODEL, engine, generate, sampling
 
 EOS = 2
@@ -210,7 +211,9 @@ def test_the_engine_sets_up_its_device_before_it_computes(monkeypatch: pytest.Mo
     monkeypatch.setattr(transformers_engine, "own_device", own_device)
 
     async def scene() -> None:
-        engine = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=False, device="cuda")
+        engine = TransformersEngine(
+            model=MODEL, dtype="float32", threads=1, deterministic=False, device="cuda", passes=FASTEST
+        )
         await engine.start()
         await engine.stop()
 

@@ -19,6 +19,7 @@ from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.weights_sync import HeldVersion, WeightsSync
 from shared.colocation.devices import ENGINE, KV_CACHE, WEIGHTS
 from shared.rpc.errors import RpcError
+from shared.topology.passes import FASTEST
 from shared.weights.drill import perturb
 from tests.unit.rollout.rollout_engine import sampling
 from tests.unit.tiny_models import make_model
@@ -31,7 +32,7 @@ SEED = 3
 
 def engine_of(folder: Path, **config: int) -> TransformersEngine:
     make_model("qwen3", head_dim=64, **config).save_pretrained(folder / "model")
-    return TransformersEngine(model=folder / "model", dtype="float32", threads=1, deterministic=True)
+    return TransformersEngine(model=folder / "model", dtype="float32", threads=1, deterministic=True, passes=FASTEST)
 
 
 async def sampled(engine: TransformersEngine) -> list[Array]:

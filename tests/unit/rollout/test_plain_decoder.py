@@ -11,7 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.rollout.engines.passes import ModelPasses, PlainPasses
 from shared.model import linear, logprobs
 from shared.model.linear import MIN_PRODUCTS
+from shared.model.passes import allow
 from shared.model.plain_decoder import PlainDecoder, is_plain
+from shared.topology.passes import FASTEST
 from tests.unit.tiny_models import ragged
 
 SIZES = {
@@ -44,6 +46,7 @@ def model_of(kind: str, **settings: Any) -> Any:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **settings), dtype=torch.float32)
     for parameter in model.parameters():  # Norms and biases then differ from those of a fresh model.
         parameter.data += 0.2 * torch.randn_like(parameter)
+    allow(model, FASTEST)
     return model.eval().requires_grad_(False)
 
 

@@ -30,6 +30,7 @@ from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.algorithm import Optimizer
+from shared.topology.passes import FASTEST
 from shared.weights.digests import as_int, digest_whole
 from shared.weights.drill import (
     CANARY_TOKENS,
@@ -208,7 +209,7 @@ def test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested(
         drill=empty,
         drill_seed=SEED,
     )
-    engine = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=True)
+    engine = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=True, passes=FASTEST)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     sync.holds = held
     assert sync.needs(ref, exact=exact) is needed
@@ -462,7 +463,7 @@ def test_the_trainers_canary_has_the_production_tolerance_and_its_drill_reveals_
     dtype: str, tmp_path: Path
 ) -> None:
     """Log-probs alone reveal all 46 weights in float32 and float16, and all but 4 in bfloat16. Digests reveal all."""
-    options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=tmp_path)
+    options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=tmp_path, passes=FASTEST)
     backend = TorchBackend(MODEL, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
     canaries = Canaries(backend, MODEL, dtype, SEED, with_digests=True)
     canary, drill = canaries.current(), canaries.drill
@@ -476,7 +477,7 @@ def test_the_trainers_canary_has_the_production_tolerance_and_its_drill_reveals_
     else:
         assert (canary.floor, canary.quantile) == (FLOOR[dtype], 0.5)
         assert 4 * canary.floor < canary.tolerance < 0.5
-    engine = TransformersEngine(model=MODEL, dtype=dtype, threads=1, deterministic=False)
+    engine = TransformersEngine(model=MODEL, dtype=dtype, threads=1, deterministic=False, passes=FASTEST)
     limit = canary.floor or canary.tolerance
 
     async def missed() -> list[str]:

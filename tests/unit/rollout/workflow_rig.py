@@ -27,6 +27,7 @@ from shared.lease import Lease
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
 from shared.tensors_torch import to_numpy
+from shared.topology.passes import FASTEST
 from tests.unit.rollout.rollout_engine import MODEL
 
 VERSION = 7
@@ -38,7 +39,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.prompts = PromptBuilder(MODEL, add_generation_prompt=True)
-        self.engine = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=False)
+        self.engine = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=False, passes=FASTEST)
         self.endpoint = OpenAIEndpoint("tiny")
         self.blocks: list[int] = []
         self.lost_processes = 0

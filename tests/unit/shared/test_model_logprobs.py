@@ -11,24 +11,28 @@ import torch
 
 from shared.model import attention, logprobs
 from shared.model.logprobs import token_logprobs
+from shared.model.passes import allow
+from shared.model.proof import prove
 from tests.unit.tiny_models import make_model, plain_logprobs, ragged
 
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "qwen3": ("qwen3", {"head_dim": 12}, True),
-    "qwen2": ("qwen2", {}, True),
-    "llama": ("llama", {"tie_word_embeddings": True}, True),
-    "mistral, sliding window": ("mistral", {"sliding_window": 4}, True),
-    "gemma2, soft caps": ("gemma2", {"head_dim": 12, "query_pre_attn_scalar": 12}, False),
-    "gpt2, learned positions": ("gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4}, False),
-    "mamba, no attention": ("mamba", {"state_size": 8, "time_step_rank": 4}, False),
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3": ("qwen3", {"head_dim": 12}, "packed"),
+    "qwen2": ("qwen2", {}, "packed"),
+    "llama": ("llama", {"tie_word_embeddings": True}, "packed"),
+    "mistral, sliding window": ("mistral", {"sliding_window": 4}, "packed"),
+    "gemma2, soft caps": ("gemma2", {"head_dim": 12, "query_pre_attn_scalar": 12}, "padded"),
+    "gpt2, learned positions": ("gpt2", {"n_embd": 48, "n_layer": 2, "n_head": 4}, "packed"),
+    "mamba, no attention": ("mamba", {"state_size": 8, "time_step_rank": 4}, "padded"),
 }
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_values_and_gradients_equal_those_of_single_sequences(name: str) -> None:
-    kind, options, by_trees = ARCHITECTURES[name]
+    kind, options, sequences = ARCHITECTURES[name]
     model = make_model(kind, dtype=torch.float64, **options)
-    assert attention.supports_trees(model) == by_trees
+    verdict = prove(model.config)
+    assert (verdict.sequences, verdict.head) == (sequences, "blocks")
+    allow(model, verdict.passes)
     ids, lengths, mask = ragged()
     weights = torch.from_numpy(np.random.default_rng(1).normal(size=len(ids)))
 

@@ -33,6 +33,7 @@ from shared.stages import TRAIN
 from shared.topology import Topology, TopologyError, load
 from shared.topology.algorithm import Optimizer
 from shared.topology.fields import Section
+from shared.topology.passes import FASTEST
 from shared.topology.schema import Reward
 from shared.topology.supported import UNSUPPORTED
 from tests.parity.gradient_cases import cases
@@ -567,7 +568,7 @@ def trained(folder: Path, **given: Any) -> dict[str, torch.Tensor]:
     def small(_: Path, dtype: str) -> torch.nn.Module:
         return make_model("qwen3", dtype=getattr(torch, dtype), head_dim=12, tie_word_embeddings=True, vocab_size=61)
 
-    options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=folder, recompute="none")
+    options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=folder, recompute="none", passes=FASTEST)
     settings = Optimizer(**{"lr": 1e-3, **given})
     backend = TorchBackend(folder, "float32", settings, options, Layout(1).place(0), load=small)
     for step, case in zip((1, 2), cases(), strict=False):

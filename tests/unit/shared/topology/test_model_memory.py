@@ -21,6 +21,7 @@ from shared.topology.algorithm import Optimizer
 from shared.topology.memory_plan import Phase, Place, by_place, gpus_that_fit, peak, uses
 from shared.topology.model_files import parameter_count
 from shared.topology.model_memory import Part, keeps_whole_gradients, per_process, saved_bytes, training_parts
+from shared.topology.passes import FASTEST
 from tests.unit.policy_trainer.test_host_waits import gradient
 from tests.unit.tiny_models import make_model
 
@@ -100,7 +101,7 @@ def test_the_calculated_parts_of_one_rank_equal_those_that_the_backend_holds(tmp
     for dtype in ("float32", "bfloat16"):
         made = make_model("qwen3", head_dim=16).to(getattr(__import__("torch"), dtype))
         made.save_pretrained(model)
-        options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded")
+        options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded", passes=FASTEST)
         backend = TorchBackend(model, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
         loaded = sum(each.nbytes for each in [*backend.model.parameters(), *backend._trained.own_masters()])
         scores = load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}", "run.evaluate=true"])
@@ -276,7 +277,7 @@ def test_the_copies_of_a_run_on_gpus_are_planned_where_they_are(half_b: Path) ->
 def test_the_copy_for_a_checkpoint_is_as_large_as_the_plan_says(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         make_model("qwen3", head_dim=16).to(getattr(__import__("torch"), dtype)).save_pretrained(tmp_path)
-        options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded")
+        options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded", passes=FASTEST)
         backend = TorchBackend(tmp_path, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
         gradient(backend)
         backend.step(1)
