@@ -35,7 +35,7 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
     folder = Path(path)
     _check(folder, dtype)
     cast(Any, logging).disable_progress_bar()
-    with refusals(folder):
+    with _refusals(folder):
         model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
             folder,
             dtype=_DTYPES[dtype],
@@ -51,7 +51,7 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
                 ErrorCode.BAD_REQUEST,
                 f"model {folder}: weights are missing or have the wrong shape: {names}; save the model again",
             )
-        # transformers ties only equal tensors. Engines tie what the configuration says.
+        # transformers leaves tied weights apart if they differ in the files. Engines tie them all the same.
         for copy, original in model.get_expanded_tied_weights_keys(all_submodels=True).items():
             if model.get_parameter_or_buffer(copy) is not model.get_parameter_or_buffer(original):
                 raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: {tied_weights.difference(copy, original)}")
@@ -63,7 +63,7 @@ def load_shapes(path: str | Path, dtype: str) -> nn.Module:
     they are written. Raises the errors of `empty_model`."""
     folder = Path(path)
     model = empty_model(folder, dtype)
-    with refusals(folder):
+    with _refusals(folder):
         return allocated(model)
 
 
@@ -75,18 +75,18 @@ def empty_model(path: str | Path, dtype: str) -> nn.Module:
     folder = Path(path)
     _check(folder, dtype)
     config = read_config(folder)
-    with refusals(folder), torch.device("meta"):
+    with _refusals(folder), torch.device("meta"):
         return cast(nn.Module, cast(Any, AutoModelForCausalLM).from_config(config, dtype=_DTYPES[dtype]))
 
 
 def read_config(folder: Path) -> Any:
     """Return the Hugging Face configuration in `folder`. Raises RpcError(bad_request) with a one-line message."""
-    with refusals(folder):
+    with _refusals(folder):
         return cast(Any, AutoConfig).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 @contextmanager
-def refusals(folder: Path) -> Iterator[None]:
+def _refusals(folder: Path) -> Iterator[None]:
     """Turn every error of transformers about the model in `folder` into a one-line RpcError(bad_request).
 
     For a model that it cannot build, transformers raises whatever its code happens to meet (TypeError, AttributeError,
@@ -97,8 +97,7 @@ def refusals(folder: Path) -> Iterator[None]:
     except RpcError:
         raise
     except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        reason = f"{type(error).__name__}: {first}" if first else type(error).__name__
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: cannot be loaded: {reason[:300]}") from error
 
 

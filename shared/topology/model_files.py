@@ -18,6 +18,8 @@ _HEADER_SIZE_BYTES = 8
 _TABLE_DIMENSIONS = 2
 _EMBEDDING = re.compile(r"emb|wte|\.w\.")
 _OTHER_TABLE = re.compile(r"(^|\.)\d+\.|pos|wpe|^mtp\.")
+"""Matches the names of tensors of numbered layers, of position embeddings, and of layers that predict further tokens,
+which are not part of the model."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _OTHER_TOKENIZERS = ("*.tiktoken", "*.model")
@@ -61,7 +63,7 @@ def stored_tensors(model: str) -> dict[str, Stored]:
 
 def tied_tables(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> list[list[str]]:
     """Return the names of `tensors` that are one weight according to `config`: the copies, such as a stored output
-    head, before the embedding.
+    head, before the embedding. If `config` does not say whether it ties them, nothing is returned.
 
     The head's name depends on the architecture, so the tensors are recognized by their shape: in every causal
     architecture of transformers, only the input embedding and what is tied to it have the embedding's shape outside
