@@ -17,9 +17,9 @@ _HEADER_LIMIT_BYTES = 100 * 1024**2
 _HEADER_SIZE_BYTES = 8
 _TABLE_DIMENSIONS = 2
 _EMBEDDING = re.compile(r"emb|wte|\.w\.")
-_OTHER_TABLE = re.compile(r"(^|\.)\d+\.|pos|wpe|^mtp\.")
-"""Matches the names of tensors of numbered layers, of position embeddings, and of layers that predict further tokens,
-which are not part of the model."""
+_OTHER_TABLE = re.compile(r"(^|\.)\d+\.|pos|wpe|^mtp\.|\.patcher\.")
+"""Matches the names of tensors of numbered layers, of position embeddings, and of two parts that may have embeddings of
+their own: layers that predict further tokens, and the patcher of a byte-level model."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _OTHER_TOKENIZERS = ("*.tiktoken", "*.model")
