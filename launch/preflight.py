@@ -20,7 +20,16 @@ from shared.data import DataError, open_source
 from shared.os_limits import host_bytes
 from shared.rundir import SHM_ROOT
 from shared.security.connections import MOST_CONNECTIONS, most_connections
-from shared.topology import Topology, hub, memory_plan, model_files, monitor_traces, monitor_web, snapshot_bytes
+from shared.topology import (
+    Topology,
+    hub,
+    memory_plan,
+    model_files,
+    monitor_traces,
+    monitor_web,
+    snapshot_bytes,
+    tied_weights,
+)
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import Place
 from shared.topology.monitor_web import split_address
@@ -49,6 +58,7 @@ def check(topology: Topology, file: str) -> Findings:
         _check_rows(source, f"{file}: {key}", findings)
     findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
     _check_tokenizer(topology, file, findings)
+    _check_tied_weights(topology, file, findings)
     _check_memory(topology, file, findings)
     if refused := _refused_snapshots(topology):
         findings.warnings.append(f"{file}: {refused}: a killed trainer returns to its checkpoint")
@@ -91,6 +101,7 @@ def check_host(topology: Topology) -> list[str]:
     findings.errors.extend(functions.problems(topology))
     if not topology.policy.distribute:
         _check_tokenizer(topology, "", findings)
+        _check_tied_weights(topology, "", findings)
     _check_memory(topology, "", findings)
     _check_allocator(topology, "", findings)
     return [line.removeprefix(": ") for line in findings.errors]
@@ -172,6 +183,14 @@ def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
         findings.errors.append(
             f"{where} has no chat template (chat_template.jinja), which {needs} needs; add one, or write text"
         )
+
+
+def _check_tied_weights(topology: Topology, file: str, findings: Findings) -> None:
+    """Check that the model's files hold equal values for weights that its configuration ties."""
+    model = topology.policy.model
+    with contextlib.suppress(OSError, ValueError):  # Another check reports it, or the model is not here yet.
+        if differs := tied_weights.ambiguity(model):
+            findings.errors.append(f"{file}: policy.model: {model}: {differs}")
 
 
 def _messages(topology: Topology) -> str:

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face configuration and derives the architecture that megatron-core must build.
+"""Derives from a Hugging Face configuration the architecture that megatron-core must build.
 
 Unknown settings are refused, not guessed, because a model that is almost right trains without an error.
 """
@@ -6,12 +6,10 @@ Unknown settings are refused, not guessed, because a model that is almost right 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from proto.messages import ErrorCode
@@ -59,15 +57,6 @@ class Architecture:
         ):
             if count % degree:
                 raise ValueError(f"{name} {degree} does not divide the model's {count} {what}; use a divisor")
-
-
-def read_config(folder: Path) -> Any:
-    """Return the Hugging Face configuration in `folder`. Raises RpcError(bad_request)."""
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: cannot be loaded: {first[:300]}") from None
 
 
 def read(config: Any) -> Architecture:

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
+from shared.topology import tied_weights
 
 
 class ModelFiles:
     """The tensors in `folder` by name, read on demand, so that a rank reads only its own part of a model."""
 
     def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raises RpcError(bad_request) if tensors of `shapes` are missing or have different shapes."""
+        """Raises RpcError(bad_request) if tensors of `shapes` are missing or have different shapes, or if tied tensors
+        differ."""
         self._folder = folder
         self._file_of: dict[str, Path] = {}
         wrong: list[str] = []
@@ -32,8 +34,11 @@ class ModelFiles:
                         self._file_of[name] = file
                         if name in shapes and tuple(opened.get_slice(name).get_shape()) != shapes[name]:
                             wrong.append(name)
-        except (SafetensorError, OSError) as error:
+            differs = tied_weights.ambiguity(str(folder))
+        except (SafetensorError, OSError, ValueError) as error:
             raise self._unusable(f"cannot be loaded: {str(error)[:300]}") from None
+        if differs:
+            raise self._unusable(differs)
         wrong += sorted(shapes.keys() - self._file_of.keys())
         if wrong:
             raise self._unusable(

@@ -25,6 +25,7 @@ from shared.megatron.converter import Converter, Weight
 from shared.megatron.groups import Groups
 from shared.megatron.model import Packed, PackedGPT, transformer_config
 from shared.model import attention, context, tree
+from shared.model.load import read_config
 from shared.model.logprobs import Entropy, Scores
 from shared.model.nodes import to_nodes
 from shared.ranks.layout import Place
@@ -46,7 +47,7 @@ class Pieces:
             raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: backend megatron supports float32 and bfloat16")
         self.place = place
         self.dtype = DTYPES[dtype]
-        self.config = architecture.read_config(model_dir)
+        self.config = read_config(model_dir)
         """The configuration as read by Hugging Face."""
         self.architecture = architecture.read(self.config)
         layout = place.layout

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 import torch.utils.deterministic
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
@@ -21,6 +20,7 @@ from transformers.utils import logging
 from proto.messages import ErrorCode
 from shared.model.linear import accelerate
 from shared.rpc.errors import RpcError
+from shared.topology import tied_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -29,15 +29,13 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
     """Load the model in `path` with weights of `dtype` (`float32`, `bfloat16`, ...), in eval mode, on the CPU.
 
     The same folder always yields bit-identical weights. Parameters require gradients. Raises RpcError(bad_request) with
-    a one-line message if the folder, its configuration or its weights cannot be used, or weights are missing.
+    a one-line message if the folder, its configuration or its weights cannot be used, if weights are missing, or if the
+    configuration ties weights that differ.
     """
     folder = Path(path)
-    if dtype not in _DTYPES:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: use one of {', '.join(_DTYPES)}")
-    if not (folder / "config.json").is_file():
-        raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: no config.json there; give a Hugging Face model folder")
+    _check(folder, dtype)
     cast(Any, logging).disable_progress_bar()
-    try:
+    with _refusals(folder):
         model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
             folder,
             dtype=_DTYPES[dtype],
@@ -46,30 +44,61 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: cannot be loaded: {first[:300]}") from None
-    missing = sorted(info["missing_keys"])
-    if missing or info["mismatched_keys"]:
-        names = ", ".join([*missing, *map(str, info["mismatched_keys"])][:3])
-        raise RpcError(
-            ErrorCode.BAD_REQUEST,
-            f"model {folder}: weights are missing or have the wrong shape: {names}; save the model again",
-        )
-    # With a padding index, the embedding row at that index would get no gradient, even where its token was sampled or
-    # is part of the prompt.
-    model.get_input_embeddings().padding_idx = None
-    accelerate(model)
-    return cast(nn.Module, model.eval())
+        missing = sorted(info["missing_keys"])
+        if missing or info["mismatched_keys"]:
+            names = ", ".join([*missing, *map(str, info["mismatched_keys"])][:3])
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"model {folder}: weights are missing or have the wrong shape: {names}; save the model again",
+            )
+        # transformers leaves tied weights apart if they differ in the files. Engines tie them all the same.
+        for copy, original in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+            if model.get_parameter_or_buffer(copy) is not model.get_parameter_or_buffer(original):
+                raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: {tied_weights.difference(copy, original)}")
+        return _prepared(model)
 
 
 def load_shapes(path: str | Path, dtype: str) -> nn.Module:
     """Return the same model as `load_model`, but with uninitialized weights and buffers, which take up no memory until
-    they are written."""
-    config = cast(Any, AutoConfig).from_pretrained(Path(path), local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=_DTYPES[dtype])
-    return allocated(model)
+    they are written. Raises the errors of `empty_model`."""
+    folder = Path(path)
+    model = empty_model(folder, dtype)
+    with _refusals(folder):
+        return allocated(model)
+
+
+def empty_model(path: str | Path, dtype: str) -> nn.Module:
+    """Return the model that the configuration in `path` describes, on the meta device: without memory for weights.
+
+    Raises RpcError(bad_request) with a one-line message if there is no such model.
+    """
+    folder = Path(path)
+    _check(folder, dtype)
+    config = read_config(folder)
+    with _refusals(folder), torch.device("meta"):
+        return cast(nn.Module, cast(Any, AutoModelForCausalLM).from_config(config, dtype=_DTYPES[dtype]))
+
+
+def read_config(folder: Path) -> Any:
+    """Return the Hugging Face configuration in `folder`. Raises RpcError(bad_request) with a one-line message."""
+    with _refusals(folder):
+        return cast(Any, AutoConfig).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _refusals(folder: Path) -> Iterator[None]:
+    """Turn every error of transformers about the model in `folder` into a one-line RpcError(bad_request).
+
+    For a model that it cannot build, transformers raises whatever its code happens to meet (TypeError, AttributeError,
+    ImportError, ...).
+    """
+    try:
+        yield
+    except RpcError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: cannot be loaded: {reason[:300]}") from error
 
 
 def allocated(model: Any) -> nn.Module:
@@ -77,6 +106,19 @@ def allocated(model: Any) -> nn.Module:
     with unfilled():
         model.to_empty(device="cpu")
     model.tie_weights()
+    return _prepared(model)
+
+
+def _check(folder: Path, dtype: str) -> None:
+    if dtype not in _DTYPES:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: use one of {', '.join(_DTYPES)}")
+    if not (folder / "config.json").is_file():
+        raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: no config.json there; give a Hugging Face model folder")
+
+
+def _prepared(model: Any) -> nn.Module:
+    # With a padding index, the embedding row at that index would get no gradient, even where its token was sampled or
+    # is part of the prompt.
     model.get_input_embeddings().padding_idx = None
     accelerate(model)
     return cast(nn.Module, model.eval())

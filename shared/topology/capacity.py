@@ -10,7 +10,7 @@ import math
 from collections import Counter
 
 from shared.samples.limits import text_limit_bytes
-from shared.topology.model_files import weight_shapes
+from shared.topology.model_files import named_shapes
 from shared.topology.schema import Topology
 
 # Bytes per token, by key. Proximal and reference log-probs are counted only if the topology produces them.
@@ -189,7 +189,7 @@ def weight_bytes(model: str, dtype: str) -> int:
 
     Raises OSError, or ValueError naming the file that is missing, truncated or not a safetensors file.
     """
-    shapes = weight_shapes(model)
+    shapes = named_shapes(model).values()
     return sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
 
 
@@ -216,7 +216,7 @@ def snapshot_bytes(topology: Topology) -> int:
     if topology.checkpoint.memory_every is None:
         return 0
     try:
-        shapes = weight_shapes(topology.policy.model)
+        shapes = named_shapes(topology.policy.model).values()
     except (OSError, ValueError):
         return 0
     trainer, width = topology.services.policy_trainer, DTYPE_BYTES[topology.policy.dtype]

@@ -1,4 +1,4 @@
-"""Reads the configuration, the shapes of the weights, and facts about the tokenizer from a model folder.
+"""Reads the configuration, the names and shapes of the weights, and facts about the tokenizer from a model folder.
 
 It does not import a model library or read weights.
 """
@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _HEADER_LIMIT_BYTES = 100 * 1024**2
 _HEADER_SIZE_BYTES = 8
+_TABLE_DIMENSIONS = 2
+_EMBEDDING = re.compile(r"emb|wte|\.w\.")
+_OTHER_TABLE = re.compile(r"(^|\.)\d+\.|pos|wpe|^mtp\.|\.patcher\.")
+"""Matches the names of tensors of numbered layers, of position embeddings, and of two parts that may have embeddings of
+their own: layers that predict further tokens, and the patcher of a byte-level model."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _OTHER_TOKENIZERS = ("*.tiktoken", "*.model")
@@ -31,42 +38,67 @@ def experts(config: dict[str, Any]) -> int:
     return max((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), default=0)
 
 
-def weight_shapes(model: str) -> list[list[int]]:
-    """Return the shape of every tensor in the folder's safetensors files. Raises the errors of `named_shapes`."""
-    return [shape for file in _weight_files(Path(model)) for shape in file_shapes(file).values()]
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file. Its values, of type `dtype` (`F32`, `BF16`, ...), are bytes `start` to `end` of
+    the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
 
 
-def named_shapes(model: str) -> dict[str, list[int]]:
-    """Return the name and shape of every tensor in the folder's safetensors files.
+def stored_tensors(model: str) -> dict[str, Stored]:
+    """Return the tensors in the folder's safetensors files by name. Files that the folder's index does not name are
+    left out.
 
     Raises OSError, or a one-line ValueError naming the file that is missing, truncated or not a safetensors file.
     """
-    shapes: dict[str, list[int]] = {}
-    for file in _weight_files(Path(model)):
-        shapes |= file_shapes(file)
-    return shapes
+    folder = Path(model)
+    files = _indexed_files(folder) or sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in _file_tensors(file).items()}
+
+
+def tied_tables(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> list[list[str]]:
+    """Return the names of `tensors` that are one weight according to `config`: the copies, such as a stored output
+    head, before the embedding. If `config` does not say whether it ties them, nothing is returned.
+
+    The head's name depends on the architecture, so the tensors are recognized by their shape: in every causal
+    architecture of transformers, only the input embedding and what is tied to it have the embedding's shape outside
+    the numbered layers. Position embeddings, which may have that shape by chance, are recognized by their name.
+    """
+    if config.get("tie_word_embeddings") is not True:
+        return []
+    tables: dict[tuple[int, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        rows = tensor.shape[0] if len(tensor.shape) == _TABLE_DIMENSIONS else None
+        if rows and config.get("vocab_size") in (rows, None) and not _OTHER_TABLE.search(name):
+            tables.setdefault(tensor.shape, []).append(name)
+    found = [sorted(names, key=lambda name: (bool(_EMBEDDING.search(name)), name)) for names in tables.values()]
+    return [names for names in found if len(names) > 1 and _EMBEDDING.search(names[-1])]
+
+
+def named_shapes(model: str) -> dict[str, list[int]]:
+    """Return the name and shape of every weight that a process with the model holds: of tied tensors, only one.
+
+    Raises the errors of `stored_tensors`.
+    """
+    tensors = stored_tensors(model)
+    copies = {name for names in tied_tables(read_config(model), tensors) for name in names[:-1]}
+    return {name: list(each.shape) for name, each in tensors.items() if name not in copies}
 
 
 def parameter_count(model: str) -> int:
     """Return the number of parameters that a process with the model holds.
 
-    Files that the index does not name are left out, as is the stored copy of an embedding to which the head is tied.
-    Raises the errors of `named_shapes`, and ValueError if the folder has no weights.
+    Raises the errors of `stored_tensors`, and ValueError if the folder has no weights.
     """
-    folder = Path(model)
-    shapes: dict[str, list[int]] = {}
-    for file in _indexed_files(folder) or _weight_files(folder):
-        shapes |= file_shapes(file)
-    if read_config(model).get("tie_word_embeddings") is True and any("embed" in name for name in shapes):
-        shapes.pop("lm_head.weight", None)
+    shapes = named_shapes(model)
     if not shapes:
-        raise ValueError(f"{folder} has no safetensors files")
+        raise ValueError(f"{model} has no safetensors files")
     return sum(map(math.prod, shapes.values()))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    _indexed_files(folder)
-    return sorted(folder.glob("*.safetensors"))
 
 
 def _indexed_files(folder: Path) -> list[Path]:
@@ -80,23 +112,31 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 
 def file_shapes(file: Path) -> dict[str, list[int]]:
-    """Return the name and shape of every tensor in a safetensors file. Raises the errors of `named_shapes`."""
+    """Return the name and shape of every tensor in a safetensors file. Raises the errors of `stored_tensors`."""
+    return {name: list(each.shape) for name, each in _file_tensors(file).items()}
+
+
+def _file_tensors(file: Path) -> dict[str, Stored]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_HEADER_SIZE_BYTES), "little")
         if length > _HEADER_LIMIT_BYTES:
             raise ValueError(f"{file} is not a safetensors file: header of {length} bytes, limit {_HEADER_LIMIT_BYTES}")
         raw = stream.read(length)
+    data = _HEADER_SIZE_BYTES + length
+    tensors: dict[str, Stored] = {}
     try:
         header = json.loads(raw)
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        shapes = {name: [int(size) for size in entry["shape"]] for name, entry in entries.items()}
-        ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = map(int, entry["data_offsets"])
+            shape = tuple(map(int, entry["shape"]))
+            tensors[name] = Stored(file, str(entry["dtype"]), shape, data + start, data + end)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not a safetensors file: unreadable header") from error
-    size, whole = file.stat().st_size, _HEADER_SIZE_BYTES + length + max(ends, default=0)
+    size, whole = file.stat().st_size, max((each.end for each in tensors.values()), default=data)
     if size != whole:
         raise ValueError(f"{file} has {size} bytes, but its header promises {whole}: it was not copied completely")
-    return shapes
+    return tensors
 
 
 # ---------------------------------------------------------------------------------------------- the tokenizer

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -33,13 +33,9 @@ _SAFETENSORS_DTYPES = {
 
 def expected_weights(path: Path, dtype: str) -> Expected:
     """Return the type (`dtype`) and shape of every weight in a model directory, without allocating the weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from shared.model.load import empty_model
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model = cast(Any, AutoModelForCausalLM).from_config(
-            config, dtype=getattr(torch, dtype), trust_remote_code=False
-        )
+    model = empty_model(path, dtype)
     expected: Expected = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():

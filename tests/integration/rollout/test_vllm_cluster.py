@@ -17,9 +17,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from safetensors.numpy import load_file
 
 from shared.data import open_source
-from tests.integration.rollout.second_model import save_llama
+from tests.integration.rollout.second_model import save_llama, save_with_head
 from tests.integration.whole_cluster import Cluster, cluster, first_matrix, overwrite
 
 pytestmark = [
@@ -182,6 +183,20 @@ def test_reward_rises(tmp_path: Path) -> None:
     assert max(row["rollout/logprob_mismatch_max"] for row in rows) <= 1e-3
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.1
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
+def test_a_stored_copy_of_a_tied_head_stays_tied_in_trainer_engine_and_export(engine: str, tmp_path: Path) -> None:
+    model = save_with_head(tmp_path / "model")
+    more = [f"policy.model={model}", "algorithm.tasks_per_step=8"]
+    with cluster(TOPOLOGIES / "quickstart.yaml", tmp_path, *_overrides(engine, 2), *more, limit_s=400) as run:
+        assert run.end() == 0, run.output()
+        rows = run.rows()
+    assert len(rows) == 2
+    assert 0 < max(row["rollout/logprob_mismatch_max"] for row in rows) <= 1e-3
+    assert json.loads((run.path / "export" / "config.json").read_text())["tie_word_embeddings"] is True
+    exported = load_file(run.path / "export" / "model.safetensors")
+    assert exported.keys() == load_file(model / "model.safetensors").keys() - {"lm_head.weight"}
 
 
 @pytest.fixture(scope="module")

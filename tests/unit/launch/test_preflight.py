@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from launch import functions, preflight
 from launch.supervisor.programs import child_environment
@@ -184,6 +185,19 @@ def test_messages_need_a_chat_template_and_text_does_not(model: Path, tmp_path: 
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages }}"}))
     assert errors(data, f"policy.model={model}") == []
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_reported(model: Path) -> None:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": head}, file)
+    given = load(QUICKSTART, [f"policy.model={model}"])
+    assert errors(f"policy.model={model}") == preflight.check_host(given) == []
+    save_file(tensors | {"lm_head.weight": head[::-1].copy()}, file)
+    [line] = errors(f"policy.model={model}")
+    assert line.startswith(f"policy.model: {model}: config.json ties lm_head.weight to model.embed_tokens.weight")
+    assert preflight.check_host(given) == [line]
 
 
 @pytest.fixture

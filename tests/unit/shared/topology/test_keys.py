@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from launch import preflight
 from launch.gpus import visible_gpus
@@ -483,7 +484,7 @@ def folder(tmp_path: Path) -> Path:
     config = {"max_position_embeddings": 64, "num_attention_heads": 4, "model_type": "llama"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     shutil.copytree(tmp_path / "model", tmp_path / "larger")
-    shutil.copyfile(tmp_path / "model" / "model.safetensors", tmp_path / "larger" / "more.safetensors")
+    save_file({"more": torch.zeros(10, 10)}, tmp_path / "larger" / "more.safetensors")
     write(tmp_path, BASE.replace("memory: 1MiB", "memory: 8MiB"))
     return tmp_path
 
