@@ -49,7 +49,7 @@ def prove(topology: Topology) -> Proof:
         return _proof(json.loads(file.read_bytes()), None)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # It is not known yet.
-    found = _compute(folder, longest)
+    found = compute(folder, longest)
     if isinstance(found, str):
         return Proof(Passes(), "", [f"no proof: {found}"], folder.name, None)
     try:
@@ -106,7 +106,7 @@ def _proof(found: dict[str, Any], cpu_s: float | None) -> Proof:
     return Proof(passes, found["refused"], found["reasons"], found["model"], cpu_s)
 
 
-def _compute(folder: Path, longest: int | None) -> dict[str, Any] | str:
+def compute(folder: Path, longest: int | None) -> dict[str, Any] | str:
     """Return the verdict, or why there is none."""
     command = [sys.executable, "-m", "shared.model.proof", str(folder), *([] if longest is None else [str(longest)])]
     try:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 VOCABULARY = 192
 WINDOW, ORIGINAL, POSITIONS = 8, 16, 64
 """Tokens of a window or chunk, of the length before a change of the rotary embedding, and of the longest sequence."""
-MAX_PARAMETERS = 16_000_000
+MAX_PARAMETERS = 24_000_000
 _DIVISORS = (64, 32, 16, 8, 4, 2, 1)
 _DEPTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Numbers of layers to try."""
@@ -46,7 +46,7 @@ _DEPTH_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decod
 _TOKENS = re.compile(r"(_token_id|_token_index|_index)$")
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
-_IGNORED = re.compile(r"(^|_)(idx|index|id)$|number")
+_IGNORED = re.compile(r"(^|_)(idx|index|id)$|number|layers$")
 
 
 class Cannot(Exception):
@@ -107,13 +107,13 @@ def _shrunk(document: Mapping[str, Any], divisor: int, longest: int | None) -> d
     rope = made.get("rope_parameters") or {}
     kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]
     if "dynamic" in kinds and "max_position_embeddings" in made:
-        made["max_position_embeddings"] = _original(document["max_position_embeddings"], longest)
+        made["max_position_embeddings"] = _reached(document["max_position_embeddings"], ORIGINAL, longest)
     return made
 
 
-def _original(value: int, longest: int | None) -> int:
-    """Return a length, reduced, after which a model changes."""
-    return min(value, ORIGINAL) if longest is None or longest > value else POSITIONS
+def _reached(value: int, reduced: int, longest: int | None) -> int:
+    """Return a length beyond which a model changes, reduced, or POSITIONS if no sequence is longer than it."""
+    return min(value, reduced) if longest is None or longest > value else POSITIONS
 
 
 def _value(name: str, value: Any, divisor: int, longest: int | None) -> Any:
@@ -132,11 +132,11 @@ def _value(name: str, value: Any, divisor: int, longest: int | None) -> Any:
     if "vocab_size" in name:
         return min(value, VOCABULARY)
     if _ORIGINAL.search(name):
-        return _original(value, longest)
+        return _reached(value, ORIGINAL, longest)
     if _POSITIONS.search(name):
         return min(value, POSITIONS)
     if _WINDOW.search(name) and not _NO_WINDOW.search(name):
-        return min(value, WINDOW)
+        return _reached(value, WINDOW, longest)
     if _WIDTH.search(name) and not _NO_WIDTH.search(name):
         return max(1, value // divisor) if value % divisor == 0 else max(1, math.ceil(value / divisor))
     return value
@@ -144,6 +144,8 @@ def _value(name: str, value: Any, divisor: int, longest: int | None) -> Any:
 
 def _shrink_experts(document: dict[str, Any]) -> None:
     """Leave a few experts: more than one per group, and more than a token uses."""
+    if isinstance(document.get("zero_expert_num"), int):
+        document["zero_expert_num"] = min(document["zero_expert_num"], 4)
     name = next((each for each in _EXPERTS if isinstance(document.get(each), int)), None)
     if name is None:
         return
