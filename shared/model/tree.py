@@ -106,9 +106,9 @@ def plan(
 
     A micro-batch has at most `max_tokens` nodes, unless it holds one longer sequence. `token_ids` is int [T], `lengths`
     int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` determines the relative costs of attention and linear
-    layers, which decide how rows are formed. Without `share`, every sequence is a row of its own. With `whole`, the tokens
-    after the last scored one are nodes, too, because the model's result depends on the length. `packs` says that the
-    device computes chains in packed form (`attention.packs`), in which they cost much less than rows with branches.
+    layers, which decide how rows are formed. Without `share`, every sequence is a row of its own. With `whole`, the
+    tokens after the last scored one are nodes, too, because the model's result depends on the length. `packs` says that
+    the device computes chains in packed form (`attention.packs`), in which they cost much less than rows with branches.
     Raises ValueError if the sizes of the arrays differ or the first token of a sequence is to be scored.
     """
     lengths = np.asarray(lengths, dtype=np.int64)

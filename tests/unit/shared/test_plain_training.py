@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from services.policy_trainer.worker.blocks import recompute_blocks
 from shared.model import linear, logprobs, plain_training
+from shared.model.passes import allow
 from shared.model.plain_training import trains_plainly
+from shared.topology.passes import Passes
 from tests.unit.rollout.test_plain_decoder import MODELS, model_of
 from tests.unit.tiny_models import ragged
 
@@ -106,4 +108,7 @@ def test_only_whole_plain_models_that_are_trained_as_they_are_use_it() -> None:
     recomputed = plain()
     recompute_blocks(recomputed, "layers")
     assert not trains_plainly(recomputed)
+    other = plain()
+    allow(other, Passes(sequences="packed", head="blocks"))
+    assert not trains_plainly(other)
     assert not trains_plainly(nn.Linear(2, 2))

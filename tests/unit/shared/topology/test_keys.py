@@ -223,6 +223,21 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.policy.distribute",
         "integration/hosts/test_distribution.py::test_a_host_receives_the_files_from_home_and_its_topology_names_them",
     ),
+    "policy.passes.sequences": (
+        "shared/model/logprobs.py",
+        "self._passes.sequences",
+        "unit/shared/test_model_proof.py::test_gradients_do_not_depend_on_the_micro_batch_where_sequences_influence_each_other",
+    ),
+    "policy.passes.head": (
+        "shared/model/logprobs.py",
+        "self._passes.head",
+        "unit/shared/test_model_proof.py::test_a_head_whose_result_is_used_as_it_is_would_be_found_out",
+    ),
+    "policy.passes.decoder": (
+        "shared/model/plain_decoder.py",
+        "passes_of(model).decoder",
+        "unit/shared/test_plain_training.py::test_only_whole_plain_models_that_are_trained_as_they_are_use_it",
+    ),
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
         "topology.policy.chat_template.add_generation_prompt",
