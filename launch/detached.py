@@ -84,7 +84,7 @@ class Launcher:
 def detach(run: RunDir) -> Detached | Launcher:
     """Fork. Returns twice: a `Detached` in the process that keeps running, and a `Launcher` in the parent."""
     read, write = os.pipe()
-    console = os.open(console_of(run), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    console = os.open(console_of(run), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

@@ -1,10 +1,15 @@
-"""Reads a file of lines as it grows, and detects when lines that have already been read are removed."""
+"""Reads a file of lines as it grows, and detects when lines that have already been read are removed.
+
+Lines that `shared.bounded_file` removes from the beginning of the file do not count as removed.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from shared.bounded_file import Head, head_of
 
 READ_BYTES = 4 << 20
 """Default limit in bytes of one `poll`, and of the length of a line. Longer lines are skipped."""
@@ -18,15 +23,19 @@ class FollowedFile:
         self._path = path
         self._read_bytes = read_bytes
         self._position = 0
+        """The number of bytes that have been read or skipped. It includes bytes that were removed from the file since
+        (see `Head.offset`)."""
         self._newest = b""
         """The last line that was read. If it no longer ends at `_position`, the file was truncated."""
         self._skipping = False
         if last_bytes is not None:
             try:
-                self._position = max(0, path.stat().st_size - last_bytes)
+                with path.open("rb") as file:
+                    begin = max(0, os.fstat(file.fileno()).st_size - last_bytes)
+                    self._position = head_of(file.fileno()).offset + begin
             except OSError:
                 return  # reading begins when the file appears
-            self._skipping = self._position > 0
+            self._skipping = begin > 0
 
     def poll(self) -> tuple[list[bytes], bool]:
         """Return the new lines, and whether reading began again at the start of the file because lines were removed.
@@ -38,8 +47,12 @@ class FollowedFile:
         except OSError:
             return [], self._restart()
         try:
-            restarted = self._was_cut(descriptor) and self._restart()
-            data = os.pread(descriptor, self._read_bytes, self._position)
+            head = head_of(descriptor)
+            restarted = self._was_truncated(descriptor, head) and self._restart()
+            begin = self._position - head.offset
+            if begin < head.nbytes:  # the lines after `_position` are gone, as the first line says
+                self._position, begin = head.offset, 0
+            data = os.pread(descriptor, self._read_bytes, begin)
         except OSError:
             return [], False
         finally:
@@ -66,10 +79,12 @@ class FollowedFile:
             for line in lines:
                 yield line.decode(errors="replace")
 
-    def _was_cut(self, descriptor: int) -> bool:
-        if os.fstat(descriptor).st_size < self._position:
+    def _was_truncated(self, descriptor: int, head: Head) -> bool:
+        end = self._position - head.offset
+        if os.fstat(descriptor).st_size < end:
             return True
-        return os.pread(descriptor, len(self._newest), self._position - len(self._newest)) != self._newest
+        begin = end - len(self._newest)
+        return begin >= head.nbytes and os.pread(descriptor, len(self._newest), begin) != self._newest
 
     def _restart(self) -> bool:
         began = self._position > 0

@@ -103,7 +103,8 @@ class HostKeeper:
         """Start the agent. Raises OSError."""
         os.makedirs(os.path.join(path, "logs"), exist_ok=True)
         self.output = os.path.join(path, "logs", "agent.out")
-        with open(self.output, "wb") as output:
+        with open(self.output, "ab") as output:
+            output.truncate(0)
             self.agent = subprocess.Popen(
                 [sys.executable, "-m", "launch.host", "--access", "-", "--name", name, "--run-dir", path],
                 stdin=subprocess.PIPE,

@@ -1,8 +1,15 @@
 """Outlives a killed launcher: stops the launcher's processes and removes the run's sockets and shared memory.
 
-The launcher starts it as a bare script (`python -I -S guard.py SOCKETS SHM`), so it imports nothing but the standard
-library. It reads `+PID SECONDS` and `-PID` lines from its input, which ends when the launcher dies. It inherits the
-lock on the run directory, so that a second launcher waits until no process of the first one is left.
+Until then, it limits the size of the files to which the processes print.
+
+The launcher starts it without site packages (`python -S -P -m launch.supervisor.guard SOCKETS SHM LOGS`), so it imports
+only the standard library and modules that do the same. It reads `+PID SECONDS` and `-PID` lines from its input, which
+ends when the launcher dies. It inherits the lock on the run directory, so that a second launcher waits until no process
+of the first one is left.
+
+The processes print to files and not to pipes: if the reader of a pipe is stopped or killed, whoever prints waits or
+fails. Nor can the processes limit these files themselves, because users' code and the programs that it starts write to
+the same descriptors.
 """
 
 from __future__ import annotations
@@ -12,12 +19,20 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
+
+from shared import bounded_file
 
 KILLED_S = 15.0
 """Maximum time, in seconds, to wait for killed processes to exit."""
+OUTPUT_SUFFIX = ".out"
+OUTPUTS_EVERY_S = 0.1
+"""Seconds between two checks of the sizes of the output files. In this time, a process can print about 100 MB."""
 
 
 class Left(NamedTuple):
@@ -76,11 +91,31 @@ def _wait(left: dict[int, Left], until: float) -> None:
                 continue
 
 
+def limit_outputs(logs: Path, ended: threading.Event) -> None:
+    """Cut the output files in `logs` that exceed the limit of `bounded_file`, until `ended` is set and once more."""
+    last = False
+    while not last:
+        last = ended.wait(OUTPUTS_EVERY_S)
+        with suppress(OSError):  # the folder is gone
+            for entry in os.scandir(logs):
+                with suppress(OSError):  # the file is gone, or the disk fails
+                    if entry.name.endswith(OUTPUT_SUFFIX) and entry.stat().st_size > bounded_file.LIMIT_BYTES:
+                        bounded_file.cut(Path(entry.path), bounded_file.LIMIT_BYTES)
+
+
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the guard ends when the launcher does
-    end(watch(sys.stdin))
-    for folder in sys.argv[1:]:
+    *volatile, logs = sys.argv[1:]
+    ended = threading.Event()
+    limiting = threading.Thread(target=limit_outputs, args=(Path(logs), ended))
+    limiting.start()
+    try:
+        end(watch(sys.stdin))
+    finally:
+        ended.set()
+        limiting.join()
+    for folder in volatile:
         shutil.rmtree(folder, ignore_errors=True)
 
 

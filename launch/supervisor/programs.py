@@ -21,6 +21,7 @@ from typing import BinaryIO
 import psutil
 import structlog
 
+from launch.supervisor import guard
 from launch.supervisor.plan import SUPERVISOR, Key
 from shared.rundir import RunDir
 
@@ -34,6 +35,8 @@ ORPHANS_END_S = 1.0
 """Seconds between the end of a service and the reaping of the killed processes that it left behind."""
 ORPHANS_EVERY_S = 60.0
 """Seconds between two searches for other processes that services left behind and that have ended."""
+GUARD_EVERY_S = 1.0
+"""Seconds between two checks that the guard is running."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -113,9 +116,11 @@ class Programs:
         self._lock = lock
         self._drain_limit_s = drain_limit_s
         self._guard: subprocess.Popen[bytes] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._alive: set[int] = set()
-        """Ids of the processes that have been started or adopted here and not yet reaped."""
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        """The next call of each function that is called repeatedly."""
+        self._alive: dict[int, float] = {}
+        """The processes that have been started or adopted here and not yet reaped: by id, the number of seconds that
+        the guard gives them to exit."""
         self._log = structlog.get_logger(SUPERVISOR)
 
     def place(self, key: Key, threads: int, gpus: str) -> None:
@@ -152,8 +157,8 @@ class Programs:
     def adopt(self, key: Key, pid: int, popen: subprocess.Popen[bytes] | None = None) -> Child:
         """Return the child `pid`, which is process `key`, and announce it to the guard. Raises OSError."""
         child = Child(pid, os.pidfd_open(pid), popen)
-        self._alive.add(pid)
-        self._tell_guard(f"+{pid} {self._drain_limit_s(key)}\n")
+        self._alive[pid] = self._drain_limit_s(key)
+        self._tell_guard(f"+{pid} {self._alive[pid]}\n")
         return child
 
     def reap(self, child: Child) -> int:
@@ -166,59 +171,71 @@ class Programs:
             os.killpg(child.pid, signal.SIGKILL)
         status = child.wait()
         os.close(child.descriptor)
-        self._alive.discard(child.pid)
+        self._alive.pop(child.pid, None)
         self._tell_guard(f"-{child.pid}\n")
         loop.call_later(ORPHANS_END_S, self._reap_orphans)
         return status
 
     def _reap_now_and_then(self) -> None:
         self._reap_orphans()
-        self._timer = asyncio.get_running_loop().call_later(ORPHANS_EVERY_S, self._reap_now_and_then)
+        self._again(self._reap_now_and_then, ORPHANS_EVERY_S)
+
+    def _again(self, function: Callable[[], None], delay_s: float) -> None:
+        self._timers[function] = asyncio.get_running_loop().call_later(delay_s, function)
 
     def _reap_orphans(self) -> None:
         """Reap processes that services left behind and that have ended. A subreaper is the parent of such processes.
 
         The launcher's own short-lived programs are in its process group, and are left to whoever waits for them.
         """
+        known = {*self._alive, self._guard.pid if self._guard is not None else 0}
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.Error, ChildProcessError, ProcessLookupError):
-                orphan = process.pid not in self._alive and os.getpgid(process.pid) != os.getpgrp()
+                orphan = process.pid not in known and os.getpgid(process.pid) != os.getpgrp()
                 if orphan and process.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(process.pid, os.WNOHANG)
 
     def start_guard(self) -> None:
-        """Start the process that stops the rest of the run if the launcher dies (`launch.supervisor.guard`), and become
-        the parent of processes whose parent ends, such as forks of a spare."""
+        """Start the process that stops the rest of the run if the launcher dies (`launch.supervisor.guard`), and again
+        whenever it ends. Become the parent of processes whose parent ends, such as forks of a spare."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were inherited as ignored, exit statuses would be lost
         if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         self._reap_now_and_then()
-        script = Path(__file__).with_name("guard.py")
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(script), str(self._run.sockets), str(self._run.shm)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=() if self._lock is None else (self._lock,),
-            start_new_session=True,
-        )
-        self._alive.add(self._guard.pid)
+        self._keep_guard()
+
+    def _keep_guard(self) -> None:
+        """Start the guard if it is not running, and tell it about all processes."""
+        self._again(self._keep_guard, GUARD_EVERY_S)
+        if self._guard is None or self._guard.poll() is not None:
+            if self._guard is not None:
+                self._log.warning("guard ended and starts again", pid=self._guard.pid, status=self._guard.returncode)
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+            folders = (self._run.sockets, self._run.shm, self._run.logs)
+            self._guard = subprocess.Popen(
+                [sys.executable, "-S", "-P", "-m", guard.__name__, *map(str, folders)],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**environment, "PYTHONPATH": str(ROOT)},
+                pass_fds=() if self._lock is None else (self._lock,),
+                start_new_session=True,
+            )
+            for pid, limit_s in self._alive.items():
+                self._tell_guard(f"+{pid} {limit_s}\n")
 
     async def close_guard(self) -> None:
         """Stop the guard. Call this once every program has ended."""
+        for timer in self._timers.values():
+            timer.cancel()
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
             await asyncio.get_running_loop().run_in_executor(None, self._guard.wait)
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
-        if self._timer is not None:
-            self._timer.cancel()
 
     def _tell_guard(self, line: str) -> None:
-        if self._guard is None or self._guard.stdin is None:
-            return
-        try:
-            self._guard.stdin.write(line.encode())
-            self._guard.stdin.flush()
-        except OSError as error:
-            self._log.warning("guard is gone", error=str(error))
-            self._guard = None
+        """Send a line to the guard. A guard that has just ended is told when it starts again."""
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._guard.stdin.write(line.encode())

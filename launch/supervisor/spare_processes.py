@@ -129,7 +129,7 @@ class SpareProcesses:
         command = [sys.executable, "-m", "shared.actor.spare", str(theirs.fileno()), "--run", str(self._run.path)]
         command.append("-" * max(COMMAND_BYTES - sum(len(os.fsencode(each)) + 1 for each in command), 1))
         try:
-            with theirs, self._output(kind).open("wb") as output:
+            with theirs, self._output(kind).open("ab") as output:
                 ours.send(json.dumps(kind.imports).encode())  # the socket buffers this until the spare reads it
                 child = self._programs.start(SPARE, command, output, (theirs.fileno(),))
         except OSError:

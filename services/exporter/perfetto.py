@@ -3,14 +3,17 @@
 The file is valid JSON at all times. It has a track for each kind of work in each process, and tracks for each traced
 task. Work that overlaps other work of the same kind gets another track, because the events of a track must nest. Once
 `trace.json` reaches half of the size limit, the file is renamed to `trace.1.json`, so that the two files together stay
-within the limit.
+within the limit. If that replaces an earlier file, the first event of the new `trace.json` says how many bytes were
+dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,8 +98,10 @@ class TraceFile:
         self._path, self._half = folder / FILE, limit_bytes // 2
         self._earlier = folder / EARLIER
         self._tracks = Tracks()
+        self._dropped_bytes = 0
+        """Size of the events that this process has dropped."""
         if self._path.exists():
-            self._path.replace(self._earlier)
+            self._set_aside()
             _repair(self._earlier, self._half)
         self._open()
 
@@ -105,10 +110,13 @@ class TraceFile:
         data = self._encoded(placed)
         if self._size + len(data) > self._half - len(END):
             os.close(self._descriptor)
-            self._path.replace(self._earlier)
+            self._set_aside()
             self._open()
             data = self._encoded(placed)  # The new file has its own track names.
-        if not data or self._size + len(data) > self._half - len(END):
+        if self._size + len(data) > self._half - len(END):
+            self._dropped_bytes += len(data)
+            return
+        if not data:
             return
         if os.pwrite(self._descriptor, data + END, self._size) < len(data) + len(END):
             os.ftruncate(self._descriptor, self._size)
@@ -129,12 +137,19 @@ class TraceFile:
     def close(self) -> None:
         os.close(self._descriptor)
 
+    def _set_aside(self) -> None:
+        """Rename the file, which replaces an earlier one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._dropped_bytes += self._earlier.stat().st_size
+        self._path.replace(self._earlier)
+
     def _open(self) -> None:
         self._tracks.forget_names()
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._descriptor = os.open(self._path, flags, 0o644)
-        os.pwrite(self._descriptor, HEAD + END.lstrip(), 0)
-        self._size = len(HEAD)
+        head = HEAD + json.dumps(_dropped(self._dropped_bytes)).encode() if self._dropped_bytes else HEAD
+        os.pwrite(self._descriptor, head + (END if head != HEAD else END.lstrip()), 0)
+        self._size = len(head)
         """Size of the file in bytes, without the end of the JSON list."""
 
     def _events(self, placed: Sequence[tuple[Interval, list[TraceSpan]]]) -> Iterator[Event]:
@@ -150,6 +165,12 @@ def _repair(path: Path, most_bytes: int) -> None:
     data = path.read_bytes()[: most_bytes + 1]
     if not data.endswith(END):
         path.write_bytes((data[: data.rfind(b"},\n") + 1] or HEAD.strip()) + END)
+
+
+def _dropped(nbytes: int) -> Event:
+    """Return an event that applies to the whole file."""
+    name = f"{nbytes:,} earlier bytes were dropped"
+    return {"ph": "i", "s": "g", "name": name, "pid": 0, "tid": 0, "ts": _us(time.time())}
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> Event:

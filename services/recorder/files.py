@@ -7,6 +7,7 @@ appends to the file.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -36,8 +37,11 @@ class SampleFiles:
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._folder = folder
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._sizes = {path: path.stat().st_size for path in folder.rglob(f"*{SUFFIX}")}
+        self._oldest = [(self._rank(path), path) for path in self._sizes]
+        """A heap of the files in the order in which they are removed. It may still contain files that are gone."""
+        heapq.heapify(self._oldest)
         self.nbytes = sum(self._sizes.values())
         """Total size of the files."""
         self._tasks: dict[Path, set[str]] = {}
@@ -60,7 +64,7 @@ class SampleFiles:
         if first.task in known:
             return False
         data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-        if known and self._sizes.get(path, 0) + len(data) > self._limit_bytes:
+        if known and self._sizes.get(path, 0) + len(data) > self.limit_bytes:
             self.left_out += 1
             return False
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -132,6 +136,8 @@ class SampleFiles:
         return complete
 
     def _resize(self, path: Path, nbytes: int) -> None:
+        if path not in self._sizes:
+            heapq.heappush(self._oldest, (self._rank(path), path))
         self.nbytes += nbytes - self._sizes.get(path, 0)
         self._sizes[path] = nbytes
 
@@ -152,18 +158,16 @@ class SampleFiles:
 
     def _trim(self, newest: Path) -> None:
         """Remove files until the limit is met: discarded files first, then the oldest steps. Never removes `newest`."""
-        if self.nbytes <= self._limit_bytes:
-            return
-        oldest_first = sorted(self._sizes, key=lambda path: (DISCARDED not in self._top(path), _step(path), path))
-        for path in oldest_first:
-            if self.nbytes <= self._limit_bytes or path == newest:
-                break
-            path.unlink(missing_ok=True)
-            self._forget(path)
-            self.removed += 1
+        while self.nbytes > self.limit_bytes and self._oldest[0][1] != newest:
+            _, path = heapq.heappop(self._oldest)
+            if path in self._sizes:
+                path.unlink(missing_ok=True)
+                self._forget(path)
+                self.removed += 1
 
-    def _top(self, path: Path) -> str:
-        return path.relative_to(self._folder).parts[0]
+    def _rank(self, path: Path) -> tuple[bool, int]:
+        """Return the key by which files are removed, lowest first."""
+        return path.relative_to(self._folder).parts[0] != DISCARDED, _step(path)
 
 
 def _step(path: Path) -> int:

@@ -103,6 +103,7 @@ class RecorderService(Service):
             self.log.warning("samples lost: the recorder was too slow or not running", tasks=due.lost - self._lost)
             self._lost = due.lost
         shards: Shards = {}
+        removed = self._files.removed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(READ_S):
                 await self._read(due, shards)
@@ -111,9 +112,18 @@ class RecorderService(Service):
             self._taken.append(PutTask(ended.task_id, ended.fence))
             await asyncio.sleep(0)  # let the event loop do other work between two tasks
         if due.tasks:
+            files = self._files
+            if files.removed and not removed:
+                self.log.warning("samples/ is full: the oldest files are removed", limit_bytes=files.limit_bytes)
             self.telemetry.emit(
                 "samples",
-                {**self._counts, "lost": self._lost, "left_out": self._files.left_out, "bytes": self._files.nbytes},
+                {
+                    **self._counts,
+                    "lost": self._lost,
+                    "left_out": files.left_out,
+                    "removed": files.removed,
+                    "bytes": files.nbytes,
+                },
             )
         return bool(due.tasks)
 

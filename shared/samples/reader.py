@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,17 +18,21 @@ _decoder = msgspec.json.Decoder(Record)
 
 def splits(run: Path) -> list[str]:
     """Return the splits that have samples: "train" first, then "eval/<set>" by name."""
-    evals = (run / FOLDER / EVAL_PREFIX.rstrip("/")).glob(f"*/*{SUFFIX}")
-    found = sorted({f"{EVAL_PREFIX}{path.parent.name}" for path in evals})
-    return [TRAIN, *found] if steps(run) else found
+    evals = (path.name for path in (run / FOLDER / EVAL_PREFIX.rstrip("/")).glob("*"))
+    known = [TRAIN, *sorted(f"{EVAL_PREFIX}{name}" for name in evals)]
+    return [split for split in known if any((run / FOLDER / split).glob(f"*{SUFFIX}"))]
 
 
 def steps(run: Path, split: str = TRAIN) -> list[int]:
     """Return the steps that have samples, ascending. For an evaluation, return the policy versions instead."""
     if not _is_split(split):
         return []
-    paths = (run / FOLDER / split).glob(f"*{SUFFIX}")
-    return sorted(int(path.stem) for path in paths if path.stem.isdigit())
+    try:
+        names = os.listdir(run / FOLDER / split)
+    except OSError:
+        return []
+    stems = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
+    return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
 def read(

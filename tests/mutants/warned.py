@@ -62,7 +62,7 @@ WARNED = [
     Mutation(
         "rolled-back rows are noticed only by the size of the file",
         "shared/followed_file.py",
-        "restarted = self._was_cut(descriptor) and self._restart()",
+        "restarted = self._was_truncated(descriptor, head) and self._restart()",
         "restarted = os.fstat(descriptor).st_size < self._position and self._restart()",
         "tests/unit/shared/test_metrics_follower.py"
         "::test_rows_that_the_scheduler_rolls_back_are_noticed_even_if_the_file_has_grown_since",

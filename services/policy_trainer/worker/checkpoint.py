@@ -12,6 +12,7 @@ pickle.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import shutil
@@ -91,8 +92,12 @@ def save(
     _sync(folder)
     here = checkpoint_steps(folder)
     newer = [step for step in here if step > state.step]  # these steps were rolled back
-    in_turn = [step for step in here if step <= state.step and not _made_at_stop(folder / f"{CHECKPOINT_PREFIX}{step}")]
-    kept = {*in_turn[-keep_last:], *keep}
+    in_turn = (
+        step
+        for step in reversed(here)
+        if step <= state.step and not _made_at_stop(folder / f"{CHECKPOINT_PREFIX}{step}")
+    )
+    kept = {*itertools.islice(in_turn, keep_last), *keep}  # reads no manifest of an older checkpoint (`keep_every`)
     older = [step for step in here if step < state.step and step not in kept]
     for step in (*newer, *older):
         if step in newer or not keep_every or step % keep_every:

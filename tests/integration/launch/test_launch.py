@@ -256,6 +256,22 @@ def test_a_launcher_killed_while_services_start_leaves_nothing_behind(tmp_path: 
         assert_nothing_left(run)
 
 
+def test_a_killed_guard_is_replaced(tmp_path: Path) -> None:
+    def guards() -> list[int]:
+        found = ((each.pid, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"]))
+        return [pid for pid, line in found if "launch.supervisor.guard" in line and str(run.sockets) in line]
+
+    with launched(tmp_path / "run") as here:
+        rows = here.wait_ready()
+        run = here.run
+        [guard] = guards()
+        os.kill(guard, signal.SIGKILL)
+        wait_for("another guard", lambda: guards() not in ([], [guard]))
+        os.kill(rows["rollout/0"]["pid"], signal.SIGSTOP)  # only a guard that knows this process can end it
+        here.process.kill()
+        assert_nothing_left(run)
+
+
 def test_an_interrupt_drains_the_run_and_says_how_to_resume_it(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()

@@ -25,7 +25,7 @@ def events(path: Path) -> list[Event]:
     """Return the events of a file, each checked against the Trace Event Format."""
     found: list[Event] = json.loads(path.read_text())
     for event in found:
-        assert event["ph"] in {"X", "M", "b", "e"}
+        assert event["ph"] in {"X", "M", "b", "e", "i"}
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
         assert isinstance(event["name"], str)
@@ -111,6 +111,11 @@ def test_the_file_is_valid_after_every_write_and_stays_within_its_limit(tmp_path
     assert events(tmp_path / EARLIER)
     names = [event for event in events(tmp_path / FILE) if event["name"] == "process_name"]
     assert len(names) == 1, "each file names its tracks itself"
+    [told] = [event["name"] for event in events(tmp_path / FILE) if event["ph"] == "i"]
+    dropped = int(told.replace(",", "").removesuffix(" earlier bytes were dropped"))
+    kept = sum(len(events(tmp_path / name)) for name in (FILE, EARLIER))
+    assert dropped > 2 * (64 << 10)
+    assert 4 * 300 - kept == pytest.approx(dropped / (32 << 10) * len(events(tmp_path / EARLIER)), rel=0.05)
 
 
 def test_a_restarted_exporter_keeps_the_file_of_the_previous_one(tmp_path: Path) -> None:

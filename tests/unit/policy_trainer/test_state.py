@@ -168,6 +168,23 @@ def test_the_newest_checkpoints_and_those_of_every_nth_step_are_kept(folder: Pat
     assert checkpoint_steps(tmp_path) == [3, 6, 7]
 
 
+def test_a_save_reads_no_manifests_of_checkpoints_that_were_kept_long_ago(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, looked = backend(folder), list[str]()
+    for step in range(1, 7):
+        checkpoint.save(tmp_path, state(made, step), keep_last=2, keep_every=1)
+    real = checkpoint._made_at_stop
+
+    def made_at_stop(path: Path) -> bool:
+        looked.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "_made_at_stop", made_at_stop)
+    checkpoint.save(tmp_path, state(made, 7), keep_last=2, keep_every=1)
+    assert looked == ["step-7", "step-6"]
+
+
 def test_checkpoints_listed_by_step_are_kept_in_addition(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     found = []

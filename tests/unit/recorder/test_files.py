@@ -61,6 +61,45 @@ def test_the_oldest_steps_are_removed_to_stay_within_the_limit(tmp_path: Path) -
     assert files(tmp_path).nbytes == kept.nbytes
 
 
+def test_the_work_at_the_limit_does_not_grow_with_the_number_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = files(tmp_path / "measured")
+    one.append(group(1000, 1000))
+    count = 500
+    many = files(tmp_path)
+    for step in range(1000, 1000 + count):
+        many.append(group(step, step))
+    looked: list[Path] = []
+
+    def step_of(path: Path) -> int:
+        looked.append(path)
+        return int(path.stem)
+
+    monkeypatch.setattr("services.recorder.files._step", step_of)
+    full = files(tmp_path, limit_bytes=count * one.nbytes)
+    assert len(looked) == count, "once for each file when the recorder starts"
+    looked.clear()
+    for step in range(1000 + count, 1100 + count):
+        full.append(group(step, step))
+    assert full.removed == 100
+    assert steps(tmp_path) == list(range(1100, 1100 + count))
+    assert len(looked) == 100, "once for each new file"
+
+
+def test_a_file_that_is_written_again_after_a_rollback_keeps_its_place(tmp_path: Path) -> None:
+    store = files(tmp_path)
+    for step in (1, 2, 3):
+        store.append(group(step, step))
+    store.discard(0, 1)
+    for step in (2, 3, 4):
+        store.append(group(step, step, lineage=1))
+    store.limit_bytes = store.nbytes * 3 // 6  # the size of three of the six files
+    store.append(group(5, 5, lineage=1))
+    assert steps(tmp_path) == [3, 4, 5]
+    assert store.nbytes == sum(each.stat().st_size for each in (tmp_path / "samples").rglob("*.jsonl"))
+
+
 def test_samples_larger_than_the_limit_are_kept_until_newer_samples_arrive(tmp_path: Path) -> None:
     tight = files(tmp_path, limit_bytes=1)
     tight.append(group(1, 0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import structlog
 
 from shared.actor import logging
+from shared.bounded_file import LIMIT_BYTES
 from tests.integration.store_process import fill, small_mount
 
 
@@ -50,6 +53,27 @@ def test_lines_that_do_not_fit_on_the_disk_are_lost_and_counted(mount: Path) -> 
     assert [each["event"] for each in events[-2:]] == ["room again", "last"]
     assert events[-2]["lost_lines"] == 200 - len(written)
     assert "lost_lines" not in events[-1]
+
+
+def test_a_log_keeps_its_newest_lines_and_says_how_many_bytes_are_gone(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    logging.configure(path, service="a", instance=3, run="r")
+    log = structlog.get_logger("a")
+    count = LIMIT_BYTES // (60 << 10)
+    for number in range(count):
+        log.info("long", number=number, text="x" * (60 << 10))
+    while any(thread.name == "log limit" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    log.info("last")
+    assert LIMIT_BYTES // 2 <= path.stat().st_size < LIMIT_BYTES
+    head, torn, *rest = path.read_text().splitlines()
+    first, *_, newest, last = map(json.loads, rest)
+    assert last["event"] == "last"
+    assert newest["number"] == count - 1
+    told = json.loads(head)
+    assert (told["event"], told["service"], told["instance"]) == ("earlier lines were dropped", "a", 3)
+    lines = (told["dropped_bytes"] + len(torn) + 1) / first["number"]
+    assert 60 << 10 < lines < 61 << 10, "the bytes of the lines before the first whole one"
 
 
 def test_a_closed_console_does_not_end_the_process(tmp_path: Path) -> None:
