@@ -43,7 +43,14 @@ def supervised(
     run: RunDir, keys: list[Key], program: str, scene: Callable[[Supervisor], Awaitable[None]], limit_s: float
 ) -> RunEnded:
     async def main() -> RunEnded:
-        made = Supervisor(run, keys, threads={}, on_event=lambda _: None, command=lambda _: ["/bin/sh", "-c", program])
+        made = Supervisor(
+            run,
+            keys,
+            threads={},
+            start_limit_s=limit_s,
+            on_event=lambda _: None,
+            command=lambda _: ["/bin/sh", "-c", program],
+        )
         ending = asyncio.create_task(made.run())
         try:
             await scene(made)
