@@ -1,4 +1,7 @@
-"""Tests that a run in which every service and every optional section is turned on starts, restarts and goes on."""
+"""Tests that a run in which every service and every optional section is turned on starts, restarts and goes on.
+
+It has one store, because every further store needs a host of its own (`tests/integration/hosts`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tests.integration.tiny.harness import (
     wait_for,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RUNS = [
     pytest.param(TINY, 30.0, id="tiny"),

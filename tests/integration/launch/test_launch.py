@@ -146,16 +146,6 @@ def hang_line(path: Path, service: str) -> dict[str, str]:
     return found
 
 
-def test_a_service_that_is_not_ready_in_time_is_killed_and_started_again(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "stall-rollout").touch()
-    with launched(tmp_path / "run", "--set", "run.start_limit_s=6") as here:
-        assert here.wait_ready()["rollout/0"]["restarts"] >= 1
-        log = [json.loads(line) for line in here.run.log_file("supervisor", 0).read_text().splitlines()]
-    causes = [line["cause"] for line in log if line["event"] == "process died" and line["name"] == "rollout/0"]
-    assert causes[0] == "not READY within 6 s of its start (run.start_limit_s)"
-
-
 def test_service_that_hangs_in_c_writes_the_stacks_of_its_threads_before_it_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

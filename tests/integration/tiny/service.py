@@ -1,8 +1,8 @@
 """A real service of any name that does no work and never imports torch. Files in the run directory control it.
 
 `fail-<service>`: the service fails while it is starting. `refuse-<service>`: the service refuses to start, with a
-one-line error. `stall-<service>`: the next start of the service never ends. `hang-<service>`: the service hangs in C,
-holding the interpreter's lock. `finish`: the driver is done. The service `scheduler` answers registrations and status.
+one-line error. `hang-<service>`: the service hangs in C, holding the interpreter's lock. `finish`: the driver is done.
+The service `scheduler` answers registrations and status.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ class TinyService(Service):
             raise RuntimeError(f"{self.NAME} was told to fail")
         if (self.run.path / f"refuse-{self.NAME}").exists():
             raise RpcError(ErrorCode.BAD_REQUEST, f"model of {self.NAME}: cannot be loaded")
-        if (stall := self.run.path / f"stall-{self.NAME}").exists():
-            stall.unlink()
-            await asyncio.Event().wait()
         if self.NAME == "rollout":  # Like an engine, this service has ranks of its own.
             sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)", str(self.run.path), "rank"]
             subprocess.Popen(sleep, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
