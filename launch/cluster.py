@@ -332,6 +332,7 @@ async def _supervise(
         run,
         plan,
         threads=threads,
+        start_limit_s=topology.run.start_limit_s,
         gpus=gpus,
         listen=listen,
         on_event=on_event,

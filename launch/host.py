@@ -292,6 +292,7 @@ class _Life:
                 self._run,
                 list(keys),
                 threads={key: each.threads for key, each in keys.items()},
+                start_limit_s=self._topology.run.start_limit_s,
                 gpus={key: link.gpus_of(each) for key, each in keys.items()},
                 listen=dict.fromkeys([*keys, (SUPERVISOR, 0)], self._listen),
                 on_event=lambda event: None,

@@ -107,6 +107,7 @@ class Supervisor:
         plan: Sequence[Key],
         *,
         threads: Mapping[Key, int],
+        start_limit_s: float,
         gpus: Mapping[Key, str] | None = None,
         listen: Mapping[Key, str] | None = None,
         on_event: Callable[[EVENTS], None],
@@ -120,11 +121,11 @@ class Supervisor:
         access: Access | None = None,
     ) -> None:
         """`threads` gives the number of CPU threads of each process (default 1), and `gpus` its CUDA_VISIBLE_DEVICES.
-        If the run spans several hosts, `listen` gives each process's endpoint for other hosts, including the
-        supervisor's own. `lock` is the descriptor of the lock on the run directory, which the guard inherits.
-        `save_limit_s` is the maximum time, in seconds, that the trainer may take to save a checkpoint at the end.
-        `command` returns the program of a service; by default, a service runs its module. `spares` are the spare
-        processes to keep; services are forked from them.
+        A process that is not READY within `start_limit_s` seconds is killed and started again. If the run spans several
+        hosts, `listen` gives each process's endpoint for other hosts, including the supervisor's own. `lock` is the
+        descriptor of the lock on the run directory, which the guard inherits. `save_limit_s` is the maximum time, in
+        seconds, that the trainer may take to save a checkpoint at the end. `command` returns the program of a service;
+        by default, a service runs its module. `spares` are the spare processes to keep; services are forked from them.
 
         `ranks` is the number of processes that together hold one model, by service (default 1). `resize` checks that a
         service can have a given number of instances and returns what they need, or raises RpcError; if it is None,
@@ -134,10 +135,11 @@ class Supervisor:
         self._run = run
         self._kinds = list(spares)
         forked = {service for kind in spares for service in kind.services}
-        self.state = RunLifecycle(plan, save_limit_s, hosts=hosts is not None, held=forked)
+        self.state = RunLifecycle(plan, save_limit_s, start_limit_s=start_limit_s, hosts=hosts is not None, held=forked)
         self._programs = Programs(
             run, threads=threads, gpus=gpus or {}, lock=lock, drain_limit_s=self.state.drain_limit_s
         )
+        self._start_limit_s = start_limit_s
         self._listen = dict(listen or {})
         self._on_event = on_event
         self._ranks = dict(ranks or {})
@@ -173,6 +175,7 @@ class Supervisor:
             self._run,
             self._programs,
             self._kinds,
+            start_limit_s=self._start_limit_s,
             on_settled=lambda services: self._feed(SpareSettled(services)),
             on_notice=self._on_event,
         )

@@ -20,7 +20,6 @@ import structlog
 from launch.supervisor.plan import SUPERVISOR, Key
 from launch.supervisor.programs import Child, Programs
 from launch.supervisor.spares import SpareKind, SpareRules
-from launch.supervisor.state import START_LIMIT_S
 from proto.messages import SpareRow
 from shared.rundir import RunDir, service_name
 
@@ -49,13 +48,16 @@ class SpareProcesses:
         programs: Programs,
         kinds: Iterable[SpareKind],
         *,
+        start_limit_s: float,
         on_settled: Callable[[Collection[str]], None],
         on_notice: Callable[[SpareNotice], None],
     ) -> None:
-        """`on_settled` is called with the names of services once their spare can be used or has failed."""
+        """A kind whose spare does not finish its imports within `start_limit_s` seconds is given up. `on_settled` is
+        called with the names of services once their spare can be used or has failed."""
         self._run = run
         self._programs = programs
         self._kinds = list(kinds)
+        self._start_limit_s = start_limit_s
         self._on_settled = on_settled
         self._on_notice = on_notice
         self._rules = SpareRules(self._kinds)
@@ -117,7 +119,7 @@ class SpareProcesses:
             self._give_up(kind, str(error))
             self._loop.call_soon(self._on_settled, kind.services)
             return
-        limit = self._loop.call_later(START_LIMIT_S, self._on_limit, kind)
+        limit = self._loop.call_later(self._start_limit_s, self._on_limit, kind)
         self._children[kind] = child, ours, limit
         self._rules.started(kind, child.pid)
         self._loop.add_reader(child.descriptor, self._on_exit, kind)
@@ -176,7 +178,7 @@ class SpareProcesses:
         self._on_settled(kind.services)
 
     def _on_limit(self, kind: SpareKind) -> None:
-        self._give_up(kind, f"its imports did not finish within {START_LIMIT_S:g} s")
+        self._give_up(kind, f"its imports did not finish within {self._start_limit_s:g} s (run.start_limit_s)")
         self._children[kind][0].signal(signal.SIGKILL)
 
     def _give_up(self, kind: SpareKind, cause: str) -> None:

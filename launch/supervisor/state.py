@@ -55,8 +55,6 @@ FIRST_BACKOFF_S = 0.25
 FAILURE_BACKOFF_S = 8.0
 KILL_BACKOFF_S = 1.0
 """Maximum delay, in seconds, before the restart of a process that was killed again before it was READY."""
-START_LIMIT_S = 600.0
-"""Seconds after which a process that is not READY is killed and counted as failed."""
 DRAIN_LIMIT_S = 15.0
 """Seconds after which a process that was told to stop is killed. Services limit their own drain to 10 s."""
 RETIRE_LIMIT_S = 600.0
@@ -113,16 +111,19 @@ class RunLifecycle:
         plan: Sequence[Key],
         save_limit_s: float = 0.0,
         *,
+        start_limit_s: float,
         hosts: bool = False,
         held: Collection[str] = (),
     ) -> None:
         """`save_limit_s` is the maximum time, in seconds, that the trainer may take to save a checkpoint at the end of
-        the run. `hosts` means that the run has processes on other hosts, which are stopped before the services that
-        they talk to. The services in `held` are not started before their spare is settled."""
+        the run. A process that is not READY within `start_limit_s` seconds of its start is killed and counts as failed.
+        `hosts` means that the run has processes on other hosts, which are stopped before the services that they talk
+        to. The services in `held` are not started before their spare is settled."""
         self._hosts = hosts
         self.held = set(held)
         """The services that wait for their spare before their first start."""
         self._save_limit_s = save_limit_s
+        self._start_limit_s = start_limit_s
         self.phase = RunPhase.STARTING
         self.processes = {key: Process(key) for key in plan}
         self._outcome = RunOutcome.DONE
@@ -383,11 +384,11 @@ class RunLifecycle:
         for process in self.processes.values():
             if process.ready_by is not None and process.ready_by <= now and process.pid:
                 process.ready_by = None
-                process.cause = f"not READY within {START_LIMIT_S:g} s of its start"
+                process.cause = f"not READY within {self._start_limit_s:g} s of its start (run.start_limit_s)"
                 process.state = ProcessState.FAILED
                 self._effects.append(Kill(process.key, process.pid, hung=True))
             if process.drain_by is not None and process.drain_by <= now and process.pid:
-                process.drain_by = now + START_LIMIT_S  # stays set, because the process must not start again
+                process.drain_by = now + RETIRE_LIMIT_S  # stays set, because the process must not start again
                 self._tell_to_end(process, now)
             if process.kill_at is not None and process.kill_at <= now and process.pid:
                 process.kill_at = None
@@ -423,7 +424,7 @@ class RunLifecycle:
         process.start_at = None
         process.served = False
         process.incarnation = 0
-        process.ready_by = now + START_LIMIT_S
+        process.ready_by = now + self._start_limit_s
         self._effects.append(Spawn(process.key))
 
     def _tell_to_end(self, process: Process, now: float) -> None:

@@ -185,7 +185,7 @@ class StoreService(Service):
 
     async def drain(self) -> None:
         """Keep the files for a restarted store, unless the supervisor of the run has ended."""
-        if self._supervisor and os.getppid() != self._parent:
+        if self.supervised and os.getppid() != self._parent:
             self.run.remove_shards()
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, final
 
 import psutil
 import structlog
@@ -72,6 +72,9 @@ class ProcessState(StrEnum):
 class Service:
     """Base of every actor. Override `start`, `serve` and `drain`; add handlers to `self.mailbox` in `__init__`.
 
+    A subclass replaces nothing else by accident: a method that is not meant to be overridden is `final`, and Python
+    keeps names that begin with two underscores apart from those of subclasses.
+
     An actor runs in a process through `shared.actor.process.run_process`, or on a thread in tests. All methods belong
     to one event loop; other threads call them with `asyncio.run_coroutine_threadsafe(..., self.loop)`.
     """
@@ -82,44 +85,44 @@ class Service:
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         """`supervisor` is the endpoint to which states are reported, empty for a service started by hand."""
-        self.run = run
-        self.instance = instance
-        self.incarnation = new_incarnation()
+        self.run: Final = run
+        self.instance: Final = instance
+        self.incarnation: Final = new_incarnation()
         self.state = ProcessState.STARTING
         self.cause = ""
         self.exit_status = FAILED_STATUS
         """Exit status of the process if this life ends as FAILED."""
-        self.name = service_name(self.NAME, instance)
-        self.mailbox = Mailbox(self.name, self.incarnation)
-        self.telemetry = TelemetrySender(self.NAME, instance, self.incarnation)
-        self.log = structlog.get_logger(self.NAME)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.name: Final = service_name(self.NAME, instance)
+        self.mailbox: Final = Mailbox(self.name, self.incarnation)
+        self.telemetry: Final = TelemetrySender(self.NAME, instance, self.incarnation)
+        self.log: Final = structlog.get_logger(self.NAME)
+        self.context: Final[zmq.Context[zmq.Socket[bytes]]] = zmq.Context(io_threads=1)
         self.endpoint = ""
-        self.stopping = asyncio.Event()
+        self.stopping: Final = asyncio.Event()
         self.loop: asyncio.AbstractEventLoop
         self.listen = ""
         """`tcp://ADDRESS:PORT` at which to answer other hosts. Set it before the service runs."""
-        self._keys: Keyring | None = None
-        self._gate: Gate | None = None
-        self._directory: Directory | None = None
-        self._supervisor = supervisor
-        self._clients: dict[tuple[str, int], Client] = {}
-        self._process = psutil.Process()
-        self._scheduler_incarnation = 0
-        self._reports: deque[ServiceReport] = deque()
-        self._reporter: asyncio.Task[None] | None = None
+        self.__keys: Keyring | None = None
+        self.__gate: Gate | None = None
+        self.__directory: Directory | None = None
+        self.__supervisor = supervisor
+        self.__clients: dict[tuple[str, int], Client] = {}
+        self.__process = psutil.Process()
+        self.__scheduler_incarnation = 0
+        self.__reports: deque[ServiceReport] = deque()
+        self.__reporter: asyncio.Task[None] | None = None
         self.drain_s = DRAIN_S
-        self._failure: BaseException | None = None
-        self._background: list[asyncio.Task[None]] = []
+        self.__failure: BaseException | None = None
+        self.__background: list[asyncio.Task[None]] = []
         self.progress: Callable[[], int] = lambda: 0
         """Function that returns the progress for heartbeats. Only the worker thread advances it."""
-        self._progress = (0, -1.0)
+        self.__progress = (0, -1.0)
         """The last progress noted, and the loop time at which it advanced, or -1."""
-        self._entered_at = -1.0
+        self.__entered_at = -1.0
         """Loop time at which the current state began."""
-        self.mailbox.handle(Ping, self._ping)
-        self.mailbox.handle(GetWaits, self._waits)
-        self.mailbox.handle(messages.GetLog, self._log_page)
+        self.mailbox.handle(Ping, self.__ping)
+        self.mailbox.handle(GetWaits, self.__waits)
+        self.mailbox.handle(messages.GetLog, self.__log_page)
 
     # ---- to override
 
@@ -144,7 +147,7 @@ class Service:
             instance=self.instance,
             incarnation=self.incarnation,
             state=self.state,
-            rss_bytes=self._process.memory_info().rss,
+            rss_bytes=self.__process.memory_info().rss,
             progress=self.progress(),
         )
 
@@ -176,62 +179,68 @@ class Service:
 
     # ---- for services
 
+    @final
     def client(self, service: str, instance: int = 0) -> Client:
         """Return the (cached) client of another service's mailbox, on any host."""
         key = (service, instance)
-        if key not in self._clients:
+        if key not in self.__clients:
             name = service_name(service, instance)
             if service == "scheduler":
                 endpoint = self.run.scheduler or self.run.endpoint(service, instance)
             else:
-                endpoint = "" if self._directory is not None else self.run.endpoint(service, instance)
-            client = Client(self.context, endpoint, name, self.incarnation, keys=self._keys)
-            if self._directory is not None and not endpoint:
-                self._directory.follow(service, instance, client)
-            self._clients[key] = client
-        return self._clients[key]
+                endpoint = "" if self.__directory is not None else self.run.endpoint(service, instance)
+            client = Client(self.context, endpoint, name, self.incarnation, keys=self.__keys)
+            if self.__directory is not None and not endpoint:
+                self.__directory.follow(service, instance, client)
+            self.__clients[key] = client
+        return self.__clients[key]
 
+    @final
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background until the end of this life. If it fails, the service fails."""
-        self._background.append(asyncio.create_task(work))
-        self._background[-1].add_done_callback(self._on_background_end)
+        self.__background.append(asyncio.create_task(work))
+        self.__background[-1].add_done_callback(self.__on_background_end)
 
     async def resolve(self, service: str, instance: int) -> messages.Resolved:
         """Return the registration of an instance. Raises RpcError if it is missing or the scheduler does not answer."""
         request = messages.Resolve(service=service, instance=instance)
         return await self.scheduler.call(request, messages.Resolved, deadline_s=CALL_S)
 
+    @final
     @property
     def scheduler(self) -> Client:
         return self.client("scheduler")
 
+    @final
     @property
     def supervised(self) -> bool:
         """Whether a launcher started this process, receives its states and can kill it."""
-        return bool(self._supervisor)
+        return bool(self.__supervisor)
 
+    @final
     def ends_after(self, what: str) -> None:
         """Enter DRAINING and tell the supervisor what must finish before the process exits, e.g. `saving step 19`."""
         self.cause = what
-        self._enter(ProcessState.DRAINING)
+        self.__enter(ProcessState.DRAINING)
 
     # ---- life-cycle
 
+    @final
     async def run_until_stopped(self) -> int:
         """Run from STARTING to STOPPED or FAILED, close all sockets and return the exit status."""
         self.loop = asyncio.get_running_loop()
-        self._entered_at = self.loop.time()
+        self.__entered_at = self.loop.time()
         try:
             self.endpoint = self.bind()
-            self._reach_other_hosts()
+            self.__reach_other_hosts()
             self.telemetry.connect(self.client("monitor"))
-            refusals = report_refusals(self.mailbox, self._gate, self.telemetry, HEARTBEAT_S)
-            self._background += [asyncio.create_task(refusals), asyncio.create_task(self._report_resources())]
-            self._report()
+            refusals = report_refusals(self.mailbox, self.__gate, self.telemetry, HEARTBEAT_S)
+            self.__background += [asyncio.create_task(refusals), asyncio.create_task(self.__report_resources())]
+            self.__report()
             if self.HEARTBEATS:
-                self.keep(self._heartbeats())
+                self.keep(self.__heartbeats())
             try:
-                await self._until_stopping(self.start())
+                await self.__until_stopping(self.start())
             except RpcError as error:
                 if error.code == ErrorCode.BAD_REQUEST:
                     self.exit_status = UNUSABLE_STATUS
@@ -241,26 +250,26 @@ class Service:
                 # do not traverse them; otherwise, each one would keep a store from sending anything for 0.03 s.
                 gc.collect()
                 gc.freeze()
-                self._enter(ProcessState.READY)
-                await self._until_stopping(self.serve())
-            if self._failure is not None:
-                raise self._failure
+                self.__enter(ProcessState.READY)
+                await self.__until_stopping(self.serve())
+            if self.__failure is not None:
+                raise self.__failure
             if self.state != ProcessState.DRAINING:
-                self._enter(ProcessState.DRAINING)
+                self.__enter(ProcessState.DRAINING)
             async with asyncio.timeout(self.drain_s):
                 await self.drain()
             self.cause = ""
-            self._enter(ProcessState.STOPPED)
+            self.__enter(ProcessState.STOPPED)
         except Exception as error:
             # The cause is one line; the log contains the traceback.
             self.cause = str(error) if isinstance(error, RpcError) else f"{type(error).__name__}: {error}"
             self.log.error("service failed", exc_info=error)
-            self._enter(ProcessState.FAILED)
+            self.__enter(ProcessState.FAILED)
         finally:
-            for task in self._background:
+            for task in self.__background:
                 task.cancel()
-            await asyncio.gather(*self._background, return_exceptions=True)
-            await self._flush_reports()
+            await asyncio.gather(*self.__background, return_exceptions=True)
+            await self.__flush_reports()
             self.telemetry.flush()
             await self.close()
         return 0 if self.state == ProcessState.STOPPED else self.exit_status
@@ -273,21 +282,21 @@ class Service:
         """Open the mailbox to other hosts at `listen` and return the endpoint. Override this to open other sockets."""
         return self.mailbox.bind(self.context, self.listen, gate=gate)
 
-    def _reach_other_hosts(self) -> None:
+    def __reach_other_hosts(self) -> None:
         """Load the keys, and open the mailbox on tcp if `listen` is set. On the host that started the run, do nothing
         if `listen` is not set."""
         if not self.listen and not self.run.scheduler:
             return
         if self.listen:
             check_listen(self.listen)
-        self._keys = keys.load(self.run.keys, Role.SERVICE)
-        self._directory = Directory(self._find_endpoint)
+        self.__keys = keys.load(self.run.keys, Role.SERVICE)
+        self.__directory = Directory(self.__find_endpoint)
         if self.listen:
-            self._gate = Gate(self.context, self._keys)
-            self.endpoint = self.open_door(self._gate)
+            self.__gate = Gate(self.context, self.__keys)
+            self.endpoint = self.open_door(self.__gate)
             self.log.info("listens", endpoint=self.endpoint)
 
-    async def _find_endpoint(self, service: str, instance: int) -> str:
+    async def __find_endpoint(self, service: str, instance: int) -> str:
         known = await self.resolve(service, instance)
         if known.host_id == self.run.host_id:
             return self.run.endpoint(service, instance)
@@ -300,21 +309,21 @@ class Service:
 
     async def close(self) -> None:
         """Close all sockets; the mailbox removes its file. Sockets left open delay this by at most LINGER_MS."""
-        if self._directory is not None:
-            await self._directory.close()
+        if self.__directory is not None:
+            await self.__directory.close()
         await self.mailbox.close()
-        if self._gate is not None:
-            self._gate.close()
-        for client in self._clients.values():
+        if self.__gate is not None:
+            self.__gate.close()
+        for client in self.__clients.values():
             client.close()
-        self._clients.clear()
+        self.__clients.clear()
         await asyncio.get_running_loop().run_in_executor(None, self.context.destroy, LINGER_MS)
 
     def request_stop(self) -> None:
         """Begin to drain, as on SIGTERM. Call it on the loop's thread."""
         self.stopping.set()
 
-    async def _until_stopping(self, work: Coroutine[Any, Any, None]) -> None:
+    async def __until_stopping(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self.stopping.wait())
         try:
@@ -326,17 +335,17 @@ class Service:
                 each.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
-    def _enter(self, state: ProcessState) -> None:
+    def __enter(self, state: ProcessState) -> None:
         self.state = state
-        self._entered_at = self.loop.time()
+        self.__entered_at = self.loop.time()
         self.log.info("state", state=state, cause=self.cause)
-        self._report()
+        self.__report()
 
-    def _report(self) -> None:
+    def __report(self) -> None:
         self.telemetry.emit("service", {"state": self.state, "cause": self.cause})
-        if not self._supervisor:
+        if not self.__supervisor:
             return
-        self._reports.append(
+        self.__reports.append(
             ServiceReport(
                 service=self.NAME,
                 instance=self.instance,
@@ -347,44 +356,44 @@ class Service:
                 endpoint=self.endpoint,
             )
         )
-        if self._reporter is None or self._reporter.done():
-            self._reporter = asyncio.create_task(self._send_reports())
+        if self.__reporter is None or self.__reporter.done():
+            self.__reporter = asyncio.create_task(self.__send_reports())
 
-    async def _send_reports(self) -> None:
+    async def __send_reports(self) -> None:
         """Send the reports one by one, so that the supervisor receives the states in order."""
         key = ("supervisor", 0)
-        if key not in self._clients:
-            self._clients[key] = Client(self.context, self._supervisor, "supervisor", self.incarnation)
-        while self._reports:
+        if key not in self.__clients:
+            self.__clients[key] = Client(self.context, self.__supervisor, "supervisor", self.incarnation)
+        while self.__reports:
             try:
-                await self._clients[key].call(self._reports[0], messages.Ack, deadline_s=CALL_S)
+                await self.__clients[key].call(self.__reports[0], messages.Ack, deadline_s=CALL_S)
             except (RpcError, WireError) as error:
                 self.log.warning("the supervisor did not accept the report", error=str(error))
-            self._reports.popleft()
+            self.__reports.popleft()
 
-    async def _flush_reports(self) -> None:
-        if self._reporter is not None:
-            await asyncio.wait({self._reporter}, timeout=LAST_REPORTS_S)
-            self._reporter.cancel()
-            await asyncio.gather(self._reporter, return_exceptions=True)
+    async def __flush_reports(self) -> None:
+        if self.__reporter is not None:
+            await asyncio.wait({self.__reporter}, timeout=LAST_REPORTS_S)
+            self.__reporter.cancel()
+            await asyncio.gather(self.__reporter, return_exceptions=True)
 
-    def _on_background_end(self, task: asyncio.Task[None]) -> None:
+    def __on_background_end(self, task: asyncio.Task[None]) -> None:
         """Fail the service when a background task fails: without heartbeats, for example, it would count as lost."""
         if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
+            self.__failure = task.exception()
             self.stopping.set()
 
-    async def _heartbeats(self) -> None:
+    async def __heartbeats(self) -> None:
         registered, every_s = False, HEARTBEAT_S
         while True:
             try:
                 if not registered:
                     answer = await self.scheduler.call(self.registration(), messages.Registered, deadline_s=CALL_S)
-                    self._scheduler_incarnation = answer.scheduler_incarnation
+                    self.__scheduler_incarnation = answer.scheduler_incarnation
                     registered, every_s = True, answer.heartbeat_s
-                self._note_progress()
+                self.__note_progress()
                 beat = await self.scheduler.call(self.heartbeat(), messages.HeartbeatAck, deadline_s=CALL_S)
-                registered = beat.registered and beat.scheduler_incarnation == self._scheduler_incarnation
+                registered = beat.registered and beat.scheduler_incarnation == self.__scheduler_incarnation
                 if beat.lost_leases:
                     self.on_leases_lost(list(beat.lost_leases))
                 if beat.weights is not None:
@@ -396,7 +405,7 @@ class Service:
                 pause_s = HEARTBEAT_S
             await asyncio.sleep(pause_s)
 
-    async def _report_resources(self) -> None:
+    async def __report_resources(self) -> None:
         """Emit this process's resource usage every second until cancelled."""
         meter = ResourceMeter()
         life: dict[str, float | str] = {
@@ -406,36 +415,36 @@ class Service:
         }
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self._note_progress()
-            self.telemetry.emit("process", {**life, **meter.read(), "progress_age_s": self._progress_age_s()})
+            self.__note_progress()
+            self.telemetry.emit("process", {**life, **meter.read(), "progress_age_s": self.__progress_age_s()})
 
-    def _ping(self, _: Ping, call: Call) -> Pong:
+    def __ping(self, _: Ping, call: Call) -> Pong:
         return Pong(
             service=self.NAME, instance=self.instance, incarnation=self.incarnation, state=self.state, at=time.time()
         )
 
-    def _note_progress(self) -> None:
-        if self.progress() != self._progress[0]:
-            self._progress = (self.progress(), self.loop.time())
+    def __note_progress(self) -> None:
+        if self.progress() != self.__progress[0]:
+            self.__progress = (self.progress(), self.loop.time())
 
-    def _progress_age_s(self) -> float:
+    def __progress_age_s(self) -> float:
         """Return the number of seconds since progress was last made, or -1 if none has been made yet."""
-        return self.loop.time() - self._progress[1] if self._progress[1] >= 0 else -1.0
+        return self.loop.time() - self.__progress[1] if self.__progress[1] >= 0 else -1.0
 
-    async def _waits(self, _: GetWaits, call: Call) -> Waits:
-        self._note_progress()
-        requests = [row for client in list(self._clients.values()) for row in client.waits()]
+    async def __waits(self, _: GetWaits, call: Call) -> Waits:
+        self.__note_progress()
+        requests = [row for client in list(self.__clients.values()) for row in client.waits()]
         now = self.loop.time()
         return Waits(
             incarnation=self.incarnation,
             state=self.state,
-            state_s=now - self._entered_at,
+            state_s=now - self.__entered_at,
             cause=self.cause,
             waits=[*await self.open_waits(), *requests],
-            progress_s=self._progress_age_s(),
+            progress_s=self.__progress_age_s(),
         )
 
-    def _log_page(self, request: messages.GetLog, _: Call) -> messages.LogLines:
+    def __log_page(self, request: messages.GetLog, _: Call) -> messages.LogLines:
         """Answer the supervisor, which cannot read the log file of a service on another host."""
         if (request.service, request.instance) != (self.NAME, self.instance):
             name = service_name(request.service, request.instance)

@@ -54,6 +54,11 @@ class Run(Section):
         description="start a process on each host that imports the libraries for computing with the model; the "
         "services that need these are forks of it, so they start and restart faster and share their memory",
     )
+    start_limit_s: Seconds = Field(
+        default=600.0,
+        description="seconds within which a process must become READY, for example load its model; otherwise it is "
+        "killed and started again; must be above 0",
+    )
     on_bad_step: Literal["stop", "skip"] = Field(
         default="stop",
         description="a step whose rewards, advantages, log-probs or gradient are not finite, or all of whose tasks are "

@@ -34,6 +34,7 @@ LIMIT_S = 240.0
 FIRST_PID = 100_000_000
 """First simulated process id, above every process id of the machine."""
 SIGKILL, SIGTERM = 9, 15
+START_LIMIT_S = 600.0
 MAPS_NOTHING = frozenset({"scheduler", "batch-store"})
 """Services that map no shards."""
 
@@ -369,7 +370,13 @@ class SimSupervisor(Supervisor):
     """The supervisor, with simulated processes as its children."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(world.run_dir, world.scenario.size.plan(), threads={}, on_event=lambda event: None)
+        super().__init__(
+            world.run_dir,
+            world.scenario.size.plan(),
+            threads={},
+            start_limit_s=START_LIMIT_S,
+            on_event=lambda event: None,
+        )
         self._world = world
         self._programs.start_guard = lambda: None  # type: ignore[method-assign]  # nothing outlives the simulated world
 

@@ -83,12 +83,15 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(path: Path, *arguments: str, tiny: str = ALL_TINY, spares: bool = False) -> Iterator[Launched]:
-    """Start a launcher of the quickstart in `path`. Any process left behind is killed at the end of the test."""
+    """Start a launcher of the quickstart in `path`, with tiny services instead of those in `tiny`, which may be empty.
+
+    Any process left behind is killed at the end of the test.
+    """
     process = subprocess.Popen(
         [
             sys.executable,
             "-m",
-            "tests.integration.tiny.launcher",
+            "tests.integration.tiny.launcher" if tiny else "launch.cluster",
             str(QUICKSTART),
             "--run-dir",
             str(path),

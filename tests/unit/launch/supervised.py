@@ -28,13 +28,14 @@ PLAN = [SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT]
 
 
 SIGKILL = -9
+START_LIMIT_S = 60.0
 
 
 class World:
     """A simulated machine that carries out and records effects. Every start succeeds."""
 
     def __init__(self, plan: list[Key] = PLAN, save_limit_s: float = 0.0, held: Collection[str] = ()) -> None:
-        self.state = RunLifecycle(plan, save_limit_s, held=held)
+        self.state = RunLifecycle(plan, save_limit_s, start_limit_s=START_LIMIT_S, held=held)
         self.now = 100.0
         self.next_pid = 1
         self.pids: dict[Key, int] = {}

@@ -24,7 +24,7 @@ STORE, SCHEDULER, DRIVER = ("batch-store", 0), ("scheduler", 0), ("policy-traine
 
 def running() -> RunLifecycle:
     """Return a run whose three processes are READY. The pid of a process is its position, counted from 1."""
-    made = RunLifecycle([SCHEDULER, STORE, DRIVER], hosts=True)
+    made = RunLifecycle([SCHEDULER, STORE, DRIVER], start_limit_s=600.0, hosts=True)
     pending = made.handle(TimePassed(), 0.0)
     while pending:
         effect = pending.pop()

@@ -40,10 +40,22 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 
 
 def supervised(
-    run: RunDir, keys: list[Key], program: str, scene: Callable[[Supervisor], Awaitable[None]], limit_s: float
+    run: RunDir,
+    keys: list[Key],
+    program: str,
+    scene: Callable[[Supervisor], Awaitable[None]],
+    limit_s: float,
+    start_limit_s: float = 600.0,
 ) -> RunEnded:
     async def main() -> RunEnded:
-        made = Supervisor(run, keys, threads={}, on_event=lambda _: None, command=lambda _: ["/bin/sh", "-c", program])
+        made = Supervisor(
+            run,
+            keys,
+            threads={},
+            start_limit_s=start_limit_s,
+            on_event=lambda _: None,
+            command=lambda _: ["/bin/sh", "-c", program],
+        )
         ending = asyncio.create_task(made.run())
         try:
             await scene(made)
@@ -63,6 +75,17 @@ def test_a_service_whose_log_file_cannot_be_opened_fails_the_run_with_its_cause(
 
     ended = supervised(run, [SCHEDULER], "sleep 0.5; kill -9 $$", scene, 60)
     assert ended.outcome == RunOutcome.FAILED
+
+
+def test_a_service_that_is_not_ready_in_time_is_killed_and_started_again(run: RunDir) -> None:
+    async def scene(_: Supervisor) -> None:
+        """Leave the services alone."""
+
+    ended = supervised(run, [SCHEDULER], "sleep 60", scene, 60, start_limit_s=0.3)
+    assert ended.outcome == RunOutcome.FAILED
+    assert ended.cause == (
+        "scheduler/0: not READY within 0.3 s of its start (run.start_limit_s) (death 4 in 300 s, limit 4)"
+    )
 
 
 def test_a_driver_that_exits_on_a_signal_does_not_finish_the_run_even_if_the_scheduler_is_silent(

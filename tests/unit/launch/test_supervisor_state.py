@@ -16,6 +16,7 @@ from tests.unit.launch.supervised import (
     ROLLOUT,
     SCHEDULER,
     SIGKILL,
+    START_LIMIT_S,
     STORE,
     WORKER,
     World,
@@ -350,10 +351,12 @@ def test_report_of_an_unknown_service_is_ignored() -> None:
 def test_process_that_never_becomes_ready_is_killed_and_counts_as_failed() -> None:
     world = World()
     world.feed(e.TimePassed())
-    world.wait(s.START_LIMIT_S)
+    world.wait(START_LIMIT_S - 0.1)
+    assert world.killed == []
+    world.wait(0.1)
     assert world.killed == [SCHEDULER, STORE, MONITOR]
     world.exit(SCHEDULER, SIGKILL)
-    assert "not READY within" in world.died[0].cause
+    assert world.died[0].cause == "not READY within 60 s of its start (run.start_limit_s)"
     assert len(world.state.processes[SCHEDULER].failures) == 1
 
 

@@ -86,6 +86,25 @@ def test_supervisor_hears_every_state_in_order(run: RunDir) -> None:
     asyncio.run(main())
 
 
+def test_a_subclass_may_use_any_private_name(run: RunDir) -> None:
+    """The names of the base class are mangled, so an attribute of a subclass replaces none of them."""
+
+    async def main() -> None:
+        seen: list[ServiceReport] = []
+        async with reports(run, seen):
+            service = Quiet(run, 0, run.endpoint("supervisor", 0))
+            private = {name for name in [*vars(Service), *vars(service)] if name.startswith("_") and name[1] != "_"}
+            assert len(private) >= 20
+            for name in private:
+                setattr(service, f"_{name.partition('__')[2] or name[1:]}", None)
+            async with living(service):
+                pass
+        assert [report.state for report in seen] == ["STARTING", "READY", "DRAINING", "STOPPED"]
+        assert [name for name in private if not name.startswith("_Service__")] == []
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("phase", "status"), [("start", UNUSABLE_STATUS), ("serve", 1), ("drain", 1)])
 def test_failure_in_any_phase_is_reported_with_its_cause(run: RunDir, phase: str, status: int) -> None:
     async def main() -> None:

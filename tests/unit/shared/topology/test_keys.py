@@ -144,6 +144,11 @@ NUMERIC = {
 TRAINER, ROLLOUT = "services/policy_trainer", "services/rollout/service.py"
 EXPORTER = "services/exporter/server.py"
 ELSEWHERE: dict[str, tuple[str, str, str]] = {
+    "run.start_limit_s": (
+        "launch/cluster.py",
+        "topology.run.start_limit_s",
+        "unit/launch/test_supervisor_server.py::test_a_service_that_is_not_ready_in_time_is_killed_and_started_again",
+    ),
     "run.spares": (
         "launch/heavy.py",
         "topology.run.spares",
