@@ -12,7 +12,7 @@ from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
 from services.batch_store import server as store_server
 from services.batch_store import state as store_state
-from services.batch_store import stream_places, stream_server
+from services.batch_store import stream_server
 from services.monitor import server as monitor_server
 from services.monitor import state as monitor_state
 from services.scheduler import plausible
@@ -82,9 +82,9 @@ NUMBERS = {
     "missing shards that a store looks for": str(excerpt.MAX_NAMED),
     "time without requests or sends after which a stream ends": seconds(stream_server.STREAM_IDLE_S),
     "requests for one stream after mismatches": str(stream.CORRUPT_TRIES),
-    "connections of a store": str(stream_places.MOST),
-    "time for a HELLO": seconds(stream_places.PROVE_S),
-    "time without requests or reads after which a connection ends": seconds(stream_places.IDLE_S),
+    "connections of a store": str(stream_server.MAX_CONNECTIONS),
+    "time for a HELLO": seconds(stream_server.PROVE_S),
+    "time without requests or reads after which a connection ends": seconds(stream_server.IDLE_S),
     "bytes waiting to be sent on a connection": size(stream_server.READER_BYTES),
     "ranges waiting to be sent on a connection": str(stream_server.READER_RANGES),
 }
@@ -179,7 +179,7 @@ def test_numbers_match_the_code() -> None:
     assert {what: value for what, value, _ in listed} == NUMBERS
     assert [int(number) for *_, number in listed] == sorted(int(number) for *_, number in listed)
     assert len(section(13).split("|---|---|---|")[1].strip().splitlines()) == len(NUMBERS)
-    assert stream_line.IDLE_S < stream_places.IDLE_S  # A reader closes its line before the store does.
+    assert stream_line.IDLE_S < stream_server.IDLE_S  # A reader closes its line before the store does.
 
 
 def test_roles_and_their_messages_match_the_code() -> None:
