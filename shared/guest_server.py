@@ -34,9 +34,9 @@ STOP_S = 1
 """Maximum time, in seconds, that `stop` waits for requests in progress before it cancels them."""
 MOST_CONNECTIONS, DESCRIPTOR_SHARE = 4096, 4
 """Maximum number of connections. The descriptor limit divided by `DESCRIPTOR_SHARE` is a second maximum."""
-BACKLOG = 128
-"""Maximum number of connections that are accepted before the oldest of them can be displaced. They have descriptors in
-addition to those that have a place."""
+BACKLOG, ACCEPTED_AT_ONCE = 1024, 16
+"""Maximum number of connections that wait to be accepted, and that are accepted in one iteration of the event loop. An
+accepted connection has a descriptor for a few iterations before it gets a place or ends."""
 LOGGED_REFUSALS = 20
 _FULL = b"every place is taken by a request in progress; try again later\n"
 _REFUSAL = (
@@ -91,7 +91,7 @@ class GuestServer:
             timeout_keep_alive=idle_s,
             timeout_graceful_shutdown=STOP_S,
             h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
-            backlog=BACKLOG,
+            backlog=ACCEPTED_AT_ONCE,
         )
         self._server = _Guest(config)
         self._serving: asyncio.Task[None] | None = None
@@ -127,6 +127,11 @@ class GuestServer:
 
 class _Guest(uvicorn.Server):
     """A server that leaves signals to its process."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has one parameter for the queue and for what it accepts at once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
