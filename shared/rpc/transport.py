@@ -259,12 +259,14 @@ class Pump:
 
     def _receive_with_origin(self) -> list[bytes]:
         first = _recv_frame(self._socket, _DONTWAIT, False)
-        descriptor = first.get(_SRCFD)
         frames = [_property(first, USER_PROPERTY), _property(first, ADDRESS_PROPERTY), first.bytes]
         if first.more:
             frames += self._receive_frames()
-        if self._on_source is not None and isinstance(descriptor, int):
-            self._on_source(descriptor)
+        if self._on_source is not None:
+            try:
+                self._on_source(first.get(_SRCFD))
+            except zmq.ZMQError:
+                pass  # XPUB itself reports the subscriptions of a connection that has ended
         return frames
 
     def _skip(self) -> bool:

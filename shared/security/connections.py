@@ -1,4 +1,5 @@
-"""Watches the TCP connections of one listening socket and closes those that send endless messages.
+"""Watches the TCP connections of one listening socket, and closes those that send endless messages or that its owner no
+longer wants.
 
 libzmq delivers a message when its last frame has arrived, and bounds neither the number of frames nor their total size,
 so a peer that never sends the last frame could fill memory unnoticed. The kernel's count of received bytes is therefore
@@ -13,6 +14,7 @@ import errno
 import os
 import socket as sockets
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -54,7 +56,11 @@ class Connections:
     """The connections of one socket. Create it before the bind. It belongs to the event loop on which it was
     created."""
 
-    def __init__(self, socket: zmq.Socket[bytes], name: str) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], name: str, on_closed: Callable[[int], None] = lambda descriptor: None
+    ) -> None:
+        """`on_closed` is called with the descriptor of each connection that has ended. libzmq may then reuse it."""
+        self._on_closed = on_closed
         self.ended = 0
         """Total number of connections closed by this watcher."""
         self.failed = 0
@@ -83,6 +89,12 @@ class Connections:
         connection = self._open.get(descriptor)
         if connection is not None:
             connection.heard = True
+
+    def end(self, descriptor: int, why: str) -> None:
+        """Close the connection with this descriptor (ZMQ_SRCFD). What it has sent so far may still be delivered."""
+        connection = self._open.get(descriptor)
+        if connection is not None:
+            self._end(connection.handle, why)
 
     def close(self) -> None:
         """Stop watching. Call this before the socket is closed."""
@@ -139,6 +151,7 @@ class Connections:
         connection = self._open.pop(descriptor, None)
         if connection is not None:
             connection.handle.close()
+            self._on_closed(descriptor)
 
     def _look(self) -> None:
         now = self._loop.time()

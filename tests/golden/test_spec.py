@@ -15,6 +15,7 @@ from services.batch_store import state as store_state
 from services.batch_store import stream_server
 from services.monitor import server as monitor_server
 from services.monitor import state as monitor_state
+from services.monitor import subscriptions
 from services.scheduler import plausible
 from services.scheduler.state import RECONCILE_S
 from shared.actor import logging as actor_logging
@@ -74,6 +75,9 @@ NUMBERS = {
     "interval of reconciliation": seconds(RECONCILE_S),
     "time for a grant to be sealed": seconds(store_state.GRANT_S),
     "updates in a subscriber's queue": str(monitor_server.SUBSCRIBER_MESSAGES),
+    "topics to which a connection may subscribe": str(subscriptions.MOST_TOPICS),
+    "bytes of a topic in a subscription": str(subscriptions.TOPIC_BYTES),
+    "bytes of the topics of all connections": size(subscriptions.ALL_BYTES),
     "bytes of one telemetry row": size(monitor_state.MAX_ROW_BYTES),
     "lines of a store": str(stream_server.MAX_LINES),
     "time for a line to be connected": seconds(stream_server.UNCLAIMED_S),
