@@ -431,6 +431,7 @@ class Scheduler:
         holder = (request.service, request.instance)
         if request.incarnation in self._lost_lives:
             raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: this life was lost with its host; stop it")
+        self.run.registry.check_room(holder)
         if self.run.registry.get(holder) != request:
             self._fail_waiting(holder, f"{service_name(*holder)} restarted", but=request.incarnation)
             self._durable(request)
