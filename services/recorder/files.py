@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from shared.names import number
 from shared.samples.record import DISCARDED, SUFFIX, Record, file_of
 
 OPEN_FILES = 8
@@ -167,4 +168,4 @@ class SampleFiles:
 
 
 def _step(path: Path) -> int:
-    return int(path.stem) if path.stem.isdigit() else 0
+    return number(path.stem) or 0

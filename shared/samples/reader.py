@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from shared import names
 from shared.samples.record import EVAL_PREFIX, FOLDER, SUFFIX, Record, file_of
 from shared.stages import TRAIN
 
@@ -17,8 +18,8 @@ _decoder = msgspec.json.Decoder(Record)
 
 def splits(run: Path) -> list[str]:
     """Return the splits that have samples: "train" first, then "eval/<set>" by name."""
-    evals = (run / FOLDER / EVAL_PREFIX.rstrip("/")).glob(f"*/*{SUFFIX}")
-    found = sorted({f"{EVAL_PREFIX}{path.parent.name}" for path in evals})
+    evals = names.listed((run / FOLDER / EVAL_PREFIX.rstrip("/")).glob("*/"))
+    found = sorted(f"{EVAL_PREFIX}{folder.name}" for folder in evals if any(folder.glob(f"*{SUFFIX}")))
     return [TRAIN, *found] if steps(run) else found
 
 
@@ -27,7 +28,8 @@ def steps(run: Path, split: str = TRAIN) -> list[int]:
     if not _is_split(split):
         return []
     paths = (run / FOLDER / split).glob(f"*{SUFFIX}")
-    return sorted(int(path.stem) for path in paths if path.stem.isdigit())
+    found = (names.number(path.stem) for path in paths)
+    return sorted(step for step in found if step is not None)
 
 
 def read(
