@@ -1,5 +1,5 @@
-"""Decides which connections to a listening socket may stay open if anyone can connect to it. This module uses no sockets
-and no clock.
+"""Decides which connections to a listening socket may stay open if anyone can connect to it. This module uses no
+sockets and no clock.
 
 A connection is proven once its peer has shown that it belongs to the run, by a sealed message or a token. A newcomer
 that finds all places taken displaces the connection that matters least, so strangers displace each other. It is turned

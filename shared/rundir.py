@@ -418,7 +418,8 @@ def run_path(path: Path) -> Path:
     contain it."""
     path = path.absolute()
     if not names.is_text(path):
-        raise RpcError(ErrorCode.BAD_REQUEST, f"run directory {names.shown(path)}: its path is not UTF-8; use another name")
+        text = f"run directory {names.shown(path)}: its path is not UTF-8; use another name"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
     return path
 
 

@@ -38,8 +38,8 @@ read."""
 READER_RANGES = 256
 MAX_LINES, MAX_STREAMS = 256, 256
 MAX_CONNECTIONS, DESCRIPTOR_SHARE = 256, 16
-"""Maximum number of connections. The descriptor limit divided by `DESCRIPTOR_SHARE` is a second maximum. Each connection
-holds at most one range that was copied to be sent."""
+"""Maximum number of connections. The descriptor limit divided by `DESCRIPTOR_SHARE` is a second maximum. Each
+connection holds at most one range that was copied to be sent."""
 IDLE_S = 20.0
 """Seconds after which a proven connection ends if it has neither requested nor received anything."""
 PROVE_S = 10.0

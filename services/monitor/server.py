@@ -62,7 +62,8 @@ UNREAD_SUBSCRIPTIONS = 8
 """Maximum number of subscriptions of a connection that wait to be read. libzmq applies all of them at once, before they
 can be counted."""
 RECEIVE_BYTES = 16 << 10
-"""Size of the kernel's receive buffer of a connection. libzmq applies what is in it even if the connection is closed."""
+"""Size, in bytes, of the kernel's receive buffer of a connection. libzmq applies what is in it even after the connection
+has been closed."""
 CONFIRM_S = 0.02
 """Time, in seconds, after which new subscriptions are confirmed by an update. One update confirms all of them."""
 _SUBSCRIBE, _UNSUBSCRIBE = 1, 0

@@ -40,7 +40,7 @@ class Subscriptions:
             return connection, f"subscribed to more than {MOST_TOPICS} topics; subscribe to a common prefix"
         if sum(self._nbytes.values()) > self._all_bytes:
             largest = max(self._nbytes, key=self._nbytes.__getitem__)
-            return largest, f"has the most topics, and all connections together have over {self._all_bytes} bytes of them"
+            return largest, f"has the most topics, and all connections together exceed {self._all_bytes} bytes of them"
         return None
 
     def remove(self, connection: int, topic: bytes) -> None:

@@ -262,11 +262,9 @@ class Pump:
         frames = [_property(first, USER_PROPERTY), _property(first, ADDRESS_PROPERTY), first.bytes]
         if first.more:
             frames += self._receive_frames()
-        if self._on_source is not None:
-            try:
-                self._on_source(first.get(_SRCFD))
-            except zmq.ZMQError:
-                pass  # XPUB itself reports the subscriptions of a connection that has ended
+        descriptor = _descriptor(first)
+        if self._on_source is not None and descriptor is not None:
+            self._on_source(descriptor)
         return frames
 
     def _skip(self) -> bool:
@@ -282,6 +280,15 @@ class Pump:
         if self._on_writable is not None and _get(self._socket, _EVENTS) & _POLLOUT:
             self._refused = False
             self._on_writable()
+
+
+def _descriptor(frame: zmq.Frame) -> int | None:
+    """Return the descriptor through which a frame arrived, or None if it comes from the socket itself: an XPUB socket
+    reports the end of subscriptions whose connection has ended."""
+    try:
+        return int(frame.get(_SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def _property(frame: zmq.Frame, name: str) -> bytes:

@@ -34,7 +34,7 @@ def command(folder: Path, *words: str | bytes) -> subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [("launch.ctl", "status"), ("launch.monitor", "--plain"), ("launch.ctl", "samples")])
+@pytest.mark.parametrize("words", [("launch.ctl", "status"), ("launch.monitor", "--plain")])
 def test_commands_select_the_newest_run_whose_name_is_utf8(run: Path, words: tuple[str, ...]) -> None:
     done = command(run.parent.parent, *words)
     assert "bad-\\xff: left out, because its name is not UTF-8" in done.stderr

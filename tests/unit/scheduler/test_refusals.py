@@ -178,7 +178,6 @@ def test_damaged_lines_of_discarded_rows_do_not_hide_other_rows(tmp_path: Path) 
     assert kept.read_bytes().splitlines()[2:] == [b'{"lineage": 0, "step": 3}']
 
 
-
 def test_instances_and_stores_beyond_their_limits_are_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     here = len(bench.machine.run.registry)
