@@ -62,8 +62,8 @@ UNREAD_SUBSCRIPTIONS = 8
 """Maximum number of subscriptions of a connection that wait to be read. libzmq applies all of them at once, before they
 can be counted."""
 RECEIVE_BYTES = 16 << 10
-"""Size, in bytes, of the kernel's receive buffer of a connection. libzmq applies what is in it even after the connection
-has been closed."""
+"""Size, in bytes, of the kernel's receive buffer of a connection. libzmq applies what is in it even after the
+connection has been closed."""
 CONFIRM_S = 0.02
 """Time, in seconds, after which new subscriptions are confirmed by an update. One update confirms all of them."""
 _SUBSCRIBE, _UNSUBSCRIBE = 1, 0
@@ -207,11 +207,11 @@ class MonitorService(Service):
             await asyncio.to_thread(self._history.read)
             return self._history.answer()
 
-    def _on_source(self, descriptor: int) -> None:
+    def _on_source(self, descriptor: int, user: bytes) -> None:
         """Note the connection from which the next message has arrived."""
         self._source = descriptor
         if self._connections is not None:
-            self._connections.heard(descriptor)
+            self._connections.heard(descriptor, user)
 
     def _on_subscription(self, frames: list[bytes]) -> None:
         """Count a subscription. `frames` are the name of the peer, empty on this host, its address and the change."""

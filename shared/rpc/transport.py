@@ -100,7 +100,7 @@ def open_pump(
     on_writable: Callable[[], None] | None = None,
     *,
     on_lost: Callable[[], None] | None = None,
-    on_source: Callable[[int], None] | None = None,
+    on_source: Callable[[int, bytes], None] | None = None,
 ) -> MessagePump:
     """Return the pump of `socket`. The other arguments are those of `Pump`; `on_lost` and `on_source` need libzmq."""
     if isinstance(socket, zmq.Socket):
@@ -119,16 +119,16 @@ class Pump:
         on_writable: Callable[[], None] | None = None,
         *,
         on_lost: Callable[[], None] | None = None,
-        on_source: Callable[[int], None] | None = None,
+        on_source: Callable[[int, bytes], None] | None = None,
     ) -> None:
         """`on_message` is called with the frames of each message, `on_drained` after each burst (group commit).
 
         `on_lost` is called when messages are no longer accepted, which means that a socket with one peer has lost its
         connection. `on_writable` is called when messages are accepted again after such a loss or a refused send. A
         message that exceeds the limits is cut after the first frame over the limit, so the frames do not match what its
-        envelope announces. `on_source` is called with the descriptor through which each message arrived; in that case
-        the authenticated name of the sender (ZAP User-Id, empty if there is none) and the address of its host are
-        passed to `on_message` as two additional leading frames.
+        envelope announces. `on_source` is called with the descriptor through which each message arrived, and the
+        authenticated name of the sender (ZAP User-Id, empty if there is none); in that case this name and the address
+        of the sender's host are passed to `on_message` as two additional leading frames.
         """
         self._socket = socket
         self._on_message = on_message
@@ -264,7 +264,7 @@ class Pump:
             frames += self._receive_frames()
         descriptor = _descriptor(first)
         if self._on_source is not None and descriptor is not None:
-            self._on_source(descriptor)
+            self._on_source(descriptor, frames[0])
         return frames
 
     def _skip(self) -> bool:
