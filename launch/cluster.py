@@ -32,7 +32,7 @@ from launch.supervisor.plan import SUPERVISOR, listen_endpoint, processes_at_hom
 from launch.supervisor.server import EVENTS, Supervisor
 from shared.actor import logging
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, newest_run, sweep_abandoned
+from shared.rundir import RunDir, newest_run, run_path, sweep_abandoned
 from shared.security.roles import Role
 from shared.topology import Topology, TopologyError, hub_names, load, stop_limit_s
 
@@ -135,6 +135,7 @@ def _main(
         names = hub_names(topology_file, overrides)
         topology = load(topology_file, overrides, check_files=not names)
         path = run_dir or (place.resumable(topology) if resume else place.default_path(topology))
+        run_path(path)
         if names:
             overrides = [*overrides, *(hub.pinned(names, path / "topology.yaml") if resume else ())]
             names = hub_names(topology_file, overrides)

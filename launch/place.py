@@ -14,6 +14,7 @@ from typing import Any
 
 from launch import preflight
 from proto.messages import ErrorCode
+from shared.names import listed
 from shared.os_limits import DISK_FULL_ERRNOS
 from shared.rpc.errors import RpcError
 from shared.rundir import UNFINISHED_PREFIX, RunDir
@@ -62,7 +63,7 @@ def default_path(topology: Topology) -> Path:
 
 def resumable(topology: Topology) -> Path:
     """Return the newest run with the topology's name under `runs/`. Raises RpcError if there is no such run."""
-    runs = [path for path in BASE.glob(f"{topology.run.name}-*") if (path / "run.json").exists()]
+    runs = [path for path in listed(BASE.glob(f"{topology.run.name}-*")) if (path / "run.json").exists()]
     if not runs:
         raise RpcError(
             ErrorCode.BAD_REQUEST,

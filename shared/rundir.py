@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proto.messages import ErrorCode
+from shared import names
 from shared.rpc.claim import SCRATCH_BYTES
 from shared.rpc.errors import RpcError
 from shared.security import keys
@@ -51,10 +52,11 @@ def parse_service_name(name: str) -> tuple[str, int]:
 
     Raises RpcError(bad_request) for other text.
     """
-    service, _, number = name.partition("/")
-    if not service or (number and not number.isdigit()):
+    service, _, instance = name.partition("/")
+    number = names.number(instance)
+    if not service or (instance and number is None):
         raise RpcError(ErrorCode.BAD_REQUEST, f"service {name!r}: write NAME or NAME/INSTANCE, e.g. rollout/0")
-    return service, int(number) if number else -1
+    return service, -1 if number is None else number
 
 
 def folder_id(folder: Path) -> str:
@@ -150,9 +152,10 @@ class RunDir:
         `path` at the end. Otherwise the run is made in `path`, which becomes a run when run.json is renamed into place
         at the end.
 
-        Raises RpcError(bad_request) if `path` already holds a run, and OSError if there is no room for it.
+        Raises RpcError(bad_request) if `path` already holds a run or is not UTF-8, and OSError if there is no room for
+        it.
         """
-        path = path.absolute()
+        path = run_path(path)
         if (path / "run.json").exists():
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"run directory {path}: holds a run already; choose another or use --resume"
@@ -176,9 +179,10 @@ class RunDir:
         """Make `path` this host's directory for the run that `access` describes, with its own sockets and shared
         memory.
 
-        Raises RpcError(bad_request) if `path` already holds a run, or the role of `access` is not service.
+        Raises RpcError(bad_request) if `path` already holds a run or is not UTF-8, or the role of `access` is not
+        service.
         """
-        path = path.absolute()
+        path = run_path(path)
         if access.role != Role.SERVICE:
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"run {access.name}: joining needs the role service, not {access.role.label}"
@@ -251,7 +255,7 @@ class RunDir:
     @classmethod
     def open(cls, path: Path) -> RunDir:
         """Read an existing run directory. Raises RpcError(bad_request) if `path` is not a run directory."""
-        path = path.absolute()
+        path = run_path(path)
         try:
             data = json.loads((path / "run.json").read_text())
             return cls(
@@ -377,7 +381,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _old_folders(root: Path, prefix: str) -> list[Path]:
-    return [folder for folder in root.glob(f"{prefix}*") if _is_old(folder, prefix)]
+    return [folder for folder in names.listed(root.glob(f"{prefix}*")) if _is_old(folder, prefix)]
 
 
 def _is_old(folder: Path, prefix: str) -> bool:
@@ -409,9 +413,19 @@ def _remove_unowned(folder: Path, lock: Path) -> bool:
         os.close(descriptor)
 
 
+def run_path(path: Path) -> Path:
+    """Return the absolute path of a run directory. Raises RpcError(bad_request) if it is not UTF-8: messages and pages
+    contain it."""
+    path = path.absolute()
+    if not names.is_text(path):
+        text = f"run directory {names.shown(path)}: its path is not UTF-8; use another name"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    return path
+
+
 def newest_run(base: Path) -> Path:
     """Return the run under `base` (usually `runs/`) that was started last. Raises RpcError if there is no run."""
-    runs = [folder for folder in base.glob("[!.]*") if (folder / "run.json").exists()]
+    runs = [folder for folder in names.listed(base.glob("[!.]*")) if (folder / "run.json").exists()]
     if not runs:
         raise RpcError(ErrorCode.BAD_REQUEST, f"{base.absolute()}: no run there; give one with --run DIR")
     return max(runs, key=lambda folder: (folder / "run.json").stat().st_mtime_ns)
@@ -419,5 +433,5 @@ def newest_run(base: Path) -> Path:
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints under `folder`, ascending."""
-    names = (path.name.removeprefix(CHECKPOINT_PREFIX) for path in folder.glob(f"{CHECKPOINT_PREFIX}*"))
-    return sorted(int(name) for name in names if name.isdigit())
+    found = (names.number(path.name.removeprefix(CHECKPOINT_PREFIX)) for path in folder.glob(f"{CHECKPOINT_PREFIX}*"))
+    return sorted(step for step in found if step is not None)

@@ -32,6 +32,8 @@ GONE_CALL_S = 2.0
 FORWARD_S = 2.5
 """Maximum time, in seconds, for an agent to answer a forwarded request. Callers wait longer than that."""
 KILL_S = 4.5
+MOST_REFUSED = 64
+"""Maximum number of refused hosts whose reasons are shown. Refusals of further hosts are only logged."""
 END_S = 40.0
 """Maximum seconds to wait for agents to stop their processes at the end of a run."""
 
@@ -125,7 +127,10 @@ class HostDesk:
             yield
         except RpcError as error:
             text = str(error)
-            if error.code == ErrorCode.BAD_REQUEST and self._refused.get(host) != text:
+            room = host in self._refused or len(self._refused) < MOST_REFUSED
+            if not room:
+                self._log.warning("host refused", host=host[:80], why=text[:300])
+            elif error.code == ErrorCode.BAD_REQUEST and self._refused.get(host) != text:
                 self._refused[host] = text
                 for line in text.splitlines():
                     self._on_notice(f"host {host} is refused: {line}")

@@ -21,7 +21,7 @@ class Register(Request, frozen=True, kw_only=True):
     """A service announces its current incarnation. An earlier incarnation of the same instance loses its leases.
 
     Errors:
-        bad_request: a number is out of range, or a text is too long.
+        bad_request: a number is out of range, a text is too long, or too many instances or stores are registered.
         lost: this incarnation was lost with its host (`HostGone`). The host's agent stops the process.
     """
 

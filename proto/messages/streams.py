@@ -87,11 +87,12 @@ class Hold(Request, frozen=True, kw_only=True):
     A store that lacks the version begins to fetch it. Readers get the bytes that have arrived, and wait for the rest.
 
     Errors:
-        bad_request: the task is not a version of the weights, or `first` is not the index of one of its chunks.
-        busy: there is no room for the version.
+        bad_request: the task is not a version of the weights, `first` is not the index of one of its chunks, or
+            `origin` is not the name of a store.
+        busy: there is no room for the version, or too many versions are being fetched.
         collected: the version (`names`) is tombstoned.
         missing: the version does not exist, or its bytes cannot be read from `origin`.
-        not_ready: `origin` does not answer.
+        not_ready: `origin` has not registered, or it does not answer.
     """
 
     task: PutTask  # the version

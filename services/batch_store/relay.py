@@ -39,6 +39,8 @@ STALL_S = 60.0
 PAUSE_S = 0.2
 WHOLE_S = 1.0
 """Maximum time, in seconds, that an answer waits for the whole version."""
+MOST_VERSIONS = 64
+"""Maximum number of versions that are fetched at the same time."""
 KEPT_VERSIONS = 16
 """Number of versions whose digests are kept."""
 GIVE_UP = (ErrorCode.COLLECTED, ErrorCode.MISSING, ErrorCode.BAD_REQUEST)
@@ -100,6 +102,9 @@ class Relay:
             raise RpcError(ErrorCode.MISSING, f"{self._name}: {task.task_id} is not here", names=[task.task_id])
         filling = self._fillings.get((task.task_id, task.fence))
         if filling is None:
+            if len(self._fillings) >= MOST_VERSIONS:
+                text = f"{self._name}: {MOST_VERSIONS} versions are being fetched; one of them must end first"
+                raise RpcError(ErrorCode.BUSY, text, retry_after_s=PAUSE_S)
             filling = self._fillings[task.task_id, task.fence] = _Filling(task, request.origin)
             filling.work = asyncio.create_task(self._fill(filling))
             filling.work.add_done_callback(lambda work: self._end(filling, work))

@@ -60,7 +60,7 @@ from shared.os_limits import DISK_FULL_ERRNOS, NO_DESCRIPTOR
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
-from shared.rundir import RunDir, parse_service_name
+from shared.rundir import RunDir, parse_service_name, service_name
 from shared.stages import WEIGHTS
 from shared.topology import distribution
 
@@ -115,6 +115,8 @@ class StoreService(Service):
             abandon=self._abandon_fill,
             on_progress=self._streams.look_again,
         )
+        self._origins = {self.name}
+        """The stores that are known to exist. Each has a client, and thereby a socket, for the rest of this life."""
         self._distributed = DistributedFiles(self.name, run.topology, loaded)
         handle(Hold, self._busy_without_descriptor(self._hold))
         handle(OpenLine, self._open_line)
@@ -488,6 +490,7 @@ class StoreService(Service):
             except RpcError as error:
                 if error.code != ErrorCode.MISSING:
                     raise
+                await self._check_origin(request.origin)
                 return await self._relay.hold(request)
             path = found[0].path
         else:
@@ -497,6 +500,23 @@ class StoreService(Service):
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         digests = await self._digests.page(path, source, request.first) if request.first >= 0 else []
         return Held(total_bytes=source.total_bytes, held_bytes=source.total_bytes, digests=digests)
+
+    async def _check_origin(self, origin: str) -> None:
+        """Raise RpcError unless `origin` is a registered store, so that a request cannot open sockets for other
+        names."""
+        if origin in self._origins:
+            return
+        service, instance = parse_service_name(origin)
+        if service != self.NAME or service_name(service, instance) != origin:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: origin {origin[:80]!r} is not the name of a store")
+        try:
+            await self.resolve(service, instance)
+        except RpcError as error:
+            if error.code != ErrorCode.MISSING:
+                raise
+            text = f"{self.name}: origin {origin} is not a store of this run: it has not registered (yet)"
+            raise RpcError(ErrorCode.NOT_READY, text, retry_after_s=RETRY_AFTER_S) from None
+        self._origins.add(origin)
 
     def _client_of(self, store: str) -> Client:
         return self.client(*parse_service_name(store))

@@ -26,10 +26,10 @@ from proto.bulk import Head, Kind
 from proto.errors import WireError
 from proto.messages import ErrorCode, LineOpened, StreamOpened
 from proto.tensors import Buffer
-from services.batch_store.stream_places import Places, ReaderPlace
 from shared.dataplane import bulk_socket
 from shared.dataplane.bulk_seal import KEY_LIMIT_BYTES, SECRET_BYTES, TO_READER, TO_STORE, Seal
 from shared.os_limits import raise_descriptor_limit
+from shared.places import Place, Places
 from shared.rpc.errors import RpcError
 
 READER_BYTES = 32 << 20
@@ -37,6 +37,13 @@ READER_BYTES = 32 << 20
 read."""
 READER_RANGES = 256
 MAX_LINES, MAX_STREAMS = 256, 256
+MAX_CONNECTIONS, DESCRIPTOR_SHARE = 256, 16
+"""Maximum number of connections. The descriptor limit divided by `DESCRIPTOR_SHARE` is a second maximum. Each
+connection holds at most one range that was copied to be sent."""
+IDLE_S = 20.0
+"""Seconds after which a proven connection ends if it has neither requested nor received anything."""
+PROVE_S = 10.0
+"""Seconds within which a new connection must prove itself with the HELLO of a line."""
 UNCLAIMED_S = 10.0
 """Seconds after which a line without a connection ends."""
 STREAM_IDLE_S = 60.0
@@ -109,7 +116,7 @@ class _Reader:
     """One connection. `line` is None until the HELLO of the connection has arrived."""
 
     socket: socket.socket
-    place: ReaderPlace
+    place: Place
     line: _ReaderLine | None = None
     inbox: bytearray = field(default_factory=bytearray)
     ranges: deque[_Range] = field(default_factory=deque)
@@ -172,7 +179,7 @@ class StreamServer:
         self._free: list[bytearray] = []
         self._scratch = memoryview(bytearray(bulk.MAX_RANGE_BYTES))
         self._counts = StreamStats()
-        self._places = Places(raise_descriptor_limit())
+        self._places = Places(min(MAX_CONNECTIONS, raise_descriptor_limit() // DESCRIPTOR_SHARE))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._closing = False
@@ -255,7 +262,6 @@ class StreamServer:
             queued_bytes=sum(reader.left for reader in list(self._readers.values())),
             turned_away=self._places.turned_away,
             evicted=self._places.evicted,
-            unproven=self._places.unproven,
             hung_up=self._counts.refused + self._counts.unknown,
         )
 
@@ -355,13 +361,15 @@ class StreamServer:
         reader.ranges.clear()
         self._sent(reader)
 
-    def _leave_all(self, places: set[ReaderPlace]) -> None:
+    def _leave_all(self, places: set[Place]) -> None:
         for reader in [each for each in self._readers.values() if each.place in places]:
             self._leave(reader)
 
     def _sweep(self, now: float) -> None:
         """Close idle connections, idle streams, and lines to which no reader has connected."""
-        self._leave_all(self._places.overdue(now))
+        unused = self._places.unused(now, IDLE_S, PROVE_S)
+        self._counts.unproven += sum(not place.proven for place in unused)
+        self._leave_all(unused)
         wanted = {each.stream for reader in self._readers.values() for each in reader.ranges}
         with self._lock:
             for line in list(self._lines.values()):
@@ -388,7 +396,8 @@ class StreamServer:
                 line.opener.open(message, tag, memoryview(bytearray()))
             reader.place.used = time.monotonic()
             if reader.line is None:
-                reader.line, reader.place.proven = line, True
+                reader.line = line
+                reader.place.proven = reader.place.in_use = True
                 self._claimed.add(line.line_id)
             else:
                 self._obey(reader, line, head)

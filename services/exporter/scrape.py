@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from shared.bearer import Secret
+from shared.guest_server import prove
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -46,9 +47,11 @@ class Scrape:
             return PlainTextResponse(f"metrics are at {PATH}\n", 404)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("", 405, {"allow": "GET, HEAD"})
-        if self._token is not None and not self._token.is_borne_by(headers.get("authorization", "")):
-            text = "the token is missing or wrong; give it to the scraper (authorization: credentials_file)\n"
-            return PlainTextResponse(text, 401, {"www-authenticate": "Bearer"})
+        if self._token is not None:
+            if not self._token.is_borne_by(headers.get("authorization", "")):
+                text = "the token is missing or wrong; give it to the scraper (authorization: credentials_file)\n"
+                return PlainTextResponse(text, 401, {"www-authenticate": "Bearer"})
+            prove(scope)
         encode, content_type = choose_encoder(headers.get("accept", ""))
         present = cast("CollectorRegistry", _Present(await self._metrics()))
         return Response(encode(present), headers={"content-type": content_type})

@@ -37,6 +37,7 @@ from proto.messages import (
 from services.monitor import cluster
 from services.monitor.history import MonitorHistory
 from services.monitor.state import MonitorState
+from services.monitor.subscriptions import Subscriptions
 from services.monitor.warnings.desk import WarningDesk
 from shared.actor.service import Service
 from shared.process_rows import process_rows
@@ -55,8 +56,16 @@ STATUS_DEADLINE_S = 2.0
 SUBSCRIBER_MESSAGES = 4096
 """Maximum number of updates queued per subscriber. A subscriber that falls further behind loses updates and sees the
 gap in the sequence. libzmq keeps one copy of an update for all subscribers."""
-SUBSCRIPTION_BYTES = 1024
-"""Maximum size of a subscription (a topic prefix), in bytes."""
+FRAME_BYTES = 1024
+"""Maximum size, in bytes, of what a subscriber sends: a topic, or a message of the handshake."""
+UNREAD_SUBSCRIPTIONS = 8
+"""Maximum number of subscriptions of a connection that wait to be read. libzmq applies all of them at once, before they
+can be counted."""
+RECEIVE_BYTES = 16 << 10
+"""Size, in bytes, of the kernel's receive buffer of a connection. libzmq applies what is in it even after the
+connection has been closed."""
+CONFIRM_S = 0.02
+"""Time, in seconds, after which new subscriptions are confirmed by an update. One update confirms all of them."""
 _SUBSCRIBE, _UNSUBSCRIBE = 1, 0
 
 
@@ -76,6 +85,12 @@ class MonitorService(Service):
         self._pub: zmq.Socket[bytes]
         self._stream = ""
         self._subscriptions = 0
+        """Number of subscriptions, including those of peers on this host."""
+        self._guests = Subscriptions()
+        """Subscriptions of peers on other hosts."""
+        self._source = -1
+        """Descriptor of the connection from which the current message has arrived."""
+        self._confirming: asyncio.TimerHandle | None = None
         self._warnings: WarningDesk | None = None
         self.mailbox.handle(Telemetry, self._on_telemetry)
         self.mailbox.handle(GetSnapshot, self._on_snapshot)
@@ -85,18 +100,20 @@ class MonitorService(Service):
         endpoint = super().bind()  # claims the mailbox; only its owner may take the stream's path
         socket = open_socket(self.context, zmq.XPUB)
         socket.setsockopt(zmq.SNDHWM, SUBSCRIBER_MESSAGES)
+        socket.setsockopt(zmq.RCVHWM, UNREAD_SUBSCRIPTIONS)
+        socket.setsockopt(zmq.RCVBUF, RECEIVE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES)
         socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription, not only the first for each prefix
         socket.bind(self.run.endpoint(PUB, self.instance))
-        socket.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES)
         self._pub = socket
-        self._pump = Pump(socket, self._on_subscription)
+        self._pump = Pump(socket, self._on_subscription, on_source=self._on_source)
         return endpoint
 
     def open_door(self, gate: Gate) -> str:
         """Open the mailbox and the stream to other hosts. Both admit observers; mailboxes of other services do not."""
         address = self.listen.rpartition(":")[0]
         lock(self._pub, gate.keys, Role.OBSERVER)
-        self._connections = Connections(self._pub, f"{self.name} {PUB}")
+        self._connections = Connections(self._pub, f"{self.name} {PUB}", self._guests.forget)
         self._pub.bind(f"{address}:*")
         self._stream = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         return self.mailbox.bind(self.context, self.listen, gate=gate, admits=Role.OBSERVER)
@@ -121,6 +138,8 @@ class MonitorService(Service):
     async def close(self) -> None:
         if self._warnings is not None:
             self._warnings.close()
+        if self._confirming is not None:
+            self._confirming.cancel()
         if self._connections is not None:
             self._connections.close()
         if self._pump is not None:
@@ -188,30 +207,42 @@ class MonitorService(Service):
             await asyncio.to_thread(self._history.read)
             return self._history.answer()
 
+    def _on_source(self, descriptor: int, user: bytes) -> None:
+        """Note the connection from which the next message has arrived."""
+        self._source = descriptor
+        if self._connections is not None:
+            self._connections.heard(descriptor, user)
+
     def _on_subscription(self, frames: list[bytes]) -> None:
-        change = frames[0][:1]
+        """Count a subscription. `frames` are the name of the peer, empty on this host, its address and the change."""
+        is_guest, change, topic = bool(frames[0]), frames[2][:1], frames[2][1:]
         if change == bytes([_SUBSCRIBE]):
             self._subscriptions += 1
+            too_many = self._guests.add(self._source, topic) if is_guest else None
+            if too_many is not None and self._connections is not None:
+                self._connections.end(*too_many)
         elif change == bytes([_UNSUBSCRIBE]):
             self._subscriptions -= 1
+            if is_guest:
+                self._guests.remove(self._source, topic)
         else:
             return
+        if self._confirming is None:
+            self._confirming = self.loop.call_later(CONFIRM_S, self._confirm)
+
+    def _confirm(self) -> None:
+        """Publish an update, which proves to new subscribers that their subscriptions are active."""
+        self._confirming = None
         values: dict[str, float | str] = {
             "subscriptions": self._subscriptions,
             "dropped": self._state.dropped,
             "refused": self._state.refused,
+            "ended": self._connections.ended if self._connections is not None else 0,
         }
-        self._publish(
-            self._state.put(
-                TopicRow(
-                    service=self.NAME,
-                    instance=self.instance,
-                    topic="monitor/subscriptions",
-                    at=time.time(),
-                    values=values,
-                )
-            )
+        row = TopicRow(
+            service=self.NAME, instance=self.instance, topic="monitor/subscriptions", at=time.time(), values=values
         )
+        self._publish(self._state.put(row))
 
     def _publish(self, update: Update | None) -> None:
         if update is None or self._pump is None or not self._subscriptions:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from shared.names import number
 from shared.samples.record import DISCARDED, SUFFIX, Record, file_of
 
 OPEN_FILES = 8
@@ -171,4 +172,4 @@ class SampleFiles:
 
 
 def _step(path: Path) -> int:
-    return int(path.stem) if path.stem.isdigit() else 0
+    return number(path.stem) or 0

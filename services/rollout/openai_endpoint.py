@@ -28,7 +28,7 @@ from starlette.routing import Route
 from proto.messages import Trouble, TroubleKind
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.messages import arguments, called, content_text
-from shared.guest_server import GuestServer
+from shared.guest_server import GuestServer, prove
 from shared.workflow import ContextFull, Message, Turn, WorkflowError
 
 BODY_LIMIT_BYTES = 16 << 20
@@ -151,6 +151,7 @@ class OpenAIEndpoint:
         session = self._sessions.get(request.path_params["token"])
         if session is None:
             raise HTTPException(404)
+        prove(request.scope)
         return session
 
     async def _not_found(self, request: Request, _: Exception) -> Response:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from proto.messages import Register
+from proto.messages import ErrorCode, Register
 from services.scheduler.leases import Holder
 from services.scheduler.stores import RANK, STORE
+from shared.rpc.errors import RpcError
 from shared.rundir import service_name
+
+MOST_INSTANCES = 16_384
+"""Maximum number of registered instances."""
+MOST_STORES = 512
+"""Maximum number of registered stores. The scheduler and the stores have a socket for each; a process has 1,023."""
 
 
 class Registry(Mapping[Holder, Register]):
@@ -37,6 +43,16 @@ class Registry(Mapping[Holder, Register]):
     def on_host(self, host_id: str) -> list[Holder]:
         """Return all instances on a host."""
         return list(self._hosts.get(host_id, ()))
+
+    def check_room(self, holder: Holder) -> None:
+        """Raise RpcError(bad_request) if there is no room for one more instance of this kind."""
+        name = service_name(*holder)
+        if holder not in self._rows and len(self._rows) >= MOST_INSTANCES:
+            text = f"{name}: {MOST_INSTANCES} instances are registered, which is the limit; reuse an instance number"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        if holder[0] == STORE and name not in self._stores and len(self._stores) >= MOST_STORES:
+            text = f"{name}: {MOST_STORES} stores are registered, which is the limit; reuse an instance number"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
 
     def put(self, row: Register) -> None:
         """Add a registration, which replaces that of an earlier life."""

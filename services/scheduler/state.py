@@ -100,6 +100,8 @@ from shared.topology import TRAINER_STORE
 
 HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
+MOST_LOST_LIVES = 65_536
+"""Maximum number of lost incarnations that are remembered. The oldest are forgotten first."""
 GONE_S = 120.0
 """Seconds of silence after which a process counts as gone if its end cannot be confirmed (its host may be gone, too).
 The scheduler does not give up on the trainer's store, because the run needs that store and the run's own supervisor
@@ -166,7 +168,7 @@ class Scheduler:
         self._seen: dict[Holder, Seen] = {}
         self._ending: dict[Holder, str] = {}
         """The problems that end the run, by the process that reports them."""
-        self._lost_lives: set[int] = set()
+        self._lost_lives: dict[int, None] = {}
         """Incarnations that were lost with their hosts. They may be heard from until their agents stop them."""
         self._audits = Audits()
         self._clearing: dict[str, float] = {}
@@ -397,7 +399,9 @@ class Scheduler:
     def _lose_host(self, lives: frozenset[int]) -> None:
         """End the leases, deferred requests and device turns of a lost host's processes, and give up on its
         stores."""
-        self._lost_lives |= lives
+        self._lost_lives.update(dict.fromkeys(lives))
+        for oldest in list(self._lost_lives)[:-MOST_LOST_LIVES]:
+            del self._lost_lives[oldest]
         lost = [holder for holder, row in self.run.registry.items() if row.incarnation in lives]
         for holder in lost:
             self._fail_waiting(holder, f"{service_name(*holder)} was lost with its host")
@@ -431,6 +435,7 @@ class Scheduler:
         holder = (request.service, request.instance)
         if request.incarnation in self._lost_lives:
             raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: this life was lost with its host; stop it")
+        self.run.registry.check_room(holder)
         if self.run.registry.get(holder) != request:
             self._fail_waiting(holder, f"{service_name(*holder)} restarted", but=request.incarnation)
             self._durable(request)

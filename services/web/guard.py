@@ -10,6 +10,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.bearer import Secret
+from shared.guest_server import prove
 
 API = "/api/"
 HEADERS = {
@@ -40,11 +41,11 @@ class Guard:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        refused = self._refusal(scope["path"], Headers(scope=scope))
+        refused = self._refusal(scope, Headers(scope=scope))
         answer = self._application if refused is None else PlainTextResponse(refused[1], refused[0])
         await answer(scope, receive, send_confined)
 
-    def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
+    def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
         """Return the HTTP status and the reason for refusing a request, or None if the request is admitted."""
         host = headers.get("host", "")
         if not self._is_own_name(host):
@@ -52,9 +53,10 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             return 403, "this page answers its own requests only"
-        bearer = headers.get("authorization", "")
-        if path.startswith(API) and self._token is not None and not self._token.is_borne_by(bearer):
-            return 401, "the token is missing or wrong"
+        if scope["path"].startswith(API) and self._token is not None:
+            if not self._token.is_borne_by(headers.get("authorization", "")):
+                return 401, "the token is missing or wrong"
+            prove(scope)
         return None
 
     def _is_own_name(self, host: str) -> bool:

@@ -17,6 +17,7 @@ from proto.errors import WireError
 from services.web.live_parts import LiveParts
 from services.web.run_files import RunFiles
 from services.web.supervisor_calls import SupervisorCalls
+from shared.names import listed
 from shared.process_rows import process_rows
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -53,7 +54,7 @@ class Page:
     def runs(self) -> list[str]:
         """Return the names of the runs in the same folder as this one, newest first."""
         found = []
-        for folder in self.own.path.parent.iterdir():
+        for folder in listed(self.own.path.parent.iterdir()):
             with contextlib.suppress(OSError):
                 if folder != self.own.path and folder.name[:1] != ".":
                     found.append(((folder / "run.json").stat().st_mtime, folder.name))

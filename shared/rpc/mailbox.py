@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,8 +39,9 @@ from shared.security.zap import Gate
 
 REMOTE_MESSAGES = 128
 """Maximum number of unread messages on a connection from another host. Further messages wait at the sender."""
-MAX_RUNNING = 65_536
-"""Maximum number of requests that are handled or deferred at once. Further requests are answered with BUSY."""
+MAX_RUNNING, MAX_RUNNING_OF_GUESTS = 65_536, 1024
+"""Maximum number of requests that are handled or deferred at once, of all services together and of all peers of another
+role together. Further requests are answered with BUSY."""
 BUSY_S = 1.0
 LOGGED_STRIKES = 3
 """Maximum number of offences by one account that are logged individually."""
@@ -129,6 +131,7 @@ class Mailbox:
         self._handlers: dict[type[Message], Handler] = {}
         self._known_types = frozenset(all_messages())
         self._running: dict[Key, Call] = {}
+        self._running_of: Counter[Role] = Counter()
         self._replies = {role: Replies() for role in Role}
         self._doors: list[Door] = []
         self._on_drained: Callable[[], None] | None = None
@@ -257,7 +260,8 @@ class Mailbox:
         if call.one_way:
             return
         key = Key(call.role, call.incarnation, call.request_id)
-        self._running.pop(key, None)
+        if self._running.pop(key, None) is not None:
+            self._running_of[call.role] -= 1
         self._transmit(call, frames)
         self._replies[call.role].keep(
             key, call.request, frames, now=asyncio.get_running_loop().time(), deadline=call.deadline
@@ -314,11 +318,13 @@ class Mailbox:
             self._refuse(door, who, parts, error, now)
             return
         if not call.one_way:
-            if len(self._running) >= MAX_RUNNING:
-                text = f"{self._name}: {MAX_RUNNING} requests are being handled"
+            running = self._running_of[who.role]
+            if running >= (MAX_RUNNING_OF_GUESTS if who.is_guest else MAX_RUNNING):
+                text = f"{self._name}: {running} requests are being handled"
                 call.fail(RpcError(ErrorCode.BUSY, text, retry_after_s=BUSY_S))
                 return
             self._running[key] = call
+            self._running_of[who.role] += 1
         try:
             answer = handler(body, call)
             if isinstance(answer, Answer):

@@ -100,7 +100,7 @@ def open_pump(
     on_writable: Callable[[], None] | None = None,
     *,
     on_lost: Callable[[], None] | None = None,
-    on_source: Callable[[int], None] | None = None,
+    on_source: Callable[[int, bytes], None] | None = None,
 ) -> MessagePump:
     """Return the pump of `socket`. The other arguments are those of `Pump`; `on_lost` and `on_source` need libzmq."""
     if isinstance(socket, zmq.Socket):
@@ -119,16 +119,16 @@ class Pump:
         on_writable: Callable[[], None] | None = None,
         *,
         on_lost: Callable[[], None] | None = None,
-        on_source: Callable[[int], None] | None = None,
+        on_source: Callable[[int, bytes], None] | None = None,
     ) -> None:
         """`on_message` is called with the frames of each message, `on_drained` after each burst (group commit).
 
         `on_lost` is called when messages are no longer accepted, which means that a socket with one peer has lost its
         connection. `on_writable` is called when messages are accepted again after such a loss or a refused send. A
         message that exceeds the limits is cut after the first frame over the limit, so the frames do not match what its
-        envelope announces. `on_source` is called with the descriptor through which each message arrived; in that case
-        the authenticated name of the sender (ZAP User-Id, empty if there is none) and the address of its host are
-        passed to `on_message` as two additional leading frames.
+        envelope announces. `on_source` is called with the descriptor through which each message arrived, and the
+        authenticated name of the sender (ZAP User-Id, empty if there is none); in that case this name and the address
+        of the sender's host are passed to `on_message` as two additional leading frames.
         """
         self._socket = socket
         self._on_message = on_message
@@ -259,12 +259,12 @@ class Pump:
 
     def _receive_with_origin(self) -> list[bytes]:
         first = _recv_frame(self._socket, _DONTWAIT, False)
-        descriptor = first.get(_SRCFD)
         frames = [_property(first, USER_PROPERTY), _property(first, ADDRESS_PROPERTY), first.bytes]
         if first.more:
             frames += self._receive_frames()
-        if self._on_source is not None and isinstance(descriptor, int):
-            self._on_source(descriptor)
+        descriptor = _descriptor(first)
+        if self._on_source is not None and descriptor is not None:
+            self._on_source(descriptor, frames[0])
         return frames
 
     def _skip(self) -> bool:
@@ -280,6 +280,15 @@ class Pump:
         if self._on_writable is not None and _get(self._socket, _EVENTS) & _POLLOUT:
             self._refused = False
             self._on_writable()
+
+
+def _descriptor(frame: zmq.Frame) -> int | None:
+    """Return the descriptor through which a frame arrived, or None if it comes from the socket itself: an XPUB socket
+    reports the end of subscriptions whose connection has ended."""
+    try:
+        return int(frame.get(_SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def _property(frame: zmq.Frame, name: str) -> bytes:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from shared import names
 from shared.samples.record import EVAL_PREFIX, FOLDER, SUFFIX, Record, file_of
 from shared.stages import TRAIN
 
@@ -18,8 +19,8 @@ _decoder = msgspec.json.Decoder(Record)
 
 def splits(run: Path) -> list[str]:
     """Return the splits that have samples: "train" first, then "eval/<set>" by name."""
-    evals = (path.name for path in (run / FOLDER / EVAL_PREFIX.rstrip("/")).glob("*"))
-    known = [TRAIN, *sorted(f"{EVAL_PREFIX}{name}" for name in evals)]
+    evals = names.listed((run / FOLDER / EVAL_PREFIX.rstrip("/")).glob("*"))
+    known = [TRAIN, *sorted(f"{EVAL_PREFIX}{path.name}" for path in evals)]
     return [split for split in known if any((run / FOLDER / split).glob(f"*{SUFFIX}"))]
 
 
@@ -28,11 +29,11 @@ def steps(run: Path, split: str = TRAIN) -> list[int]:
     if not _is_split(split):
         return []
     try:
-        names = os.listdir(run / FOLDER / split)
+        files = os.listdir(run / FOLDER / split)
     except OSError:
         return []
-    stems = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
-    return sorted(int(stem) for stem in stems if stem.isdigit())
+    found = (names.number(file.removesuffix(SUFFIX)) for file in files if file.endswith(SUFFIX))
+    return sorted(step for step in found if step is not None)
 
 
 def read(

@@ -13,6 +13,7 @@ from pathlib import Path as FilePath
 
 from proto.limits import MAX_INLINE_BYTES
 from shared.data.files import matching_files, split_parameters
+from shared.names import is_text, shown
 from shared.topology import (
     algorithm_checks,
     colocate_checks,
@@ -72,6 +73,9 @@ def _files(topology: Topology) -> Found:
         file, _ = split_parameters(rest)
         if scheme == "hub" or (scheme in ("jsonl", "parquet") and not any(map(FilePath.is_file, matching_files(file)))):
             yield where, _absent(hub.source_name(source), f"no file {file}", "put it there")
+        for each in matching_files(file):
+            if not is_text(each):
+                yield where, f"{shown(each)}: its name is not UTF-8; rename it"
         if scheme == "datasets" and not FilePath(file).is_dir():
             yield where, _absent(None, f"no folder {file}", "put it there")
 

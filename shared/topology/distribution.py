@@ -15,6 +15,7 @@ import msgspec
 
 from proto.errors import WireError
 from shared.data.files import matching_files, split_parameters
+from shared.names import listed
 from shared.topology.problem import Path
 
 SPLIT = "files"
@@ -36,7 +37,7 @@ def files(data: Mapping[str, Any]) -> list[tuple[DistributedFile, FilePath]]:
     for path, place in _places(data).items():
         root = FilePath(path)
         every = [each for each in root.rglob("*") if each.is_file()] if root.is_dir() else matching_files(path)
-        for each in sorted(every):
+        for each in sorted(listed(every)):
             name = PurePosixPath(place).parent / each.relative_to(root.parent)
             found.append((DistributedFile(str(name), each.stat().st_size), each))
     return found

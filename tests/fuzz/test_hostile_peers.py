@@ -339,13 +339,16 @@ def test_an_endless_message_loses_its_connection_before_it_fills_the_memory(serv
     until(lambda: server.rss_bytes() - before < GROWTH_BYTES)
 
 
-def test_connections_over_the_limit_are_closed_at_once_and_the_others_stay_open(server: Server) -> None:
+def test_strangers_at_the_limit_of_connections_displace_each_other_but_neither_members_nor_newcomers(
+    server: Server,
+) -> None:
     with asking_in_thread(server.tcp) as ask, ExitStack() as stack:
         ask()
         for _ in range(MOST_CONNECTIONS + 50):
             stack.enter_context(connect(server.tcp))
         until(lambda: server.counts()["ended_connections"] >= 50)
         ask()
+        server.answers()
 
 
 def test_a_service_with_few_descriptors_accepts_new_peers_however_many_strangers_connect(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
 from services.batch_store import server as store_server
 from services.batch_store import state as store_state
-from services.batch_store import stream_places, stream_server
+from services.batch_store import stream_server
 from services.monitor import server as monitor_server
 from services.monitor import state as monitor_state
+from services.monitor import subscriptions
 from services.scheduler import plausible
 from services.scheduler.state import RECONCILE_S
 from shared.actor import logging as actor_logging
@@ -55,11 +56,13 @@ NUMBERS = {
     "unread answers to a service": size(unread.SERVICE_BYTES),
     "unread answers on a connection of an observer or operator": size(unread.GUEST_BYTES),
     "unread answers to all observers and operators": size(unread.GUESTS_BYTES),
+    "connections of a tcp endpoint": str(connections.MOST_CONNECTIONS),
     "duration of a handshake": seconds(curve.HANDSHAKE_MS / 1000),
     "names in an error": str(errors.MAX_NAMES),
     "bytes of a `LogLines`": size(actor_logging.TAIL_BYTES),
     "troubles in a heartbeat": str(plausible.MOST_TROUBLES),
     "requests in progress in a mailbox": str(mailbox.MAX_RUNNING),
+    "requests in progress of all observers, and of all operators": str(mailbox.MAX_RUNNING_OF_GUESTS),
     "`retry_after_s` of a mailbox with too many requests in progress": seconds(mailbox.BUSY_S),
     "bytes received without one whole message": size(connections.UNSEEN_BYTES),
     "strikes that lead to quarantine": str(offenders.STRIKES),
@@ -74,6 +77,9 @@ NUMBERS = {
     "interval of reconciliation": seconds(RECONCILE_S),
     "time for a grant to be sealed": seconds(store_state.GRANT_S),
     "updates in a subscriber's queue": str(monitor_server.SUBSCRIBER_MESSAGES),
+    "topics to which a connection may subscribe": str(subscriptions.MOST_TOPICS),
+    "bytes of a topic in a subscription": str(subscriptions.TOPIC_BYTES),
+    "bytes of the topics of all connections": size(subscriptions.ALL_BYTES),
     "bytes of one telemetry row": size(monitor_state.MAX_ROW_BYTES),
     "lines of a store": str(stream_server.MAX_LINES),
     "time for a line to be connected": seconds(stream_server.UNCLAIMED_S),
@@ -82,9 +88,9 @@ NUMBERS = {
     "missing shards that a store looks for": str(excerpt.MAX_NAMED),
     "time without requests or sends after which a stream ends": seconds(stream_server.STREAM_IDLE_S),
     "requests for one stream after mismatches": str(stream.CORRUPT_TRIES),
-    "connections of a store": str(stream_places.MOST),
-    "time for a HELLO": seconds(stream_places.PROVE_S),
-    "time without requests or reads after which a connection ends": seconds(stream_places.IDLE_S),
+    "connections of a store": str(stream_server.MAX_CONNECTIONS),
+    "time for a HELLO": seconds(stream_server.PROVE_S),
+    "time without requests or reads after which a connection ends": seconds(stream_server.IDLE_S),
     "bytes waiting to be sent on a connection": size(stream_server.READER_BYTES),
     "ranges waiting to be sent on a connection": str(stream_server.READER_RANGES),
 }
@@ -179,7 +185,7 @@ def test_numbers_match_the_code() -> None:
     assert {what: value for what, value, _ in listed} == NUMBERS
     assert [int(number) for *_, number in listed] == sorted(int(number) for *_, number in listed)
     assert len(section(13).split("|---|---|---|")[1].strip().splitlines()) == len(NUMBERS)
-    assert stream_line.IDLE_S < stream_places.IDLE_S  # A reader closes its line before the store does.
+    assert stream_line.IDLE_S < stream_server.IDLE_S  # A reader closes its line before the store does.
 
 
 def test_roles_and_their_messages_match_the_code() -> None:

@@ -102,7 +102,7 @@ def descendants(pid: int) -> list[int]:
     """Return the processes below `pid`, including zombies."""
     children: dict[int, list[int]] = defaultdict(list)
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
+        if entry.isdecimal():
             with contextlib.suppress(OSError):
                 # The format is `pid (comm) state ppid ...`, and comm may contain anything.
                 parent = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[1]

@@ -26,6 +26,7 @@ from proto.messages import (
     Registered,
     WeightsRef,
 )
+from services.scheduler import registry
 from services.scheduler.completion import MOST_LAYOUTS
 from services.scheduler.events import Fail, WriteRow
 from services.scheduler.metrics_file import MetricsFile
@@ -175,3 +176,19 @@ def test_damaged_lines_of_discarded_rows_do_not_hide_other_rows(tmp_path: Path) 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     MetricsFile(tmp_path / "metrics.jsonl", lambda _: [], 1, 0).close()
     assert kept.read_bytes().splitlines()[2:] == [b'{"lineage": 0, "step": 3}']
+
+
+def test_instances_and_stores_beyond_their_limits_are_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    here = len(bench.machine.run.registry)
+    monkeypatch.setattr(registry, "MOST_STORES", len(bench.machine.run.registry.stores) + 1)
+    monkeypatch.setattr(registry, "MOST_INSTANCES", here + 2)
+
+    def register(service: str, instance: int) -> Register:
+        return Register(service=service, instance=instance, incarnation=9, pid=1, host="h", endpoint="")
+
+    assert isinstance(bench.ask(register("batch-store", 7)), Registered)
+    assert "stores are registered" in refused(bench, register("batch-store", 8))
+    assert isinstance(bench.ask(register("rollout", 7)), Registered)
+    assert "instances are registered" in refused(bench, register("rollout", 8))
+    assert isinstance(bench.ask(register("rollout", 7)), Registered)

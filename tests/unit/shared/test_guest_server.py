@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shared.guest_server import GuestServer
+from shared.guest_server import GuestServer, prove
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +81,95 @@ def test_a_silent_client_is_disconnected_wherever_it_stopped_unless_it_waits_for
             gone.set()
             assert (await answer_of(waiting)).startswith(b"HTTP/1.1 200")
             assert await waiting.read() == b""  # The client was silent after receiving its response.
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_sends_its_request_byte_by_byte_is_disconnected_at_the_deadline() -> None:
+    async def scenario() -> None:
+        async with serving(application(at_once), arrival_s=0.5) as connect, asyncio.timeout(20):
+            fast, writer = await connect(REQUEST)
+            await answer_of(fast)
+            slow = [await connect(first) for first in (b"", HEAD)]
+            writer.write(HEAD[:1])  # This connection was idle. The time of its request begins now.
+            for reader, sender in [*slow, (fast, writer)]:
+                ended = asyncio.ensure_future(reader.read())
+                while not ended.done():
+                    sender.write(b"x")
+                    await asyncio.wait({ended}, timeout=0.05)
+                assert isinstance(ended.exception(), ConnectionError | None)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_does_not_read_its_response_is_disconnected() -> None:
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(32 << 20)})
+        responded.set()
+
+    responded = asyncio.Event()
+
+    async def scenario() -> None:
+        async with serving(large, idle_s=1) as connect, asyncio.timeout(20):
+            reader, _ = await connect(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await responded.wait()
+            await asyncio.sleep(2)  # the client's deadline passes while it reads nothing
+            with contextlib.suppress(ConnectionResetError):
+                assert len(await reader.read()) < 32 << 20
+
+    asyncio.run(scenario())
+
+
+class Members:
+    """An application whose requests prove their peers and are answered once `served` is set."""
+
+    def __init__(self) -> None:
+        self.came: asyncio.Queue[None] = asyncio.Queue()
+        self.served = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        prove(scope)
+        self.came.put_nowait(None)
+        await application(self._answer)(scope, receive, send)
+
+    async def _answer(self, _: Receive) -> None:
+        await self.served.wait()
+
+
+def test_strangers_displace_each_other_and_neither_newcomers_nor_proven_clients() -> None:
+    async def scenario() -> None:
+        members = Members()
+        async with serving(members, most_connections=4) as connect, asyncio.timeout(20):
+            client, _ = await connect(REQUEST)
+            await members.came.get()
+            strangers = [await connect(HEAD[:9]) for _ in range(12)]
+            for reader, _ in strangers[:9]:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            newcomer, _ = await connect(REQUEST)
+            await members.came.get()
+            members.served.set()
+            for each in (client, newcomer):
+                assert (await answer_of(each)).startswith(b"HTTP/1.1 200")
+
+    asyncio.run(scenario())
+
+
+def test_a_newcomer_is_refused_only_while_proven_requests_take_every_place() -> None:
+    async def scenario() -> None:
+        members = Members()
+        async with serving(members, most_connections=2) as connect, asyncio.timeout(20):
+            clients = [(await connect(REQUEST))[0] for _ in range(2)]
+            for _ in clients:
+                await members.came.get()
+            late, _ = await connect(b"")
+            assert b"503" in await late.read()
+            members.served.set()
+            for client in clients:
+                await answer_of(client)
+            late, _ = await connect(REQUEST)
+            await answer_of(late)
 
     asyncio.run(scenario())
 

@@ -29,14 +29,17 @@ from proto.messages import (
     Ping,
     Pong,
     RestartService,
+    Snapshot,
     StopRun,
     Telemetry,
 )
 from proto.registry import Request, all_messages
+from shared.rpc import mailbox as rpc_mailbox
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
-from shared.rpc.mailbox import Call, Mailbox
+from shared.rpc.mailbox import DEFERRED, Call, Deferred, Mailbox
 from shared.rundir import RunDir
+from shared.security import connections
 from shared.security.curve import check_listen, clear, lock, unlock
 from shared.security.keys import Keyring, create, key_file, load
 from shared.security.roles import LEAST_ROLE, Role, least_role
@@ -443,3 +446,67 @@ def test_another_request_under_a_used_id_is_a_conflict_during_and_after_the_firs
 def test_key_files_belong_to_the_user_that_made_them(tmp_path: Path) -> None:
     create(tmp_path / "keys")
     assert {path.stat().st_uid for path in (tmp_path / "keys").iterdir()} == {os.geteuid()}
+
+
+def empty(_: GetSnapshot, __: Call) -> Snapshot:
+    return Snapshot(sequence=1, rows=[], dropped=0)
+
+
+def test_guests_displace_each_other_at_the_limit_of_connections_and_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 3)
+
+    async def scenario() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        gate, mailbox = Gate(context, keyring()), Mailbox("echo/0", 1)
+        mailbox.handle(GetSnapshot, empty)
+        endpoint = mailbox.bind(context, "tcp://127.0.0.1:0", gate=gate, admits=Role.OBSERVER)
+        async with contextlib.AsyncExitStack() as stack:
+            service = await stack.enter_async_context(asking(endpoint))
+            await service.call(GetSnapshot(), Snapshot, deadline_s=DEADLINE_S)
+            for life in range(8):
+                guest = await stack.enter_async_context(asking(endpoint, 100 + life, Role.OBSERVER))
+                await guest.call(GetSnapshot(), Snapshot, deadline_s=DEADLINE_S)
+            await service.call(GetSnapshot(), Snapshot, deadline_s=DEADLINE_S)
+        assert mailbox.counts()["ended_connections"] >= 6
+        assert gate.admitted[Role.SERVICE] == 1  # it did not have to connect again
+        await mailbox.close()
+        gate.close()
+        context.destroy(0)
+
+    asyncio.run(scenario())
+
+
+def test_requests_of_guests_in_progress_are_limited_and_leave_room_for_services(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rpc_mailbox, "MAX_RUNNING_OF_GUESTS", 2)
+
+    async def scenario() -> None:
+        held: list[Call] = []
+
+        def hold(_: GetSnapshot, call: Call) -> Deferred:
+            held.append(call)
+            return DEFERRED
+
+        async with (
+            serving("tcp://127.0.0.1:0", (GetSnapshot, hold), admits=Role.OBSERVER) as (_, endpoint),
+            asking(endpoint, 7, Role.OBSERVER) as guest,
+            asking(endpoint) as service,
+        ):
+            calls = [
+                asyncio.create_task(each.call(GetSnapshot(), Snapshot, deadline_s=DEADLINE_S))
+                for each in (guest, guest, service)
+            ]
+            await eventually(lambda: len(held) == 3)
+            with pytest.raises(RpcError, match="2 requests are being handled") as caught:
+                await guest.call(GetSnapshot(), Snapshot, deadline_s=DEADLINE_S)
+            assert caught.value.code == ErrorCode.BUSY
+            for call in held:
+                call.reply(Snapshot(sequence=1, rows=[], dropped=0))
+            await asyncio.gather(*calls)
+            again = asyncio.create_task(guest.call(GetSnapshot(), Snapshot, deadline_s=DEADLINE_S))
+            await eventually(lambda: len(held) == 4)
+            held[3].reply(Snapshot(sequence=1, rows=[], dropped=0))
+            await again
+
+    asyncio.run(scenario())

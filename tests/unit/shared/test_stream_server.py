@@ -14,8 +14,7 @@ from proto import bulk
 from proto.bulk import Head, Kind
 from proto.errors import WireError
 from proto.messages import ErrorCode
-from services.batch_store import stream_places, stream_server
-from services.batch_store.stream_places import Places
+from services.batch_store import stream_server
 from services.batch_store.stream_server import READER_BYTES, StreamServer
 from services.batch_store.stream_source import StreamSource
 from shared.dataplane.bulk_seal import TO_READER, Seal
@@ -256,24 +255,22 @@ def test_forged_repeated_and_misdirected_requests_end_their_line(source: StreamS
 def test_connections_are_limited_and_silent_ones_are_closed(
     server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_places, "MOST", 2)
+    server._places.most = 2
     readers = [Reader(server) for _ in range(2)]
     for reader in readers:
         reader.ask(reader.take(source), 0)
         reader.receive()
     assert ended(connected(readers[0].opened.endpoint))  # Proven readers occupy all places.
     assert server.stats().turned_away == 1
-    monkeypatch.setattr(stream_places, "IDLE_S", 0.1)
+    monkeypatch.setattr(stream_server, "IDLE_S", 0.1)
     assert readers[0].raw() == readers[1].raw() == (b"", b"")
     until(lambda: len(server._readers) == 0)
-    monkeypatch.setattr(stream_places, "IDLE_S", 20)
+    monkeypatch.setattr(stream_server, "IDLE_S", 20)
     assert Reader(server).silent()
 
 
-def test_strangers_cannot_take_every_place_from_readers(
-    server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_places, "MOST", 4)
+def test_strangers_cannot_take_every_place_from_readers(server: StreamServer, source: StreamSource) -> None:
+    server._places.most = 4
     endpoint = server.open_line().endpoint
     strangers = [connected(endpoint) for _ in range(4)]
     until(lambda: len(server._places) == 4)
@@ -292,7 +289,7 @@ def test_strangers_cannot_take_every_place_from_readers(
 def test_stranger_that_sends_its_hello_too_slowly_is_evicted(
     server: StreamServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_places, "PROVE_S", 0.3)
+    monkeypatch.setattr(stream_server, "PROVE_S", 0.3)
     stranger = connected(server.open_line().endpoint)
     stranger.settimeout(0.02)
     message, at, end = bulk.pack_head(Head(Kind.HELLO)) + bytes(bulk.LINE_ID_BYTES), 0, time.monotonic() + 10
@@ -310,21 +307,6 @@ def test_stranger_that_sends_its_hello_too_slowly_is_evicted(
             over = True
     until(lambda: server.stats().unproven == 1)
     assert server.stats().refused == 0
-
-
-def test_newcomer_evicts_the_oldest_stranger_of_the_host_with_the_most_strangers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stream_places, "MOST", 4)
-    places = Places(4096)
-    proven, lone = places.take("crowd", 0)[0], places.take("other", 1)[0]
-    first, second = places.take("crowd", 2)[0], places.take("crowd", 3)[0]
-    assert proven is not None
-    proven.proven = True
-    assert places.take("crowd", 4)[1] is first
-    assert places.take("crowd", 5)[1] is second
-    assert places.overdue(1 + stream_places.PROVE_S + 0.5) == {lone}
-    assert (places.evicted, places.unproven, len(places)) == (2, 1, 4)
 
 
 def test_lines_and_streams_are_limited_and_a_request_beyond_the_limit_is_answered_with_busy(

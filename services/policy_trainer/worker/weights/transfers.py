@@ -12,6 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+MOST_ENGINES = 1024
+"""Maximum number of engines. Each has a communicator and a thread."""
+MOST_REPLACED = 64
+"""Maximum number of replaced lives of an engine that are remembered. The oldest are forgotten first."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferAsked:
@@ -99,7 +104,7 @@ class TransferState:
     new_communicator: Callable[[], int]
     deadline_s: float
     _links: dict[int, _EngineLink] = field(default_factory=dict)
-    _replaced: dict[int, set[int]] = field(default_factory=dict)
+    _replaced: dict[int, dict[int, None]] = field(default_factory=dict)
     """Lives of each engine that have been replaced by later lives."""
     _lives: dict[int, int] = field(default_factory=dict)
 
@@ -124,12 +129,16 @@ class TransferState:
         return min((link.deadline for link in self._links.values() if link.deadline is not None), default=None)
 
     def _ask(self, event: TransferAsked, now: float) -> Sequence[Effect]:
-        replaced = self._replaced.setdefault(event.engine, set())
+        if event.engine not in self._lives and len(self._lives) >= MOST_ENGINES:
+            return [RefuseTransfer(f"engine {event.engine}: {MOST_ENGINES} engines take weights, which is the limit")]
+        replaced = self._replaced.setdefault(event.engine, {})
         if event.incarnation in replaced:
             return [RefuseTransfer(f"life {event.incarnation:x} of engine {event.engine} was replaced; it must exit")]
         known = self._lives.get(event.engine)
         if known is not None and known != event.incarnation:
-            replaced.add(known)
+            replaced[known] = None
+            if len(replaced) > MOST_REPLACED:
+                del replaced[next(iter(replaced))]
         self._lives[event.engine] = event.incarnation
         effects: list[Effect] = []
         link = self._links.get(event.engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -427,6 +428,12 @@ def test_missing_jsonl_file_is_reported(folder: Path) -> None:
         "topology's folder; "
         "put it there"
     ]
+
+
+def test_a_data_file_whose_name_is_not_utf8_is_reported(folder: Path) -> None:
+    (folder / "rows.jsonl").rename(folder / os.fsdecode(b"rows-\xff.jsonl"))
+    [line] = problems(edited(folder, "rows.jsonl", "rows-*.jsonl"))
+    assert line.startswith(f"t.yaml:6: data.train.source: {folder}/rows-\\xff.jsonl: its name is not UTF-8; rename it")
 
 
 def test_hub_name_resolves_to_its_local_snapshot(
