@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from proto import messages
-from proto.messages import ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
+from proto.messages import Heartbeat, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
 from services.reference.kl_sums import NEEDS, kl_sums
 from shared import topology as topologies
@@ -28,7 +28,7 @@ from shared.pipeline import LeasePipeline
 from shared.ranks.group import Group, ends_with_its_peers
 from shared.ranks.layout import Layout
 from shared.ranks.meeting import Meeting, join
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
 from shared.stages import REFERENCE, REFERENCE_SCALAR
@@ -56,7 +56,7 @@ class ReferenceService(Service):
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        self._topology = topologies.load(run.topology)
+        self._topology = topologies.load_resolved(run.topology)
         self.telemetry.traced_share = self._topology.services.monitor.traced_share
         self._data = DataClient(self.client, reports=True, plain=not self._topology.transport.encrypt_bulk)
         settings = self._topology.services.reference
@@ -272,9 +272,7 @@ def make_scorer(run: RunDir, name: str, topology: Topology, group: Group, meetin
 
     settings = topology.services.reference
     if settings is None:
-        raise RpcError(
-            ErrorCode.BAD_REQUEST, "reference: the topology has no services.reference; set algorithm.kl.coef above 0"
-        )
+        raise BadInput("reference: the topology has no services.reference; set algorithm.kl.coef above 0")
     model, dtype, max_tokens = Path(topology.policy.model), topology.policy.dtype, settings.max_tokens_per_micro_batch
 
     def whole() -> Frozen:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
-from proto.messages import Ack, DrainService, ErrorCode, Heartbeat, WaitRow, WeightsRef
+from proto.messages import Ack, DrainService, Heartbeat, WaitRow, WeightsRef
 from services.rollout.answers import AnswerSampler
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
@@ -38,7 +38,6 @@ from shared.colocation.devices import ENGINE, WEIGHTS, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
 from shared.ranks.meeting import reach_hosts_by_nccl
-from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 from shared.samples.choice import Choice
@@ -270,7 +269,4 @@ def _engine_settings(topology: Topology) -> Rollout:
 def _load_topology(run: RunDir) -> Topology:
     from shared import topology
 
-    try:
-        return topology.load(run.topology)
-    except topology.TopologyError as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+    return topology.load_resolved(run.topology)

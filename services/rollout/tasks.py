@@ -13,9 +13,9 @@ from proto.ids import split_task_id
 from proto.messages import DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.prompts import NoChatTemplate, PromptBuilder
-from shared.data import DataError, Row, Source, SourceLost, open_source
+from shared.data import DataError, Row, Source, SourceChanged, SourceLost, open_source
 from shared.lease import Lease
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.stages import TRAIN
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class TaskSets:
     def __init__(self, topology: Topology, prompts: PromptBuilder, context_tokens: int) -> None:
         """Open every source. `context_tokens` is the model's maximum sequence length.
 
-        Raises RpcError(bad_request) for a source that cannot be read.
+        Raises BadInput for a source that cannot be read.
         """
         self._topology = topology
         self._prompts = prompts
@@ -95,13 +95,14 @@ class TaskSets:
             try:
                 self._sources[split] = open_source(source, where=key)
             except DataError as error:
-                raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+                raise BadInput(str(error)) from error
 
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
         """Return the rows and prompts of a lease. A bad row or a prompt that is too long becomes a DROP with a one-line
         reason.
 
-        Raises RpcError(bad_request) if the topology has no such split, or the split's source is lost.
+        Raises RpcError(bad_request) if the topology has no such split, or the split's source is lost: BadInput if its
+        file has changed.
         """
         sampling = self._sampling(grant)
         longest = self._context_tokens - sampling.max_new_tokens
@@ -121,6 +122,8 @@ class TaskSets:
                     place = self._place(grant.split, handle.task_id)
                     raise _TooLong(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
                 answer = self._answer(grant.split, handle.task_id, row, sampling.max_new_tokens)
+            except SourceChanged as error:
+                raise BadInput(str(error)) from error
             except SourceLost as error:
                 raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
             except (DataError, ValueError, IndexError) as error:

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from proto.messages import ErrorCode
 from services.scheduler.events import Configure, Recording
 from services.scheduler.leases import Holder
 from services.scheduler.plan import EvalPlan, Plan
 from services.scheduler.state import HEARTBEAT_S
 from shared.data import DataError, RowError, Source, open_source
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 from shared.samples.choice import Choice
 from shared.stages import train_graph
 from shared.topology import Topology, task_bytes, weight_bytes
@@ -40,7 +39,7 @@ _TEMPLATE_TOKENS = 256
 def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
     """Return the plan, and the unusable training rows, which are not in the plan.
 
-    `where` is the path of the topology. Raises RpcError(bad_request) if a source cannot be used.
+    `where` is the path of the topology. Raises BadInput if a source cannot be used.
     """
     try:
         train = open_source(topology.data.train.source, where=f"{where}: data.train")
@@ -56,11 +55,11 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         )
         prompt = _prompt_tokens(topology, where, train, bad)
     except DataError as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+        raise BadInput(str(error)) from error
     excluded = {each.index for each in bad}
     rows = [index for index in range(len(train)) if index not in excluded] if bad else range(len(train))
     if not len(rows):
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{where}: data.train: no usable row; the first is bad: {bad[0].message}")
+        raise BadInput(f"{where}: data.train: no usable row; the first is bad: {bad[0].message}")
     plan = Plan(
         run=topology.run.name,
         seed=topology.run.seed,
@@ -144,7 +143,7 @@ def _usable(source: Source, first: int | None) -> list[int]:
 def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[RowError]) -> int:
     """Return an upper bound on the number of tokens in the longest training prompt.
 
-    Without `max_prompt_tokens`, one token per byte is assumed. Raises RpcError if the stores then cannot hold all tasks
+    Without `max_prompt_tokens`, one token per byte is assumed. Raises BadInput if the stores then cannot hold all tasks
     that may be live, because such a run would stall later.
     """
     prompt = topology.data.train.max_prompt_tokens
@@ -152,8 +151,7 @@ def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[Row
         prompt = _longest_prompt_bytes(train, {each.index for each in bad}) + _TEMPLATE_TOKENS
         needed = worst_case_bytes(topology, prompt, _version_bytes(topology))
         if limit_bytes(topology) < needed:
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
+            raise BadInput(
                 f"{where}: services.batch-store.memory: {limit_bytes(topology)} bytes cannot hold what this "
                 f"run might need: prompts have up to {prompt} tokens (one per byte plus the chat template); set at "
                 f"least {needed}, or set data.train.max_prompt_tokens",

@@ -57,7 +57,7 @@ from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call
 from shared.rpc.mailbox import Answer as Deferral
 from shared.rundir import RunDir, parse_service_name, service_name
-from shared.topology import TopologyError, load
+from shared.topology import load_resolved
 
 TICK_S = 0.1
 STORE_CALL_S = 5.0
@@ -123,10 +123,7 @@ class SchedulerService(Service):
         return self.mailbox.bind(self.context, self.run.endpoint(self.NAME, self.instance), self._flush)
 
     def _open(self) -> None:
-        try:
-            topology = load(self.run.topology)
-        except TopologyError as error:
-            raise RpcError(ErrorCode.BAD_REQUEST, "; ".join(str(error).splitlines())) from None
+        topology = load_resolved(self.run.topology)
         plan, bad = make_plan(topology, self.run.topology)
         for row in bad:
             self.log.warning("row left out", row=row.index, line=row.line, cause=row.message)

@@ -25,6 +25,10 @@ class SourceLost(DataError):
     """A source has failed as a whole: no single row is the cause."""
 
 
+class SourceChanged(SourceLost):
+    """The file of a source has changed since it was opened, so an index may now identify another row."""
+
+
 @dataclass(frozen=True)
 class RowError:
     """One unusable row: its index in the source, its 1-based line in the file (0 if the file has no lines), and the

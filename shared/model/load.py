@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from proto.messages import ErrorCode
 from shared.model.linear import accelerate
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -28,14 +27,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(path: str | Path, dtype: str) -> nn.Module:
     """Load the model in `path` with weights of `dtype` (`float32`, `bfloat16`, ...), in eval mode, on the CPU.
 
-    The same folder always yields bit-identical weights. Parameters require gradients. Raises RpcError(bad_request) with
-    a one-line message if the folder, its configuration or its weights cannot be used, or weights are missing.
+    The same folder always yields bit-identical weights. Parameters require gradients. Raises a one-line
+    BadInput if the folder, its configuration or its weights cannot be used, or weights are missing.
     """
     folder = Path(path)
     if dtype not in _DTYPES:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: use one of {', '.join(_DTYPES)}")
+        raise BadInput(f"dtype {dtype!r}: use one of {', '.join(_DTYPES)}")
     if not (folder / "config.json").is_file():
-        raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: no config.json there; give a Hugging Face model folder")
+        raise BadInput(f"model {folder}: no config.json there; give a Hugging Face model folder")
     cast(Any, logging).disable_progress_bar()
     try:
         model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
@@ -48,12 +47,11 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: cannot be loaded: {first[:300]}") from None
+        raise BadInput(f"model {folder}: cannot be loaded: {first[:300]}") from error
     missing = sorted(info["missing_keys"])
     if missing or info["mismatched_keys"]:
         names = ", ".join([*missing, *map(str, info["mismatched_keys"])][:3])
-        raise RpcError(
-            ErrorCode.BAD_REQUEST,
+        raise BadInput(
             f"model {folder}: weights are missing or have the wrong shape: {names}; save the model again",
         )
     # With a padding index, the embedding row at that index would get no gradient, even where its token was sampled or
