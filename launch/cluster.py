@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from launch import detached, evaluation, hub, place, preflight, scaling
+from launch import detached, evaluation, hub, place, preflight, resumed, scaling
 from launch.access import access_of, export
 from launch.console import Console, show_plan
 from launch.gpus import visible_gpus
@@ -31,6 +31,7 @@ from launch.supervisor.events import RunEnded, RunOutcome
 from launch.supervisor.plan import SUPERVISOR, listen_endpoint, processes_at_home
 from launch.supervisor.server import EVENTS, Supervisor
 from shared.actor import logging
+from shared.inputs import Inputs
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, newest_run, sweep_abandoned
 from shared.security.roles import Role
@@ -152,7 +153,14 @@ def _main(
         _refuse([str(error)])
     if evaluate:
         topology = _for_evaluation(topology, topology_file, checkpoint)
-    findings = preflight.check(topology, str(topology_file))
+    try:
+        begun = resumed.begun(path, topology) if resume else Inputs()
+        findings = preflight.check(topology, str(topology_file), begun.rows)
+        inputs = resumed.inputs_now(topology, findings, begun)
+    except (RpcError, OSError) as error:
+        _refuse([str(error)])
+    if resume:
+        resumed.compare(path, topology, str(topology_file), begun, inputs, findings)
     topology = preflight.with_room(topology)
     engine = RayEngine(topology) if topology.placement.engine == "ray" else None
     if engine is not None and not findings.errors:
@@ -186,7 +194,9 @@ def _main(
         raise typer.Exit(EXIT_DONE)
     if checkpoint is not None and not evaluation.is_checkpoint(checkpoint):
         checkpoint = None  # its folder is already a model
-    raise typer.Exit(_launch(topology, path, access, interrupts, engine, checkpoint, resume=resume, detach=detach))
+    raise typer.Exit(
+        _launch(topology, path, inputs, access, interrupts, engine, checkpoint, resume=resume, detach=detach)
+    )
 
 
 def _for_evaluation(topology: Topology, file: Path, checkpoint: Path | None) -> Topology:
@@ -229,6 +239,7 @@ def _refuse(lines: Iterable[str]) -> NoReturn:
 def _launch(
     topology: Topology,
     path: Path,
+    inputs: Inputs,
     access: Path | None,
     interrupts: Interrupts,
     engine: RayEngine | None,
@@ -254,11 +265,13 @@ def _launch(
             if checkpoint is not None and not (path / "run.json").exists():  # such a path is refused below
                 evaluation.add_model(checkpoint, topology, folder / MODEL_FOLDER)
                 topology = evaluation.with_model(topology, path.absolute() / MODEL_FOLDER)
+                inputs = Inputs(inputs.rows)
             with interrupts.held():  # Signals take effect before the run exists or once its removal has been arranged.
                 run = place.reopen(path, topology) if resume else place.create(path, topology, folder)
                 stack.callback(run.remove_volatile)
                 stack.callback(interrupts.ignore)
                 run.hold()
+                inputs.save(run.path)
             if access is not None:
                 stack.callback(access.unlink, missing_ok=True)
                 export(run, Role.SERVICE, access)
@@ -275,6 +288,7 @@ def _launch(
                 stack.pop_all()  # The child process removes these files.
                 return side.wait()
             stays = side
+        stack.callback(resumed.ModelReader(run, topology, inputs).stop)
         with Screen() as screen:
             console = Console(run, topology, screen)
             console.begin()

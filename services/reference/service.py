@@ -23,6 +23,7 @@ from shared.colocation.devices import REFERENCE as WEIGHTS
 from shared.colocation.devices import Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient, Receipt, TaskShards
+from shared.inputs import check_model
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
 from shared.ranks.group import Group, ends_with_its_peers
@@ -263,7 +264,7 @@ def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
 
 def make_scorer(run: RunDir, name: str, topology: Topology, group: Group, meeting: Meeting) -> FrozenScorer:
     """Return a scorer that creates the model specified in `topology` on its compute thread. Raises
-    RpcError(bad_request).
+    BadInput.
 
     This imports torch. `group` holds the ranks that share the model; they have met, and open their process group at
     `meeting`.
@@ -273,6 +274,7 @@ def make_scorer(run: RunDir, name: str, topology: Topology, group: Group, meetin
     settings = topology.services.reference
     if settings is None:
         raise BadInput("reference: the topology has no services.reference; set algorithm.kl.coef above 0")
+    check_model(run.path, "policy.model", topology.policy.model)
     model, dtype, max_tokens = Path(topology.policy.model), topology.policy.dtype, settings.max_tokens_per_micro_batch
 
     def whole() -> Frozen:

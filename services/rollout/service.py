@@ -37,6 +37,7 @@ from shared.actor.service import Service
 from shared.colocation.devices import ENGINE, WEIGHTS, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
+from shared.inputs import Inputs, check_model
 from shared.ranks.meeting import reach_hosts_by_nccl
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
@@ -86,6 +87,7 @@ class RolloutService(Service):
         await rewards.start()
         chosen = topology.workflow
         model = Path(topology.policy.model)
+        await self._on_text(lambda: check_model(self.run.path, "policy.model", str(model)))
         if chosen is not None:
             self._endpoint = OpenAIEndpoint(model.name)
             await self._endpoint.start()
@@ -124,7 +126,8 @@ class RolloutService(Service):
         add_prompt = topology.policy.chat_template.add_generation_prompt
         prompts = await self._on_text(lambda: PromptBuilder(model, add_generation_prompt=add_prompt))
         await self._on_text(lambda: prompts.check_vocabulary(engine.vocab_size))
-        tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens))
+        begun = Inputs.load(self.run.path).rows
+        tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens, begun))
         workflow: WorkflowRunner | None = None
         if chosen is not None and self._workflows is not None and self._endpoint is not None:
             workflow = WorkflowRunner(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -14,6 +15,7 @@ from proto.messages import DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandl
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.prompts import NoChatTemplate, PromptBuilder
 from shared.data import DataError, Row, Source, SourceChanged, SourceLost, open_source
+from shared.data.content import RowCheck, RowDigests
 from shared.lease import Lease
 from shared.rpc.errors import BadInput, RpcError
 from shared.stages import TRAIN
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from services.rollout.workflows.calls import OnText
     from shared.topology import Topology
 
+_NOT_RECORDED: Mapping[str, RowDigests] = MappingProxyType({})
 TASKS_A_TURN = 4
 TEXT_S = 120.0
 """Maximum seconds that one turn on the text thread may take, including the wait for earlier turns of other leases and
@@ -79,8 +82,15 @@ class TaskSets:
     """The run's data sets and their sampling parameters. Only one thread at a time may use the object; this is the
     tokenizer's thread."""
 
-    def __init__(self, topology: Topology, prompts: PromptBuilder, context_tokens: int) -> None:
-        """Open every source. `context_tokens` is the model's maximum sequence length.
+    def __init__(
+        self,
+        topology: Topology,
+        prompts: PromptBuilder,
+        context_tokens: int,
+        begun: Mapping[str, RowDigests] = _NOT_RECORDED,
+    ) -> None:
+        """Open every source. `context_tokens` is the model's maximum sequence length. `begun` are the rows with which
+        the run began, by the key of their source.
 
         Raises BadInput for a source that cannot be read.
         """
@@ -89,6 +99,7 @@ class TaskSets:
         self._context_tokens = context_tokens
         self._recites = topology.algorithm.loss.name == "cross_entropy"
         self._sources: dict[str, Source] = {}
+        self._checks: dict[str, RowCheck] = {}
         named = {TRAIN: topology.data.train.source} | {name: each.source for name, each in topology.data.eval.items()}
         for split, source in named.items():
             key = "data.train.source" if split == TRAIN else f"data.eval.{split}.source"
@@ -96,6 +107,8 @@ class TaskSets:
                 self._sources[split] = open_source(source, where=key)
             except DataError as error:
                 raise BadInput(str(error)) from error
+            if key in begun:
+                self._checks[split] = RowCheck(self._sources[split], begun[key])
 
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
         """Return the rows and prompts of a lease. A bad row or a prompt that is too long becomes a DROP with a one-line
@@ -116,7 +129,7 @@ class TaskSets:
         for handle in grant.batch.tasks:
             row: Row | None = None
             try:
-                row = self._sources[grant.split].row(split_task_id(handle.task_id)[2])
+                row = self._row(grant.split, split_task_id(handle.task_id)[2])
                 ids = self._token_ids(grant.split, handle.task_id, row)
                 if len(ids) > longest:
                     place = self._place(grant.split, handle.task_id)
@@ -133,6 +146,12 @@ class TaskSets:
             ready.append(ReadyTask(handle, row, ids, answer))
         min_survivors = min(2, sampling.samples) if grant.split == TRAIN else 1
         return PreparedTasks(ready, dropped, sampling, min_survivors, not_sampled)
+
+    def _row(self, split: str, index: int) -> Row:
+        """Return a row. Raises DataError: SourceChanged if the index named another row when the run began."""
+        if split in self._checks:
+            self._checks[split].check(index)
+        return self._sources[split].row(index)
 
     def texts(self, token_ids: Sequence[list[int]], sampling: SamplingParams) -> list[str]:
         """Return the texts of the completions, for rewards."""
