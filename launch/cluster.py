@@ -156,7 +156,7 @@ def _main(
     try:
         begun = resumed.begun(path, topology) if resume else Inputs()
         findings = preflight.check(topology, str(topology_file), begun.rows)
-        inputs = resumed.inputs_now(topology, findings, begun)
+        inputs = resumed.inputs_now(topology, findings.rows, begun)
     except (RpcError, OSError) as error:
         _refuse([str(error)])
     if resume:
@@ -265,12 +265,13 @@ def _launch(
             if checkpoint is not None and not (path / "run.json").exists():  # such a path is refused below
                 evaluation.add_model(checkpoint, topology, folder / MODEL_FOLDER)
                 topology = evaluation.with_model(topology, path.absolute() / MODEL_FOLDER)
-                inputs = Inputs(inputs.rows)
             with interrupts.held():  # Signals take effect before the run exists or once its removal has been arranged.
                 run = place.reopen(path, topology) if resume else place.create(path, topology, folder)
                 stack.callback(run.remove_volatile)
                 stack.callback(interrupts.ignore)
                 run.hold()
+                if checkpoint is not None:
+                    inputs = resumed.inputs_now(topology, inputs.rows, Inputs())
                 inputs.save(run.path)
             if access is not None:
                 stack.callback(access.unlink, missing_ok=True)

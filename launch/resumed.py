@@ -13,6 +13,7 @@ import structlog
 from launch.preflight import Findings, sources
 from launch.supervisor.plan import SUPERVISOR
 from proto.messages import ErrorCode
+from shared.data.content import RowDigests
 from shared.inputs import Inputs, changed, compared, shortened, uncertain, with_digest
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -80,15 +81,15 @@ def _value_at(document: Any, key: list[str]) -> Any:
     return _value_at(document.get(key[0]), key[1:])
 
 
-def inputs_now(topology: Topology, findings: Findings, then: Inputs) -> Inputs:
-    """Return the inputs as they are now, for a comparison with `then`. `findings` are those of the checks before a
-    start, which have read the rows. Raises OSError."""
+def inputs_now(topology: Topology, rows: dict[str, RowDigests], then: Inputs) -> Inputs:
+    """Return the inputs as they are now, for a comparison with `then`. `rows` are those that the checks before a start
+    have read. Raises OSError."""
     models = {
         key: compared(folder, then.models.get(key, {}))
         for key, folder in _models(topology).items()
         if folder.is_dir()  # The model of a dry run need not be in the cache.
     }
-    return Inputs(findings.rows, models)
+    return Inputs(rows, models)
 
 
 def compare(path: Path, topology: Topology, file: str, then: Inputs, now: Inputs, findings: Findings) -> None:

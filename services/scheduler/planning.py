@@ -41,7 +41,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
     """Return the plan, and the unusable training rows, which are not in the plan.
 
     Rows that were added after the run began are not in the plan, either. `where` is the path of the topology, in the
-    run directory. Raises BadInput if a source cannot be used.
+    run directory. Raises BadInput if a source or the model cannot be used.
     """
     kept = {key: each.rows for key, each in Inputs.load(where.parent).rows.items()}
     try:
@@ -167,7 +167,10 @@ def _prompt_tokens(topology: Topology, where: Path, train: Source, count: int, b
 
 
 def _version_bytes(topology: Topology) -> int:
-    return weight_bytes(str(topology.policy.model), topology.policy.dtype)
+    try:
+        return weight_bytes(str(topology.policy.model), topology.policy.dtype)
+    except ValueError as error:
+        raise BadInput(f"policy.model: {error}; save the model again") from error
 
 
 def _longest_prompt_bytes(source: Source, count: int, bad: set[int]) -> int:

@@ -53,6 +53,7 @@ from services.scheduler.metrics_file import MetricsFile, traces
 from services.scheduler.planning import configuration, device_limits, heartbeat_s, make_plan
 from services.scheduler.state import Scheduler
 from shared.actor.service import Service
+from shared.inputs import check_model
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call
 from shared.rpc.mailbox import Answer as Deferral
@@ -124,6 +125,7 @@ class SchedulerService(Service):
 
     def _open(self) -> None:
         topology = load_resolved(self.run.topology)
+        check_model(self.run.path, "policy.model", topology.policy.model)
         plan, bad = make_plan(topology, self.run.topology)
         for row in bad:
             self.log.warning("row left out", row=row.index, line=row.line, cause=row.message)

@@ -35,6 +35,7 @@ class AdditionSource:
         return encoded(self.row(index))
 
     def validate(self, on_row: OnRow | None = None) -> list[RowError]:
-        for index in range(len(self)) if on_row is not None else ():
-            on_row(self.content(index))
+        if on_row is not None:
+            for index in range(len(self)):
+                on_row(self.content(index))
         return []

@@ -43,6 +43,7 @@ class GymSource:
 
     def validate(self, on_row: OnRow | None = None) -> list[RowError]:
         """Return no errors, because making all rows to check them would take too long."""
-        for index in range(len(self)) if on_row is not None else ():
-            on_row(self.content(index))
+        if on_row is not None:
+            for index in range(len(self)):
+                on_row(self.content(index))
         return []
