@@ -146,6 +146,7 @@ class ModelReader:
                 }
                 for key, files in self._inputs.models.items()
             }
-            msgspec.structs.replace(self._inputs, models=models).save(self._run.path)
+            if models != self._inputs.models:
+                msgspec.structs.replace(self._inputs, models=models).save(self._run.path)
         except OSError as error:
             structlog.get_logger(SUPERVISOR).warning("the model was not recorded", error=str(error))

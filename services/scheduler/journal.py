@@ -145,8 +145,8 @@ class Journal:
     def __init__(self, path: Path, fingerprint: str) -> None:
         """Open or create the journal of the run with this plan fingerprint.
 
-        Raises a one-line BadInput if the file is not a journal, is damaged, or was written by
-        another release or under another plan.
+        Raises a one-line RpcError: BadInput if the file is not a journal, is damaged, or was written by another release
+        or under another plan, and internal if the disk does not let it be used.
         """
         self._path = path
         with self._reading("the file"):
