@@ -1,18 +1,18 @@
 """The record of a run's inputs, `inputs.json` in its directory: the rows and the models with which it began.
 
-Rows are recorded as digests (`shared.data.content`), and the files of a model by their content. Reading all bytes of a
-large model takes long, so a file whose size, inode, and times of modification and change are those on record counts as
-unchanged.
+Rows are recorded as digests (`shared.data.content`), and the files of a model by digests of their content. Reading all
+bytes of a large model takes long, so a file whose size, inode, and times of modification and change are those on record
+counts as unchanged. The digests (XXH3) reveal mistakes; they do not protect against someone who wants a collision.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from shared.data.content import RowDigests
 from shared.rpc.errors import BadInput
@@ -29,7 +29,6 @@ _MODEL_FILES = (
 )
 """Patterns of the files of a model folder on which weights, tokens and prompts depend."""
 _READ_BYTES = 1 << 22
-_DIGEST_BYTES = 16
 
 
 class ModelFile(msgspec.Struct, frozen=True):
@@ -88,7 +87,7 @@ def with_digest(folder: Path, name: str, file: ModelFile, stopped: Callable[[], 
 
     Raises OSError.
     """
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = xxhash.xxh3_128()
     with (folder / name).open("rb", buffering=0) as opened:
         while part := opened.read(_READ_BYTES):
             if stopped():

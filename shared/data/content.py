@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import msgspec
+import xxhash
 
 from shared.data.source import RowError, Source, SourceChanged
 
@@ -86,7 +85,7 @@ class _Digests:
     def __init__(self, rows: int, block: int) -> None:
         self._numbers = iter(range(1, rows + 1))
         self._rows, self._block = rows, block
-        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._hash = xxhash.xxh3_64()
         self._digests: list[bytes] = []
 
     def add(self, row: bytes) -> None:
@@ -96,7 +95,7 @@ class _Digests:
         self._hash.update(row + b"\n")
         if number % self._block == 0 or number == self._rows:
             self._digests.append(self._hash.digest())
-            self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+            self._hash = xxhash.xxh3_64()
 
     def finish(self) -> bytes:
         return b"".join(self._digests)
