@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from launch import detached, evaluation, hub, place, preflight, scaling
+from launch import detached, evaluation, hub, place, preflight, resumed, scaling
 from launch.access import access_of, export
 from launch.console import Console, show_plan
 from launch.gpus import visible_gpus
@@ -31,6 +31,7 @@ from launch.supervisor.events import RunEnded, RunOutcome
 from launch.supervisor.plan import SUPERVISOR, listen_endpoint, processes_at_home
 from launch.supervisor.server import EVENTS, Supervisor
 from shared.actor import logging
+from shared.inputs import Inputs
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, newest_run, run_path, sweep_abandoned
 from shared.security.roles import Role
@@ -153,7 +154,14 @@ def _main(
         _refuse([str(error)])
     if evaluate:
         topology = _for_evaluation(topology, topology_file, checkpoint)
-    findings = preflight.check(topology, str(topology_file))
+    try:
+        begun, topology = resumed.begun(path, topology) if resume else (Inputs(), topology)
+        findings = preflight.check(topology, str(topology_file), begun.rows)
+        inputs = resumed.inputs_now(topology, findings.rows, begun)
+    except (RpcError, OSError) as error:
+        _refuse([str(error)])
+    if resume:
+        resumed.compare(path, topology, str(topology_file), begun, inputs, findings)
     topology = preflight.with_room(topology)
     if not findings.errors:
         topology = preflight.prove(topology, str(topology_file), findings)
@@ -191,7 +199,9 @@ def _main(
         raise typer.Exit(EXIT_DONE)
     if checkpoint is not None and not evaluation.is_checkpoint(checkpoint):
         checkpoint = None  # its folder is already a model
-    raise typer.Exit(_launch(topology, path, access, interrupts, engine, checkpoint, resume=resume, detach=detach))
+    raise typer.Exit(
+        _launch(topology, path, inputs, access, interrupts, engine, checkpoint, resume=resume, detach=detach)
+    )
 
 
 def _for_evaluation(topology: Topology, file: Path, checkpoint: Path | None) -> Topology:
@@ -234,6 +244,7 @@ def _refuse(lines: Iterable[str]) -> NoReturn:
 def _launch(
     topology: Topology,
     path: Path,
+    inputs: Inputs,
     access: Path | None,
     interrupts: Interrupts,
     engine: RayEngine | None,
@@ -264,6 +275,9 @@ def _launch(
                 stack.callback(run.remove_volatile)
                 stack.callback(interrupts.ignore)
                 run.hold()
+                if checkpoint is not None:
+                    inputs = resumed.inputs_now(topology, inputs.rows, Inputs())
+                inputs.save(run.path)
             if access is not None:
                 stack.callback(access.unlink, missing_ok=True)
                 export(run, Role.SERVICE, access)
@@ -280,6 +294,7 @@ def _launch(
                 stack.pop_all()  # The child process removes these files.
                 return side.wait()
             stays = side
+        stack.callback(resumed.ModelReader(run, topology, inputs).stop)
         with Screen() as screen:
             console = Console(run, topology, screen)
             console.begin()

@@ -10,7 +10,6 @@ import secrets
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from launch import preflight
 from proto.messages import ErrorCode
@@ -18,7 +17,7 @@ from shared.names import listed
 from shared.os_limits import DISK_FULL_ERRNOS
 from shared.rpc.errors import RpcError
 from shared.rundir import UNFINISHED_PREFIX, RunDir
-from shared.topology import Topology, load
+from shared.topology import Topology
 
 BASE = Path("runs")
 LOCK_WAIT_S = 40.0
@@ -26,28 +25,6 @@ LOCK_WAIT_S = 40.0
 free. The time for a checkpoint that is being written is added to it."""
 _POLL_S = 0.1
 _MIB = 1 << 20
-FIXED = (
-    "run.seed",
-    "run.deterministic",
-    "policy",
-    "data.train",
-    "staleness",
-    "algorithm.tasks_per_step",
-    "algorithm.group_size",
-)
-"""Keys fixed by the journal and the checkpoints of a run, because other values would contradict them."""
-FIXED_BITS = (
-    "data.eval",
-    "reward",
-    "sampling",
-    "algorithm",
-    "optimizer",
-    "services.policy-trainer",
-    "services.reference",
-    "services.rollout.block_tasks",
-    "services.rollout.threads",
-)
-"""Keys that are also fixed in deterministic mode, because the bits of the result depend on them."""
 
 
 def default_path(topology: Topology) -> Path:
@@ -155,24 +132,11 @@ def create(path: Path, topology: Topology, folder: Path | None = None) -> RunDir
 
 
 def reopen(path: Path, topology: Topology) -> RunDir:
-    """Reopen a run with new sockets and shared memory, to continue under `topology`.
+    """Reopen a run with new sockets and shared memory, to continue under `topology`, which `launch.resumed` has
+    compared.
 
-    Raises RpcError(bad_request) naming the keys of `FIXED` and `FIXED_BITS` whose values differ from the original, and
-    OSError if there is no room for what a run needs when it starts.
+    Raises OSError if there is no room for what a run needs when it starts.
     """
-    old = RunDir.open(path)
-    begun = load(old.topology, check_supported=False).document()
-    now = topology.document()
-    if begun["policy"]["passes"] is None or not topology.run.deterministic:
-        begun["policy"]["passes"] = now["policy"]["passes"]  # they change nothing but the last bits
-    fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
-    differ = [key for key in fixed if _value_at(begun, key) != _value_at(now, key)]
-    if differ:
-        raise RpcError(
-            ErrorCode.BAD_REQUEST,
-            f"run directory {path}: was begun with different values of {', '.join(differ)}; "
-            f"resume it with {old.topology}, or begin a new run",
-        )
     return RunDir.reopen(path, topology=topology, shm_root=preflight.shm_root(topology))
 
 
@@ -203,13 +167,6 @@ def cannot_start_text(path: Path, topology: Topology, error: OSError) -> str:
 def _share_left(room: os.statvfs_result) -> float:
     files = room.f_favail / room.f_files if room.f_files else 1.0
     return min(room.f_bavail / max(1, room.f_blocks), files)
-
-
-def _value_at(document: dict[str, Any], key: str) -> Any:
-    value: Any = document
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def is_there(run: RunDir, lock: int) -> bool:

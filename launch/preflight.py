@@ -10,13 +10,15 @@ import resource
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from launch import functions, gpus, memory, model_proof
 from services.tracker.exporter import missing
 from shared.data import DataError, open_source
+from shared.data.content import RowDigests, read_rows
 from shared.os_limits import host_bytes
 from shared.rundir import SHM_ROOT
 from shared.security.connections import MOST_CONNECTIONS, most_connections
@@ -35,6 +37,7 @@ from shared.topology.memory_plan import Place
 from shared.topology.monitor_web import split_address
 from shared.topology.services import DEVICE_SERVICE
 
+NO_ROWS: Mapping[str, RowDigests] = MappingProxyType({})
 SHOWN_ROWS = 3
 MIB = 1 << 20
 
@@ -46,16 +49,20 @@ class Findings:
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    rows: dict[str, RowDigests] = field(default_factory=dict)
+    """The rows of each data source, by the key that names it."""
+    added: dict[str, int] = field(default_factory=dict)
+    """The number of rows that each data source has beyond those with which the run began."""
 
 
-def check(topology: Topology, file: str) -> Findings:
+def check(topology: Topology, file: str, begun: Mapping[str, RowDigests] = NO_ROWS) -> Findings:
     """Check everything that `shared.topology` cannot know from the file alone.
 
-    `file` is the topology's name in the findings.
+    `file` is the topology's name in the findings. `begun` are the rows with which a resumed run began.
     """
     findings = Findings()
-    for key, source in _sources(topology).items():
-        _check_rows(source, f"{file}: {key}", findings)
+    for key, source in sources(topology).items():
+        _check_rows(topology, source, key, file, begun.get(key), findings)
     findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
     _check_tokenizer(topology, file, findings)
     _check_tied_weights(topology, file, findings)
@@ -141,20 +148,27 @@ def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
     return names[: known.index(False)] if False in known else names
 
 
-def _sources(topology: Topology) -> dict[str, str]:
+def sources(topology: Topology) -> dict[str, str]:
     """Return every data source, by the key that names it. A hub data set that is not in the cache is left out."""
     sources = {"data.train.source": topology.data.train.source}
     sources |= {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
     return {key: each for key, each in sources.items() if hub.source_name(each) is None or hub.source_files(each)}
 
 
-def _check_rows(source: str, where: str, findings: Findings) -> None:
+def _check_rows(
+    topology: Topology, source: str, key: str, file: str, begun: RowDigests | None, findings: Findings
+) -> None:
+    where = f"{file}: {key}"
+    evaluated = topology.data.eval.get(key.removeprefix("data.eval.").removesuffix(".source"))
+    most = evaluated.rows if evaluated is not None else None
     try:
         rows = open_source(source, where=where)
-        bad = rows.validate()
+        bad, findings.rows[key] = read_rows(rows, most, begun)
     except DataError as error:
         findings.errors.append(str(error))
         return
+    if begun is not None and most is None and len(rows) > begun.rows:
+        findings.added[key] = len(rows) - begun.rows
     if not bad:
         return
     lines = findings.errors if len(bad) == len(rows) else findings.warnings
@@ -198,7 +212,7 @@ def _messages(topology: Topology) -> str:
     workflow = topology.workflow
     if workflow is not None and workflow.function.startswith("builtin:"):
         return f"workflow.function {workflow.function}"
-    for key, source in _sources(topology).items():
+    for key, source in sources(topology).items():
         try:
             rows = open_source(source, where=key)
         except DataError:

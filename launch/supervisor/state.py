@@ -1,9 +1,8 @@
 """Decides when the processes of a run start, restart and end: `handle(event, now) -> effects`.
 
 It uses no process, socket or clock. Three transitions are missing on purpose. A run that has failed or is draining
-starts no processes. A process that ended because the run is ending is not restarted. A process whose first start was
-refused (a bad model, a bad setting) is not restarted, because the next start would be refused too; but one that was
-READY before is restarted even then, because it once started with the same settings.
+starts no processes. A process that ended because the run is ending is not restarted. A process that met an input that
+cannot be used (a bad model, a bad setting, changed data) is not restarted, because its next life would meet it, too.
 """
 
 from __future__ import annotations
@@ -84,8 +83,6 @@ class Process:
     restarts: int = 0
     cause: str = ""
     told_to_end: bool = False
-    was_ready: bool = False
-    """Whether the process has ever been READY."""
     served: bool = False
     """Whether the process has been READY since it was last started."""
     kill_at: float | None = None
@@ -224,7 +221,7 @@ class RunLifecycle:
         process.incarnation = event.incarnation
         process.state = event.state
         if event.state == ProcessState.READY:
-            process.was_ready = process.served = True
+            process.served = True
         if event.cause:
             process.cause = event.cause
         if event.state != ProcessState.STARTING:
@@ -270,7 +267,7 @@ class RunLifecycle:
         elif event.key[0] == DRIVER and event.status == 0 and event.run_complete:
             process.state = ProcessState.STOPPED
             self._drain(RunOutcome.DONE, "", None)
-        elif event.status == UNUSABLE_STATUS and (process.served or not process.was_ready):
+        elif event.status == UNUSABLE_STATUS:
             self._fail(process, f"{cause} (another start would fail, too)")
         else:
             killed = not reported and event.status in OUTSIDE_KILLS

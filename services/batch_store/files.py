@@ -26,7 +26,7 @@ from services.batch_store.room import Retire, Tier, held_bytes
 from services.batch_store.tombstones import TombstoneList, replace
 from shared.dataplane.mapping import lock_named
 from shared.os_limits import NO_DESCRIPTOR
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 
 _LOCK = "store.lock"
 _IDENTITY = "identity"
@@ -108,7 +108,8 @@ class StoreFiles:
             return path.read_text()
 
     def check_room(self, limits: Sequence[int]) -> None:
-        """Raise RpcError(bad_request) if a mount cannot hold its limit, including the files that it already holds.
+        """Raise RpcError if a mount has no room for its limit, including the files that it already holds: BadInput if
+        the whole mount is smaller.
 
         `limits` are in bytes, indexed by `Tier`.
         """
@@ -118,11 +119,13 @@ class StoreFiles:
             room = mount.f_bavail * mount.f_frsize + here
             if room < limits[place]:
                 key, remedy = _REMEDIES[place]
-                raise RpcError(
-                    ErrorCode.BAD_REQUEST,
+                text = (
                     f"{self._name}: services.batch-store.{key} is {limits[place]} bytes, but {folder.parent.parent} "
-                    f"has room for {room}; lower the limit, {remedy}",
+                    f"has room for {room}; lower the limit, {remedy}"
                 )
+                # Other processes may free room, but do not enlarge the mount.
+                too_small = mount.f_blocks * mount.f_frsize < limits[place]
+                raise BadInput(text) if too_small else RpcError(ErrorCode.BUSY, text)
 
     def check_exists(self) -> None:
         """Raise RpcError(internal) if the directory in memory has been deleted."""

@@ -84,7 +84,7 @@ class StoreService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._parent = os.getppid()
-        loaded = topology.load(run.topology)
+        loaded = topology.load_resolved(run.topology)
         settings = loaded.services.batch_store
         self.telemetry.traced_share = loaded.services.monitor.traced_share
         self.index = StoreState(self.name, settings.memory, self.incarnation, settings.spill_limit or 0)

@@ -19,10 +19,10 @@ from services.exporter.perfetto import TraceFile
 from services.exporter.spans import TOPICS, Interval, Tracer, intervals
 from shared.actor.service import Service
 from shared.guest_server import GuestServer
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.rpc.transport import Pump, open_socket
 from shared.rundir import RunDir
-from shared.topology import load
+from shared.topology import load_resolved
 from shared.topology.monitor_traces import Prometheus, Traces
 from shared.topology.monitor_web import TokenError, read_token, split_address
 
@@ -52,7 +52,7 @@ class ExporterService(Service):
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        monitor = load(run.topology).services.monitor
+        monitor = load_resolved(run.topology).services.monitor
         self._prometheus: Prometheus | None = monitor.prometheus
         self._traces: Traces | None = monitor.traces
         self._server: GuestServer | None = None
@@ -105,7 +105,7 @@ class ExporterService(Service):
         try:
             token = read_token(settings.token) if settings.token is not None else ""
         except TokenError as error:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"monitor.prometheus.token: {error}") from None
+            raise BadInput(f"monitor.prometheus.token: {error}") from error
         self._server = GuestServer(
             Scrape(self._metrics, token),
             QUIET_S,
@@ -208,6 +208,5 @@ class ExporterService(Service):
         return self._snapshot[1]
 
 
-def _missing(key: str, error: ImportError) -> RpcError:
-    text = f"{key}: needs the package {error.name}, which is not installed; run make setup-observability"
-    return RpcError(ErrorCode.BAD_REQUEST, text)
+def _missing(key: str, error: ImportError) -> BadInput:
+    return BadInput(f"{key}: needs the package {error.name}, which is not installed; run make setup-observability")

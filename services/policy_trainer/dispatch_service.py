@@ -45,7 +45,8 @@ class DispatchService(Service):
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        self._workers: WorkerDispatch = group_dispatch(topologies.load(run.topology), self.client, self.incarnation)
+        topology = topologies.load_resolved(run.topology)
+        self._workers: WorkerDispatch = group_dispatch(topology, self.client, self.incarnation)
         self._pending = CallQueue()
         self._answers: set[asyncio.Task[None]] = set()
         for kind in REQUESTS:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from proto.messages import ErrorCode, StepBatch
+from proto.messages import StepBatch
 from proto.tensors import Array
 from services.policy_trainer import token_weights
 from services.policy_trainer.advantages import Estimator
@@ -26,7 +26,7 @@ from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.snapshot_pace import SnapshotPace
 from services.policy_trainer.stop import Stop
 from shared.batch import Batch
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.stages import PROXIMAL
 from shared.topology.schema import Topology
 
@@ -43,7 +43,7 @@ def own_estimator(topology: Topology) -> Estimator:
     try:
         return Estimator(topology.algorithm.advantage)
     except ValueError as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+        raise BadInput(str(error)) from error
 
 
 class Driver:
@@ -181,7 +181,7 @@ class Driver:
             check_rewards(batch, rewards)
             advantages = self.estimator(rewards, Batch(batch.batch).groups, batch.scalars[LOSS_TOKENS])
         except ValueError as error:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"step {batch.step} refused, weights untouched: {error}") from None
+            raise BadInput(f"step {batch.step} refused, weights untouched: {error}") from error
         check_advantages(batch, advantages)
         return advantages
 

@@ -19,8 +19,8 @@ from services.policy_trainer.resume import resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.stop import Stop
 from shared import topology as topologies
-from shared.actor.service import UNUSABLE_STATUS, Service
-from shared.rpc.errors import RpcError
+from shared.actor.service import Service
+from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir, checkpoint_steps
 from shared.topology import TRAINER_STORE, Topology, stop_limit_s
 
@@ -28,6 +28,8 @@ MAX_RECOVERIES = 5
 """Maximum number of consecutive worker losses without a committed step in between."""
 MAX_DAMAGES = 20
 """Maximum number of recoveries from lost shards without a committed step in between."""
+_HOPELESS = (ErrorCode.BAD_DATA, ErrorCode.BAD_REQUEST)
+"""Codes of answers that the next driver would get, too, because it repeats the journaled step with the same data."""
 SUPERVISOR_S = 2.0
 """Seconds to wait for the supervisor's answer. A killed supervisor does not answer."""
 
@@ -48,7 +50,7 @@ class PolicyTrainerService(Service):
 
     async def start(self) -> None:
         """Import the advantage estimator, so that the service fails at start-up if the estimator cannot be used."""
-        own_estimator(topologies.load(self.run.topology))
+        own_estimator(topologies.load_resolved(self.run.topology))
 
     def request_stop(self) -> None:
         if self.supervised and self._trains and not self._ending:
@@ -63,7 +65,7 @@ class PolicyTrainerService(Service):
         if not await self._run_ends():
             super().request_stop()
             return
-        limit_s = stop_limit_s(topologies.load(self.run.topology))
+        limit_s = stop_limit_s(topologies.load_resolved(self.run.topology))
         self.loop.call_later(limit_s, self._give_up, limit_s)
         self._stop.ask()
 
@@ -82,7 +84,7 @@ class PolicyTrainerService(Service):
         return state.phase == "DRAINING"
 
     async def serve(self) -> None:
-        topology = topologies.load(self.run.topology)
+        topology = topologies.load_resolved(self.run.topology)
         self.telemetry.traced_share = topology.services.monitor.traced_share
         scheduler = SchedulerCalls(self.scheduler, self.incarnation, self._show_batch)
         workers = group_dispatch(topology, self.client, self.incarnation)
@@ -95,8 +97,8 @@ class PolicyTrainerService(Service):
                 return
             except RpcError as error:
                 self._trains = False
-                if error.code == ErrorCode.BAD_DATA:  # another life would fail on the same data
-                    self.exit_status = UNUSABLE_STATUS
+                if error.code in _HOPELESS:
+                    raise BadInput(str(error)) from None
                 # Shards of a batch are missing (WorkersLost), or a version is missing (reported by `NextBatch`).
                 damaged = error.code == ErrorCode.MISSING
                 if not damaged and not isinstance(error, WorkersLost):

@@ -21,11 +21,11 @@ from services.recorder.build import bare, records
 from services.recorder.files import SampleFiles
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
 from shared.samples.record import FOLDER, SampleState
 from shared.stages import ADVANTAGES, ROLLOUT, TEXT, TRAIN_LOGPROBS
-from shared.topology import load
+from shared.topology import load_resolved
 
 ASK_S = 4.0
 """Time, in seconds, that a request waits for tasks that have ended."""
@@ -50,7 +50,7 @@ class RecorderService(Service):
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        topology = load(run.topology)
+        topology = load_resolved(run.topology)
         self._settings = topology.services.monitor.samples
         self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk, cached_rows=0)
         self._files: SampleFiles
@@ -62,7 +62,7 @@ class RecorderService(Service):
 
     async def start(self) -> None:
         if self._settings is None:
-            raise RpcError(ErrorCode.BAD_REQUEST, "recorder: monitor.samples is null, so there is nothing to record")
+            raise BadInput("recorder: monitor.samples is null, so there is nothing to record")
         self._files = SampleFiles(self.run.path / FOLDER, self._settings.limit_bytes)
 
     async def serve(self) -> None:

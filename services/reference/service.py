@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from proto import messages
-from proto.messages import ErrorCode, Heartbeat, Outcome, TaskHandle, TaskResult
+from proto.messages import Heartbeat, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
 from services.reference.kl_sums import NEEDS, kl_sums
 from shared import topology as topologies
@@ -23,12 +23,13 @@ from shared.colocation.devices import REFERENCE as WEIGHTS
 from shared.colocation.devices import Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient, Receipt, TaskShards
+from shared.inputs import check_model
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
 from shared.ranks.group import Group, ends_with_its_peers
 from shared.ranks.layout import Layout
 from shared.ranks.meeting import Meeting, join
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
 from shared.stages import REFERENCE, REFERENCE_SCALAR
@@ -56,7 +57,7 @@ class ReferenceService(Service):
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        self._topology = topologies.load(run.topology)
+        self._topology = topologies.load_resolved(run.topology)
         self.telemetry.traced_share = self._topology.services.monitor.traced_share
         self._data = DataClient(self.client, reports=True, plain=not self._topology.transport.encrypt_bulk)
         settings = self._topology.services.reference
@@ -263,7 +264,7 @@ def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
 
 def make_scorer(run: RunDir, name: str, topology: Topology, group: Group, meeting: Meeting) -> FrozenScorer:
     """Return a scorer that creates the model specified in `topology` on its compute thread. Raises
-    RpcError(bad_request).
+    BadInput.
 
     This imports torch. `group` holds the ranks that share the model; they have met, and open their process group at
     `meeting`.
@@ -272,9 +273,8 @@ def make_scorer(run: RunDir, name: str, topology: Topology, group: Group, meetin
 
     settings = topology.services.reference
     if settings is None:
-        raise RpcError(
-            ErrorCode.BAD_REQUEST, "reference: the topology has no services.reference; set algorithm.kl.coef above 0"
-        )
+        raise BadInput("reference: the topology has no services.reference; set algorithm.kl.coef above 0")
+    check_model(run.path, "policy.model", topology.policy.model)
     model, dtype, max_tokens = Path(topology.policy.model), topology.policy.dtype, settings.max_tokens_per_micro_batch
 
     def whole() -> Frozen:

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from proto.messages import ErrorCode
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 from shared.workflow import ToolCall
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -41,14 +40,14 @@ class PromptBuilder:
     """Builds prompts. Only one thread may use it at a time, because fast tokenizers refuse concurrent use."""
 
     def __init__(self, model: Path, *, add_generation_prompt: bool) -> None:
-        """Load the tokenizer from the model directory. This imports transformers. Raises RpcError(bad_request)."""
+        """Load the tokenizer from the model directory. This imports transformers. Raises BadInput."""
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError, KeyError, ImportError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RpcError(ErrorCode.BAD_REQUEST, f"model {model}: no tokenizer: {first[:300]}") from None
+            raise BadInput(f"model {model}: no tokenizer: {first[:300]}") from error
         self._add_generation_prompt = add_generation_prompt
         self._pieces: dict[int, str] = {}
         """Texts of individually decoded tokens."""
@@ -57,11 +56,10 @@ class PromptBuilder:
         }
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise RpcError(bad_request) if the tokenizer has token ids beyond a model's vocabulary of `size` tokens."""
+        """Raise BadInput if the tokenizer has token ids beyond a model's vocabulary of `size` tokens."""
         largest = max(self._tokenizer.get_vocab().values(), default=-1)
         if largest >= size:
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
+            raise BadInput(
                 f"model {self._tokenizer.name_or_path}: its tokenizer has token {largest}, but the vocabulary size is "
                 f"{size}; enlarge the embedding (resize_token_embeddings), or use the model's original tokenizer",
             )

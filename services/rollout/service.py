@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
-from proto.messages import Ack, DrainService, ErrorCode, Heartbeat, WaitRow, WeightsRef
+from proto.messages import Ack, DrainService, Heartbeat, WaitRow, WeightsRef
 from services.rollout.answers import AnswerSampler
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
@@ -37,8 +37,8 @@ from shared.actor.service import Service
 from shared.colocation.devices import ENGINE, WEIGHTS, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
+from shared.inputs import Inputs, check_model
 from shared.ranks.meeting import reach_hosts_by_nccl
-from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 from shared.samples.choice import Choice
@@ -87,6 +87,7 @@ class RolloutService(Service):
         await rewards.start()
         chosen = topology.workflow
         model = Path(topology.policy.model)
+        await self._on_text(lambda: check_model(self.run.path, "policy.model", str(model)))
         if chosen is not None:
             self._endpoint = OpenAIEndpoint(model.name)
             await self._endpoint.start()
@@ -124,7 +125,8 @@ class RolloutService(Service):
         add_prompt = topology.policy.chat_template.add_generation_prompt
         prompts = await self._on_text(lambda: PromptBuilder(model, add_generation_prompt=add_prompt))
         await self._on_text(lambda: prompts.check_vocabulary(engine.vocab_size))
-        tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens))
+        begun = Inputs.load(self.run.path).rows
+        tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens, begun))
         workflow: WorkflowRunner | None = None
         if chosen is not None and self._workflows is not None and self._endpoint is not None:
             workflow = WorkflowRunner(
@@ -269,7 +271,4 @@ def _engine_settings(topology: Topology) -> Rollout:
 def _load_topology(run: RunDir) -> Topology:
     from shared import topology
 
-    try:
-        return topology.load(run.topology)
-    except topology.TopologyError as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+    return topology.load_resolved(run.topology)

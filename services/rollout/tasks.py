@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -13,15 +14,17 @@ from proto.ids import split_task_id
 from proto.messages import DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.prompts import NoChatTemplate, PromptBuilder
-from shared.data import DataError, Row, Source, SourceLost, open_source
+from shared.data import DataError, Row, Source, SourceChanged, SourceLost, open_source
+from shared.data.content import RowCheck, RowDigests
 from shared.lease import Lease
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.stages import TRAIN
 
 if TYPE_CHECKING:
     from services.rollout.workflows.calls import OnText
     from shared.topology import Topology
 
+_NOT_RECORDED: Mapping[str, RowDigests] = MappingProxyType({})
 TASKS_A_TURN = 4
 TEXT_S = 120.0
 """Maximum seconds that one turn on the text thread may take, including the wait for earlier turns of other leases and
@@ -79,29 +82,40 @@ class TaskSets:
     """The run's data sets and their sampling parameters. Only one thread at a time may use the object; this is the
     tokenizer's thread."""
 
-    def __init__(self, topology: Topology, prompts: PromptBuilder, context_tokens: int) -> None:
-        """Open every source. `context_tokens` is the model's maximum sequence length.
+    def __init__(
+        self,
+        topology: Topology,
+        prompts: PromptBuilder,
+        context_tokens: int,
+        begun: Mapping[str, RowDigests] = _NOT_RECORDED,
+    ) -> None:
+        """Open every source. `context_tokens` is the model's maximum sequence length. `begun` are the rows with which
+        the run began, by the key of their source.
 
-        Raises RpcError(bad_request) for a source that cannot be read.
+        Raises BadInput for a source that cannot be read.
         """
         self._topology = topology
         self._prompts = prompts
         self._context_tokens = context_tokens
         self._recites = topology.algorithm.loss.name == "cross_entropy"
         self._sources: dict[str, Source] = {}
+        self._checks: dict[str, RowCheck] = {}
         named = {TRAIN: topology.data.train.source} | {name: each.source for name, each in topology.data.eval.items()}
         for split, source in named.items():
             key = "data.train.source" if split == TRAIN else f"data.eval.{split}.source"
             try:
                 self._sources[split] = open_source(source, where=key)
             except DataError as error:
-                raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+                raise BadInput(str(error)) from error
+            if key in begun:
+                self._checks[split] = RowCheck(self._sources[split], begun[key])
 
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
         """Return the rows and prompts of a lease. A bad row or a prompt that is too long becomes a DROP with a one-line
         reason.
 
-        Raises RpcError(bad_request) if the topology has no such split, or the split's source is lost.
+        Raises RpcError(bad_request) if the topology has no such split, or the split's source is lost: BadInput if its
+        file has changed.
         """
         sampling = self._sampling(grant)
         longest = self._context_tokens - sampling.max_new_tokens
@@ -115,12 +129,14 @@ class TaskSets:
         for handle in grant.batch.tasks:
             row: Row | None = None
             try:
-                row = self._sources[grant.split].row(split_task_id(handle.task_id)[2])
+                row = self._row(grant.split, split_task_id(handle.task_id)[2])
                 ids = self._token_ids(grant.split, handle.task_id, row)
                 if len(ids) > longest:
                     place = self._place(grant.split, handle.task_id)
                     raise _TooLong(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
                 answer = self._answer(grant.split, handle.task_id, row, sampling.max_new_tokens)
+            except SourceChanged as error:
+                raise BadInput(str(error)) from error
             except SourceLost as error:
                 raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
             except (DataError, ValueError, IndexError) as error:
@@ -130,6 +146,12 @@ class TaskSets:
             ready.append(ReadyTask(handle, row, ids, answer))
         min_survivors = min(2, sampling.samples) if grant.split == TRAIN else 1
         return PreparedTasks(ready, dropped, sampling, min_survivors, not_sampled)
+
+    def _row(self, split: str, index: int) -> Row:
+        """Return a row. Raises DataError: SourceChanged if the index named another row when the run began."""
+        if split in self._checks:
+            self._checks[split].check(index)
+        return self._sources[split].row(index)
 
     def texts(self, token_ids: Sequence[list[int]], sampling: SamplingParams) -> list[str]:
         """Return the texts of the completions, for rewards."""

@@ -37,7 +37,7 @@ from services.scheduler.mark import Mark, Reached
 from services.scheduler.snapshot import LAYOUT
 from services.scheduler.tasks import TaskState
 from services.scheduler.wal import WalCheckpoints
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
 SNAPSHOT_BYTES = 8 << 20
@@ -145,8 +145,8 @@ class Journal:
     def __init__(self, path: Path, fingerprint: str) -> None:
         """Open or create the journal of the run with this plan fingerprint.
 
-        Raises RpcError(bad_request) with a one-line message if the file is not a journal, is damaged, or was written by
-        another release or under another plan.
+        Raises a one-line RpcError: BadInput if the file is not a journal, is damaged, or was written by another release
+        or under another plan, and internal if the disk does not let it be used.
         """
         self._path = path
         with self._reading("the file"):
@@ -242,12 +242,17 @@ class Journal:
         except _DAMAGE as error:
             cause = "".join(each if each.isprintable() else "?" for each in " ".join(str(error).split()))[:200]
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _ENVIRONMENT:
-                raise self.broken(f"cannot be read: {cause}; make room or repair the disk, then resume") from None
+                raise self._unreachable(f"cannot be read: {cause}") from None
             raise self.broken(f"{what} is damaged: {cause}; {_REMEDY}") from None
 
-    def broken(self, cause: str) -> RpcError:
-        """Return the error for a journal that cannot be used. It names the file."""
-        return RpcError(ErrorCode.BAD_REQUEST, f"journal {self._path}: {cause}"[:800])
+    def broken(self, cause: str) -> BadInput:
+        """Return the error for a journal whose content cannot be used. It names the file."""
+        return BadInput(f"journal {self._path}: {cause}"[:800])
+
+    def _unreachable(self, cause: str) -> RpcError:
+        """Return the error for a file that may be intact, but that the disk does not let this process use."""
+        text = f"journal {self._path}: {cause}"[:700]
+        return RpcError(ErrorCode.INTERNAL, f"{text}; make room or repair the disk, then resume the run")
 
     def _reached(self) -> Reached:
         return Reached(self.seq, self._chain, self.fence, self.lineage, self.step)
@@ -409,9 +414,8 @@ class Journal:
             raise sqlite3.OperationalError(self._wal.error)
 
     def _unwritable(self, cause: str) -> RpcError:
-        return self.broken(
-            f"cannot be written: {cause}; this process has sent nothing that depends on unwritten events; make "
-            "room or repair the disk, then resume the run"
+        return self._unreachable(
+            f"cannot be written: {cause}; this process has sent nothing that depends on unwritten events"
         )
 
     def begin_snapshot(self, parts: Iterator[bytes]) -> None:

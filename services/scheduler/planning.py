@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from proto.messages import ErrorCode
 from services.scheduler.events import Configure, Recording
 from services.scheduler.leases import Holder
 from services.scheduler.plan import EvalPlan, Plan
 from services.scheduler.state import HEARTBEAT_S
 from shared.data import DataError, RowError, Source, open_source
-from shared.rpc.errors import RpcError
+from shared.inputs import Inputs
+from shared.rpc.errors import BadInput
 from shared.samples.choice import Choice
 from shared.stages import train_graph
 from shared.topology import Topology, task_bytes, weight_bytes
@@ -40,27 +40,33 @@ _TEMPLATE_TOKENS = 256
 def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
     """Return the plan, and the unusable training rows, which are not in the plan.
 
-    `where` is the path of the topology. Raises RpcError(bad_request) if a source cannot be used.
+    Rows that were added after the run began are not in the plan, either. `where` is the path of the topology, in the
+    run directory. Raises BadInput if a source or the model cannot be used.
     """
+    kept = {key: each.rows for key, each in Inputs.load(where.parent).rows.items()}
     try:
         train = open_source(topology.data.train.source, where=f"{where}: data.train")
-        bad = train.validate()
+        count = min(len(train), kept.get("data.train.source", len(train)))
+        bad = [each for each in train.validate() if each.index < count]
         evals = tuple(
             EvalPlan(
                 name=name,
-                rows=_usable(open_source(each.source, where=f"{where}: data.eval.{name}"), each.rows),
+                rows=_usable(
+                    open_source(each.source, where=f"{where}: data.eval.{name}"),
+                    kept.get(f"data.eval.{name}.source", each.rows),
+                ),
                 samples=each.samples,
                 every=each.every,
             )
             for name, each in topology.data.eval.items()
         )
-        prompt = _prompt_tokens(topology, where, train, bad)
+        prompt = _prompt_tokens(topology, where, train, count, bad)
     except DataError as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+        raise BadInput(str(error)) from error
     excluded = {each.index for each in bad}
-    rows = [index for index in range(len(train)) if index not in excluded] if bad else range(len(train))
+    rows = [index for index in range(count) if index not in excluded] if bad else range(count)
     if not len(rows):
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{where}: data.train: no usable row; the first is bad: {bad[0].message}")
+        raise BadInput(f"{where}: data.train: no usable row; the first is bad: {bad[0].message}")
     plan = Plan(
         run=topology.run.name,
         seed=topology.run.seed,
@@ -141,19 +147,18 @@ def _usable(source: Source, first: int | None) -> list[int]:
     return [index for index in range(most) if index not in bad]
 
 
-def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[RowError]) -> int:
-    """Return an upper bound on the number of tokens in the longest training prompt.
+def _prompt_tokens(topology: Topology, where: Path, train: Source, count: int, bad: list[RowError]) -> int:
+    """Return an upper bound on the number of tokens in the longest prompt of the first `count` rows.
 
-    Without `max_prompt_tokens`, one token per byte is assumed. Raises RpcError if the stores then cannot hold all tasks
+    Without `max_prompt_tokens`, one token per byte is assumed. Raises BadInput if the stores then cannot hold all tasks
     that may be live, because such a run would stall later.
     """
     prompt = topology.data.train.max_prompt_tokens
     if prompt is None:
-        prompt = _longest_prompt_bytes(train, {each.index for each in bad}) + _TEMPLATE_TOKENS
+        prompt = _longest_prompt_bytes(train, count, {each.index for each in bad}) + _TEMPLATE_TOKENS
         needed = worst_case_bytes(topology, prompt, _version_bytes(topology))
         if limit_bytes(topology) < needed:
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
+            raise BadInput(
                 f"{where}: services.batch-store.memory: {limit_bytes(topology)} bytes cannot hold what this "
                 f"run might need: prompts have up to {prompt} tokens (one per byte plus the chat template); set at "
                 f"least {needed}, or set data.train.max_prompt_tokens",
@@ -162,12 +167,15 @@ def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[Row
 
 
 def _version_bytes(topology: Topology) -> int:
-    return weight_bytes(str(topology.policy.model), topology.policy.dtype)
+    try:
+        return weight_bytes(str(topology.policy.model), topology.policy.dtype)
+    except ValueError as error:
+        raise BadInput(f"policy.model: {error}; save the model again") from error
 
 
-def _longest_prompt_bytes(source: Source, bad: set[int]) -> int:
+def _longest_prompt_bytes(source: Source, count: int, bad: set[int]) -> int:
     longest = 0
-    for index in range(len(source)):
+    for index in range(count):
         if index not in bad:
             prompt = source.row(index)["prompt"]
             text = prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode()

@@ -53,11 +53,12 @@ from services.scheduler.metrics_file import MetricsFile, traces
 from services.scheduler.planning import configuration, device_limits, heartbeat_s, make_plan
 from services.scheduler.state import Scheduler
 from shared.actor.service import Service
+from shared.inputs import check_model
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call
 from shared.rpc.mailbox import Answer as Deferral
 from shared.rundir import RunDir, parse_service_name, service_name
-from shared.topology import TopologyError, load
+from shared.topology import load_resolved
 
 TICK_S = 0.1
 STORE_CALL_S = 5.0
@@ -123,10 +124,8 @@ class SchedulerService(Service):
         return self.mailbox.bind(self.context, self.run.endpoint(self.NAME, self.instance), self._flush)
 
     def _open(self) -> None:
-        try:
-            topology = load(self.run.topology)
-        except TopologyError as error:
-            raise RpcError(ErrorCode.BAD_REQUEST, "; ".join(str(error).splitlines())) from None
+        topology = load_resolved(self.run.topology)
+        check_model(self.run.path, "policy.model", topology.policy.model)
         plan, bad = make_plan(topology, self.run.topology)
         for row in bad:
             self.log.warning("row left out", row=row.index, line=row.line, cause=row.message)

@@ -28,7 +28,7 @@ def main() -> int:
     name = str(arguments.name)
     try:
         run = RunDir.open(arguments.run)
-        loaded = topology.load(run.topology, check_supported=False, check_files=False)
+        loaded = topology.load_resolved(run.topology)
         if lacking := missing(name):
             print(f"{name}: {', '.join(lacking)} not installed; run `make setup-trackers`", file=sys.stderr)
             return 2

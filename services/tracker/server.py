@@ -18,8 +18,8 @@ from services.tracker import ledger
 from services.tracker.exporter import missing
 from services.tracker.feeder import Feeder, end_of, start
 from shared import topology
-from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS, Service
-from shared.rpc.errors import RpcError
+from shared.actor.service import PEER_LOST_STATUS, Service
+from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
 
 LOOK_S = 0.5
@@ -43,15 +43,15 @@ class TrackerService(Service):
         self.progress = lambda: self._feeder.rows_sent if self._feeder is not None else 0
 
     async def start(self) -> None:
-        loaded = topology.load(self.run.topology, check_supported=False, check_files=False)
+        loaded = topology.load_resolved(self.run.topology)
         names = list(loaded.services.monitor.trackers)
         if self.instance >= len(names):
             text = f"{self.name}: the topology has {len(names)} trackers; start instances 0 to {len(names) - 1}"
-            raise RpcError(ErrorCode.BAD_REQUEST, text)
+            raise BadInput(text)
         name = names[self.instance]
         if lacking := missing(name):
             text = f"{name}: {', '.join(lacking)} not installed in this environment; run `make setup-trackers`"
-            raise RpcError(ErrorCode.BAD_REQUEST, text)
+            raise BadInput(text)
         self._lock = ledger.hold(self.run.path, name)
         self._feeder = Feeder(self.run, loaded, name)
         start(self._feeder)
@@ -64,8 +64,7 @@ class TrackerService(Service):
             if self._hanging_s() > HANG_S:
                 self.exit_status = PEER_LOST_STATUS
                 raise RpcError(ErrorCode.DEADLINE, f"{feeder.name}: no answer for {HANG_S:g} s")
-        self.exit_status = UNUSABLE_STATUS
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{feeder.refused}; {feeder.name} will not receive any further steps")
+        raise BadInput(f"{feeder.refused}; {feeder.name} will not receive any further steps")
 
     async def drain(self) -> None:
         if self._feeder is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from proto.messages import ErrorCode
 from services.web.application import application
 from services.web.page import Page
 from shared import topology as topologies
 from shared.actor.service import Service
 from shared.bearer import Secret
 from shared.guest_server import GuestServer
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 from shared.topology.monitor_web import TokenError, Web, read_token, split_address
 
 IDLE_S = 60
@@ -25,13 +24,13 @@ class WebService(Service):
     _server: GuestServer | None = None
 
     async def start(self) -> None:
-        web = topologies.load(self.run.topology, check_supported=False, check_files=False).services.monitor.web or Web()
+        web = topologies.load_resolved(self.run.topology).services.monitor.web or Web()
         try:
             token, operator = (
                 Secret(read_token(file)) if file is not None else None for file in (web.token, web.operator_token)
             )
         except TokenError as error:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"monitor.web: {error}") from None
+            raise BadInput(f"monitor.web: {error}") from error
         self._page = Page(self.run.path, operable=operator is not None)
         self._server = server_of(self._page, split_address(web.listen), token, operator)
         await self._server.start()

@@ -68,7 +68,7 @@ def run_process(service_class: type[Service], module: str) -> int:
 async def _live(service_class: type[Service], run: RunDir, arguments: argparse.Namespace) -> int:
     locks = run.hold()
     try:
-        service = service_class(run, arguments.instance, arguments.supervisor)
+        service = _made(service_class, run, arguments)
         service.listen = arguments.listen
         logging.configure(
             run.log_file(service.NAME, service.instance),
@@ -85,6 +85,23 @@ async def _live(service_class: type[Service], run: RunDir, arguments: argparse.N
         return status
     finally:
         release(locks)
+
+
+def _made(service_class: type[Service], run: RunDir, arguments: argparse.Namespace) -> Service:
+    """Return the service. If it cannot be constructed, return one that reports the reason and fails."""
+    try:
+        return service_class(run, arguments.instance, arguments.supervisor)
+    except Exception as error:
+        reason = error
+
+    class Unmade(Service):
+        NAME = service_class.NAME
+        HEARTBEATS = False
+
+        def bind(self) -> str:
+            raise reason
+
+    return Unmade(run, arguments.instance, arguments.supervisor)
 
 
 def _exit_for_sure(status: int) -> None:

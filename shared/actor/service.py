@@ -30,7 +30,7 @@ from shared.actor.resources import ResourceMeter
 from shared.actor.telemetry import TelemetrySender, report_refusals
 from shared.rpc.client import Client
 from shared.rpc.directory import Directory
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import RpcError, is_certain
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rpc.transport import LINGER_MS
 from shared.rundir import RunDir, service_name
@@ -50,8 +50,7 @@ FAILED_STATUS = 1
 PEER_LOST_STATUS = os.EX_TEMPFAIL
 """Exit status (75) of a process that exits because a process on which it depends is gone."""
 UNUSABLE_STATUS = os.EX_CONFIG
-"""Exit status (78) of a process for which a restart would not help: its start was refused (`bad_request`), or it found
-that its work cannot continue."""
+"""Exit status (78) of a process for which a restart would not help, because it met a `BadInput` that `is_certain`."""
 
 
 class ProcessState(StrEnum):
@@ -129,7 +128,7 @@ class Service:
     async def start(self) -> None:
         """Prepare to become READY, for example by loading a model or opening a journal.
 
-        Raises RpcError(bad_request) for a model, function or setting that would fail at every later start, too.
+        Raises BadInput for a model, function or setting that would fail at every later start, too.
         """
 
     async def serve(self) -> None:
@@ -239,12 +238,7 @@ class Service:
             self.__report()
             if self.HEARTBEATS:
                 self.keep(self.__heartbeats())
-            try:
-                await self.__until_stopping(self.start())
-            except RpcError as error:
-                if error.code == ErrorCode.BAD_REQUEST:
-                    self.exit_status = UNUSABLE_STATUS
-                raise
+            await self.__until_stopping(self.start())
             if not self.stopping.is_set():
                 # Objects loaded by now, such as modules and tasks, stay alive. Once they are frozen, full collections
                 # do not traverse them; otherwise, each one would keep a store from sending anything for 0.03 s.
@@ -262,7 +256,10 @@ class Service:
             self.__enter(ProcessState.STOPPED)
         except Exception as error:
             # The cause is one line; the log contains the traceback.
-            self.cause = str(error) if isinstance(error, RpcError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, RpcError) else f"{type(error).__name__}: {error}"
+            self.cause = "; ".join(text.splitlines())
+            if is_certain(error):
+                self.exit_status = UNUSABLE_STATUS
             self.log.error("service failed", exc_info=error)
             self.__enter(ProcessState.FAILED)
         finally:

@@ -13,7 +13,7 @@ from typing import Protocol
 from proto.messages import DeviceOrder, ErrorCode, HoldDevices
 from shared.actor.service import Service
 from shared.colocation.devices import Holding, Parts
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 
 POLL_S = 20.0
 BACKOFF_S = 0.05
@@ -131,12 +131,11 @@ class SharedDevices:
 def take_turns(service: Service, leave: Callable[[Parts], Awaitable[Parts]]) -> SharedDevices:
     """Return the turns of `service`, and keep them running until the service ends.
 
-    Raises RpcError(bad_request) if no supervisor started the process: a supervisor is needed to kill the process if it
+    Raises BadInput if no supervisor started the process: a supervisor is needed to kill the process if it
     hangs on devices that others need, and to know when its memory is free.
     """
     if not service.supervised:
-        raise RpcError(
-            ErrorCode.BAD_REQUEST,
+        raise BadInput(
             f"{service.name}: takes turns on shared devices (placement.colocate) and must be killed if it hangs, so "
             f"only a launcher may start it; use `python -m launch.ctl --run {service.run.path} restart {service.name}`",
         )

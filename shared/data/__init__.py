@@ -4,6 +4,6 @@ A row that the rollout could not use as a prompt is an error. Files are read in 
 """
 
 from shared.data.open import FORMS, open_source
-from shared.data.source import DataError, Row, RowError, Source, SourceLost
+from shared.data.source import DataError, Row, RowError, Source, SourceChanged, SourceLost
 
-__all__ = ["FORMS", "DataError", "Row", "RowError", "Source", "SourceLost", "open_source"]
+__all__ = ["FORMS", "DataError", "Row", "RowError", "Source", "SourceChanged", "SourceLost", "open_source"]

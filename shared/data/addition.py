@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from shared.data.source import Row, RowError, check_index
+from shared.data.source import OnRow, Row, RowError, check_index, encoded
 
 _TEST_ROWS = 256
 
@@ -31,5 +31,11 @@ class AdditionSource:
     def place(self, index: int) -> str:
         return f"{self.name} row {index}"
 
-    def validate(self) -> list[RowError]:
+    def content(self, index: int) -> bytes:
+        return encoded(self.row(index))
+
+    def validate(self, on_row: OnRow | None = None) -> list[RowError]:
+        if on_row is not None:
+            for index in range(len(self)):
+                on_row(self.content(index))
         return []

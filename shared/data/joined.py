@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from shared.data.source import Row, RowError, Source, check_index
+from shared.data.source import OnRow, Row, RowError, Source, check_index
 
 
 class JoinedSource:
@@ -29,11 +29,15 @@ class JoinedSource:
         part, start = self._part(index)
         return part.place(index - start)
 
-    def validate(self) -> list[RowError]:
+    def content(self, index: int) -> bytes:
+        part, start = self._part(index)
+        return part.content(index - start)
+
+    def validate(self, on_row: OnRow | None = None) -> list[RowError]:
         return [
             dataclasses.replace(error, index=start + error.index)
             for part, start in zip(self._parts, self._starts, strict=False)
-            for error in part.validate()
+            for error in part.validate(on_row)
         ]
 
     def _part(self, index: int) -> tuple[Source, int]:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from array import array
+from collections.abc import Callable, Iterator
 
 import msgspec
 
-from shared.data.source import SHOWN_CHARS, DataError, Row, RowError, bad_rows, check_index, row_problem, with_prompt
+from shared.data.source import (
+    SHOWN_CHARS,
+    DataError,
+    OnRow,
+    Row,
+    RowError,
+    SourceChanged,
+    check_index,
+    row_problem,
+    with_prompt,
+)
 
 _SCAN_CHUNK_BYTES = 1 << 20
+_READ_ROWS = 4096
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -49,19 +62,52 @@ class JsonlSource:
             os.close(self._fd)
 
     def row(self, index: int) -> Row:
+        return _parse_row(self._text(index), self.place, index, self._prompt)
+
+    def content(self, index: int) -> bytes:
+        return self._text(index).strip()
+
+    def _text(self, index: int) -> bytes:
         check_index(index, len(self), self.name)
-        place = self.place(index)
-        if self._stat() != self._stamp:
-            raise DataError(f"{place}: the file changed while it was in use; restart the run on the new file")
+        self._check_unchanged(index)
         start = self._starts[index]
         end = self._starts[index + 1] if index + 1 < len(self._starts) else self._end
-        return _parse_row(_read_range(self._fd, start, end), place, self._prompt)
+        return _read_range(self._fd, start, end)
 
     def place(self, index: int) -> str:
         return f"{self.path}:{self._lines[index]}"
 
-    def validate(self) -> list[RowError]:
-        return bad_rows(self, self._lines)
+    def validate(self, on_row: OnRow | None = None) -> list[RowError]:
+        errors = []
+        for index, text in enumerate(self._texts()):
+            if on_row is not None:
+                on_row(text.strip())
+            try:
+                _parse_row(text, self.place, index, self._prompt)
+            except DataError as error:
+                errors.append(RowError(index=index, line=self._lines[index], message=str(error)))
+        return errors
+
+    def _texts(self) -> Iterator[bytes]:
+        """Yield the line of each row. A few thousand are read at a time, because a system call costs more than a row.
+
+        Raises SourceChanged.
+        """
+        for first in range(0, len(self), _READ_ROWS):
+            self._check_unchanged(first)
+            starts = [*self._starts[first : first + _READ_ROWS + 1]]
+            if len(starts) <= _READ_ROWS:
+                starts.append(self._end)
+            block = _read_range(self._fd, starts[0], starts[-1])
+            for start, end in itertools.pairwise(starts):
+                yield block[start - starts[0] : end - starts[0]]
+
+    def _check_unchanged(self, index: int) -> None:
+        if self._stat() != self._stamp:
+            raise SourceChanged(
+                f"{self.place(index)}: the file changed while it was in use; restore it and resume the run, or begin a "
+                "new run"
+            )
 
     def _stat(self) -> tuple[int, int, int]:
         status = os.fstat(self._fd)
@@ -96,14 +142,16 @@ def _read_range(fd: int, start: int, end: int) -> bytes:
     return b"".join(parts)
 
 
-def _parse_row(text: bytes, place: str, prompt: str) -> Row:
+def _parse_row(text: bytes, place: Callable[[int], str], index: int, prompt: str) -> Row:
     try:
         row = with_prompt(msgspec.json.decode(text), prompt)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{place}: invalid JSON ({error}): {_shown(text)}; write one JSON object per line") from error
+        raise DataError(
+            f"{place(index)}: invalid JSON ({error}): {_shown(text)}; write one JSON object per line"
+        ) from error
     problem = row_problem(row)
     if problem:
-        raise DataError(f"{place}: {problem}: {_shown(text)}")
+        raise DataError(f"{place(index)}: {problem}: {_shown(text)}")
     return row  # type: ignore[no-any-return]  # row_problem has checked that it is a dict
 
 

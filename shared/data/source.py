@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 Row = dict[str, Any]
+OnRow = Callable[[bytes], None]
 
 SHOWN_CHARS = 60
 
@@ -23,6 +26,10 @@ class DataError(Exception):
 
 class SourceLost(DataError):
     """A source has failed as a whole: no single row is the cause."""
+
+
+class SourceChanged(SourceLost):
+    """The file of a source has changed since it was opened, so an index may now identify another row."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,15 @@ class Source(Protocol):
     def place(self, index: int) -> str:
         """Return the location of row `index` for messages: `file:line`, or the closest equivalent."""
 
-    def validate(self) -> list[RowError]:
-        """Read every row once and return the unusable ones in order. `row` raises for exactly these."""
+    def content(self, index: int) -> bytes:
+        """Return the content of row `index`: bytes without a line break that are equal for equal rows and differ for
+        different ones. Raises SourceLost."""
+
+    def validate(self, on_row: OnRow | None = None) -> list[RowError]:
+        """Read every row once and return the unusable ones in order. `row` raises for exactly these.
+
+        `on_row`, if given, receives the content of each row, in order and with the unusable ones.
+        """
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -75,15 +89,9 @@ def check_index(index: int, rows: int, name: str) -> None:
         raise IndexError(f"source {name!r} has no row {index}: it has rows 0 to {rows - 1}")
 
 
-def bad_rows(source: Source, lines: Sequence[int] | None = None) -> list[RowError]:
-    """Read all rows of `source` and return the unusable ones."""
-    errors = []
-    for index in range(len(source)):
-        try:
-            source.row(index)
-        except DataError as error:
-            errors.append(RowError(index=index, line=lines[index] if lines else 0, message=str(error)))
-    return errors
+def encoded(row: Row) -> bytes:
+    """Return the content of a row that no file holds as bytes."""
+    return msgspec.json.encode(row, enc_hook=repr)
 
 
 def with_prompt(row: Any, field: str) -> Any:

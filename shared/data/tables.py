@@ -14,7 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shared.data.source import SHOWN_CHARS, DataError, Row, RowError, check_index, require, row_problem, with_prompt
+from shared.data.source import (
+    SHOWN_CHARS,
+    DataError,
+    OnRow,
+    Row,
+    RowError,
+    check_index,
+    encoded,
+    require,
+    row_problem,
+    with_prompt,
+)
 
 _CACHED_BYTES = 256 << 20
 _BATCH_ROWS = 1024
@@ -40,21 +51,29 @@ class TableSource:
         return self._starts[-1]
 
     def row(self, index: int) -> Row:
+        return self._checked(index, self._read(index))
+
+    def content(self, index: int) -> bytes:
+        return encoded(self._read(index))
+
+    def _read(self, index: int) -> Row:
         check_index(index, len(self), self.name)
         at = bisect.bisect_right(self._starts, index) - 1
-        row: Row = self._table(at).slice(index - self._starts[at], 1).to_pylist()[0]
-        return self._checked(index, row)
+        row: Row = _without_nulls(self._table(at).slice(index - self._starts[at], 1).to_pylist()[0])
+        return row
 
     def place(self, index: int) -> str:
         return f"{self.path} row {index}"
 
-    def validate(self) -> list[RowError]:
+    def validate(self, on_row: OnRow | None = None) -> list[RowError]:
         errors = []
         for at, start in enumerate(self._starts[:-1]):
             index = start
             # Reading row by row is an order of magnitude slower than reading in batches.
             for batch in self._table(at).to_batches(max_chunksize=_BATCH_ROWS):
-                for row in batch.to_pylist():
+                for row in map(_without_nulls, batch.to_pylist()):
+                    if on_row is not None:
+                        on_row(encoded(row))
                     try:
                         self._checked(index, row)
                     except DataError as error:
@@ -63,8 +82,7 @@ class TableSource:
         return errors
 
     def _checked(self, index: int, row: Row) -> Row:
-        # Every row of a table has every column: drop those that are null in this row.
-        row = with_prompt(_without_nulls(row), self._prompt)
+        row = with_prompt(row, self._prompt)
         problem = row_problem(row)
         if problem:
             shown = repr(row)
@@ -139,8 +157,8 @@ def _mapped(file: Path) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop null fields at all levels. Arrow gives all messages in a column the same fields, with null for the absent
-    ones."""
+    """Drop null fields at all levels. Arrow gives all rows of a table the same columns, and all messages in a column
+    the same fields, with null for the absent ones."""
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
     if isinstance(value, dict):

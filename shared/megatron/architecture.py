@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from proto.messages import ErrorCode
 from shared.ranks.layout import Layout
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 _ROPE = ("default", "linear", "llama3")
@@ -78,7 +77,7 @@ def read(config: Any) -> Architecture:
     elif getattr(config, "attention_dropout", 0.0):
         refused = f"attention_dropout {config.attention_dropout}"
     if refused:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"backend megatron does not support {refused}; use backend torch")
+        raise BadInput(f"backend megatron does not support {refused}; use backend torch")
     layers = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     return Architecture(
@@ -109,8 +108,7 @@ def rotary_frequencies(config: Any, architecture: Architecture) -> Tensor:
         return cast(Tensor, 1.0 / (rope["rope_theta"] ** (even / architecture.head_dim)))
     frequencies, scaling = cast(Any, ROPE_INIT_FUNCTIONS)[rope["rope_type"]](config, torch.device("cpu"))
     if scaling != 1.0:
-        raise RpcError(
-            ErrorCode.BAD_REQUEST,
+        raise BadInput(
             f"backend megatron does not support rope attention scaling {scaling}; use backend torch",
         )
     return cast(Tensor, frequencies)

@@ -13,8 +13,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from proto.messages import ErrorCode
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 from shared.topology import tied_weights
 
 
@@ -36,7 +35,7 @@ class ModelFiles:
                             wrong.append(name)
             differs = tied_weights.ambiguity(str(folder))
         except (SafetensorError, OSError, ValueError) as error:
-            raise self._unusable(f"cannot be loaded: {str(error)[:300]}") from None
+            raise self._unusable(f"cannot be loaded: {str(error)[:300]}") from error
         if differs:
             raise self._unusable(differs)
         wrong += sorted(shapes.keys() - self._file_of.keys())
@@ -51,11 +50,11 @@ class ModelFiles:
             with safe_open(self._file_of[name], "pt") as opened:
                 tensor: Tensor = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise self._unusable(f"cannot be loaded: {str(error)[:300]}") from None
+            raise self._unusable(f"cannot be loaded: {str(error)[:300]}") from error
         return tensor
 
-    def _unusable(self, why: str) -> RpcError:
-        return RpcError(ErrorCode.BAD_REQUEST, f"model {self._folder}: {why}")
+    def _unusable(self, why: str) -> BadInput:
+        return BadInput(f"model {self._folder}: {why}")
 
 
 def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -18,7 +18,6 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from proto.messages import ErrorCode
 from proto.tensors import Array
 from shared.megatron import architecture, files
 from shared.megatron.converter import Converter, Weight
@@ -29,7 +28,7 @@ from shared.model.load import read_config
 from shared.model.logprobs import Entropy, Scores
 from shared.model.nodes import to_nodes
 from shared.ranks.layout import Place
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -44,7 +43,7 @@ class Pieces:
         dimensions that they split.
         """
         if dtype not in DTYPES:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: backend megatron supports float32 and bfloat16")
+            raise BadInput(f"dtype {dtype!r}: backend megatron supports float32 and bfloat16")
         self.place = place
         self.dtype = DTYPES[dtype]
         self.config = read_config(model_dir)

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from proto.messages import ErrorCode
 from shared.model.linear import accelerate
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.topology import tied_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -28,9 +27,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(path: str | Path, dtype: str) -> nn.Module:
     """Load the model in `path` with weights of `dtype` (`float32`, `bfloat16`, ...), in eval mode, on the CPU.
 
-    The same folder always yields bit-identical weights. Parameters require gradients. Raises RpcError(bad_request) with
-    a one-line message if the folder, its configuration or its weights cannot be used, if weights are missing, or if the
-    configuration ties weights that differ.
+    The same folder always yields bit-identical weights. Parameters require gradients. Raises a one-line BadInput if the
+    folder, its configuration or its weights cannot be used, if weights are missing, or if the configuration ties
+    weights that differ.
     """
     folder = Path(path)
     _check(folder, dtype)
@@ -47,14 +46,13 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
         missing = sorted(info["missing_keys"])
         if missing or info["mismatched_keys"]:
             names = ", ".join([*missing, *map(str, info["mismatched_keys"])][:3])
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
-                f"model {folder}: weights are missing or have the wrong shape: {names}; save the model again",
+            raise BadInput(
+                f"model {folder}: weights are missing or have the wrong shape: {names}; save the model again"
             )
         # transformers leaves tied weights apart if they differ in the files. Engines tie them all the same.
         for copy, original in model.get_expanded_tied_weights_keys(all_submodels=True).items():
             if model.get_parameter_or_buffer(copy) is not model.get_parameter_or_buffer(original):
-                raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: {tied_weights.difference(copy, original)}")
+                raise BadInput(f"model {folder}: {tied_weights.difference(copy, original)}")
         return _prepared(model)
 
 
@@ -70,7 +68,7 @@ def load_shapes(path: str | Path, dtype: str) -> nn.Module:
 def empty_model(path: str | Path, dtype: str) -> nn.Module:
     """Return the model that the configuration in `path` describes, on the meta device: without memory for weights.
 
-    Raises RpcError(bad_request) with a one-line message if there is no such model.
+    Raises a one-line BadInput if there is no such model.
     """
     folder = Path(path)
     _check(folder, dtype)
@@ -80,14 +78,14 @@ def empty_model(path: str | Path, dtype: str) -> nn.Module:
 
 
 def read_config(folder: Path) -> Any:
-    """Return the Hugging Face configuration in `folder`. Raises RpcError(bad_request) with a one-line message."""
+    """Return the Hugging Face configuration in `folder`. Raises a one-line BadInput."""
     with _refusals(folder):
         return cast(Any, AutoConfig).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 @contextmanager
 def _refusals(folder: Path) -> Iterator[None]:
-    """Turn every error of transformers about the model in `folder` into a one-line RpcError(bad_request).
+    """Turn every error of transformers about the model in `folder` into a one-line BadInput.
 
     For a model that it cannot build, transformers raises whatever its code happens to meet (TypeError, AttributeError,
     ImportError, ...).
@@ -98,7 +96,7 @@ def _refusals(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: cannot be loaded: {reason[:300]}") from error
+        raise BadInput(f"model {folder}: cannot be loaded: {reason[:300]}") from error
 
 
 def allocated(model: Any) -> nn.Module:
@@ -111,9 +109,9 @@ def allocated(model: Any) -> nn.Module:
 
 def _check(folder: Path, dtype: str) -> None:
     if dtype not in _DTYPES:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: use one of {', '.join(_DTYPES)}")
+        raise BadInput(f"dtype {dtype!r}: use one of {', '.join(_DTYPES)}")
     if not (folder / "config.json").is_file():
-        raise RpcError(ErrorCode.BAD_REQUEST, f"model {folder}: no config.json there; give a Hugging Face model folder")
+        raise BadInput(f"model {folder}: no config.json there; give a Hugging Face model folder")
 
 
 def _prepared(model: Any) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from proto.messages import Error, ErrorCode
 
 AWAY = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY)
@@ -27,6 +29,47 @@ class RpcError(Exception):
         left = len(self.names) - MAX_NAMES
         text = f"{self} (and {left} more that are not named)" if left > 0 else str(self)
         return Error(code=self.code, message=text, retry_after_s=self.retry_after_s, names=self.names[:MAX_NAMES])
+
+
+class BadInput(RpcError):
+    """An input of the run (its topology, a file, a model, a user's function) cannot be used.
+
+    A service that raises this error while it starts or works ends the run instead of being restarted, if `is_certain`.
+    A peer's `bad_request` arrives as a plain RpcError, so no service ends the run because of another's input.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorCode.BAD_REQUEST, message)
+
+
+_PASSING_ERRORS = (MemoryError, TimeoutError, ConnectionError, RuntimeError)
+"""Exceptions that the same input may not raise again. RuntimeError includes torch's errors about memory and devices."""
+_LASTING_OS_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_RUST_OS_ERROR = "(os error "
+"""How libraries written in Rust (safetensors, tokenizers) end the text of an error that has an errno."""
+
+
+def is_certain(error: BaseException) -> bool:
+    """Return whether the same input is certain to raise `error` again.
+
+    This is so for a BadInput, unless an exception in its chain shows that memory, a disk, a device, the network or a
+    deadline may be to blame. The whole chain counts, because a library may hide such a cause behind an error of its
+    own.
+    """
+    return isinstance(error, BadInput) and not any(map(_may_pass, _causes(error)))
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, _LASTING_OS_ERRORS):
+        return True
+    return isinstance(error, _PASSING_ERRORS) or _RUST_OS_ERROR in str(error)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exceptions from which, or while handling which, `error` was raised."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        yield cause
+        error = cause
 
 
 class DeadlineExceeded(RpcError):

@@ -4,7 +4,7 @@
 """
 
 from shared.topology.capacity import snapshot_bytes, stop_limit_s, task_bytes, weight_bytes, worst_case_bytes
-from shared.topology.load import hub_names, load
+from shared.topology.load import hub_names, load, load_resolved
 from shared.topology.problem import TopologyError
 from shared.topology.schema import TRAINER_STORE, ServiceSpec, Topology
 
@@ -15,6 +15,7 @@ __all__ = [
     "TopologyError",
     "hub_names",
     "load",
+    "load_resolved",
     "snapshot_bytes",
     "stop_limit_s",
     "task_bytes",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shared.rpc.errors import BadInput
+
 SHOWN_CHARS = 80
 Path = tuple[str | int, ...]
 Found = Iterator[tuple[Path, str]]
@@ -35,7 +37,7 @@ class Problem:
         return " ".join(": ".join(parts).splitlines())
 
 
-class TopologyError(Exception):
+class TopologyError(BadInput):
     """A topology that cannot run. `problems` holds every problem found; `str()` gives one line for each."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:

@@ -17,7 +17,7 @@ from services.monitor.warnings.files import WarningFile
 from services.monitor.warnings.watch import Watch
 from shared.metrics_follower import MetricsFollower
 from shared.rundir import RunDir
-from shared.topology import TopologyError, load
+from shared.topology import TopologyError, load_resolved
 from shared.warnings import TOPIC, WarningRecord
 
 MEMORY_EVERY_S = 10.0
@@ -42,7 +42,7 @@ class WarningDesk:
         if not run.topology.exists():
             return None
         try:
-            topology = load(run.topology, check_supported=False, check_files=False)
+            topology = load_resolved(run.topology)
             file = WarningFile(run.warnings)
         except (OSError, TopologyError) as error:
             log.warning("no warnings will be given", error=str(error))

@@ -37,7 +37,7 @@ class PolicyTrainerWorker(Service):
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        topology = topologies.load(run.topology)
+        topology = topologies.load_resolved(run.topology)
         options = topology.services.policy_trainer
         parallel = options.parallel
         self._place = Layout(options.world_size, parallel.tp, parallel.pp, parallel.cp).place(instance)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from services.policy_trainer.worker.backend import Backend, BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
+from shared.inputs import check_model
 from shared.ranks.layout import Place
 from shared.ranks.meeting import Meeting
 from shared.ranks.process_group import open_group, own_device
@@ -15,6 +16,7 @@ from shared.topology import Topology
 
 def make_backend(run: RunDir, topology: Topology, place: Place, meeting: Meeting) -> Backend:
     """Return this rank's backend with the topology's model. With several ranks, open their process group."""
+    check_model(run.path, "policy.model", topology.policy.model)
     options = topology.services.policy_trainer
     device = own_device(options.device, place.rank)
     if place.layout.world_size > 1:

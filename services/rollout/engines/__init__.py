@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from proto.messages import ErrorCode
 from services.rollout.engine import Engine
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 
 if TYPE_CHECKING:
     from shared.topology.schema import Policy
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 def make_engine(settings: Rollout, *, policy: Policy, temperature: float, deterministic: bool) -> Engine:
     """Return the engine that `services.rollout` selects, not yet started. `temperature` is the training temperature.
 
-    Raises RpcError(bad_request) for arguments that the engine does not accept.
+    Raises BadInput for arguments that the engine does not accept.
     """
     threads, model, dtype = settings.threads or 1, Path(policy.model), policy.dtype
     if settings.engine == "vllm":
@@ -44,8 +43,7 @@ def make_engine(settings: Rollout, *, policy: Policy, temperature: float, determ
             api_key=api_key(str(settings.engine_args.get("api_key_env", ""))),
         )
     if settings.engine_args:
-        raise RpcError(
-            ErrorCode.BAD_REQUEST,
+        raise BadInput(
             f"services.rollout.engine_args: {', '.join(settings.engine_args)}: engine transformers takes no arguments; "
             "remove them",
         )

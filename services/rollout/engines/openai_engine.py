@@ -50,7 +50,7 @@ from services.rollout.engines.weights import (
 )
 from shared.colocation.devices import Parts
 from shared.model.load import load_model, named_weights
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.weights.digests import digests_of
 
@@ -146,7 +146,7 @@ class OpenAIEngine:
         return await self._compute.run(lambda: asyncio.run(self._score(token_ids)))
 
     async def sleep(self) -> None:
-        raise RpcError(ErrorCode.BAD_REQUEST, "engine openai: the server keeps its memory, so it cannot be colocated")
+        raise BadInput("engine openai: the server keeps its memory, so it cannot be colocated")
 
     async def wake(self, parts: Parts) -> None:
         """Do nothing: the server manages its own memory, which is always allocated."""
@@ -345,13 +345,13 @@ class OpenAIEngine:
             "return_token_ids": True,
         }
 
-    def _lacks(self, what: str, remedy: str) -> RpcError:
-        return RpcError(ErrorCode.BAD_REQUEST, f"{self._who}: the server lacks {what}; {remedy}")
+    def _lacks(self, what: str, remedy: str) -> BadInput:
+        return BadInput(f"{self._who}: the server lacks {what}; {remedy}")
 
 
 def api_key(variable: str) -> str:
     """Return the API key from an environment variable. Topologies name the variable, so no file contains the key."""
     if variable and variable not in os.environ:
         key = "services.rollout.engine_args.api_key_env"
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: the variable {variable} is not set; export it")
+        raise BadInput(f"{key}: the variable {variable} is not set; export it")
     return os.environ.get(variable, "") if variable else ""

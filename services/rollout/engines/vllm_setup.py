@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 import xxhash
 
-from proto.messages import ErrorCode
 from services.rollout.engines import vllm_worker
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 
 InFlight = Literal["wait", "keep", "recompute"]
 CPU_KV_CACHE_BYTES = 256 * 1024**2
@@ -78,19 +77,18 @@ def import_vllm() -> None:
 
 
 def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool, in_flight: InFlight) -> dict[str, Any]:
-    """Return EngineArgs from defaults and `given`. Raises RpcError(bad_request) for fields that users cannot set."""
+    """Return EngineArgs from defaults and `given`. Raises BadInput for fields that users cannot set."""
     for name in given:
         key = f"services.rollout.engine_args.{name}"
         if name in _OURS:
             instead = f"; set {_OURS[name]}" if _OURS[name] else " because it decides what log-probs and weights mean"
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: cannot be set here{instead}")
+            raise BadInput(f"{key}: cannot be set here{instead}")
         if name not in known:
             near = difflib.get_close_matches(name, known - _OURS.keys(), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: vLLM's EngineArgs has no such field{hint}")
+            raise BadInput(f"{key}: vLLM's EngineArgs has no such field{hint}")
     if in_flight != "wait" and given.get("async_scheduling"):
-        raise RpcError(
-            ErrorCode.BAD_REQUEST,
+        raise BadInput(
             "services.rollout.engine_args.async_scheduling: cannot be true with services.rollout.in_flight: "
             f"{in_flight}, because tokens from the old weights would be counted as tokens from the new ones; leave it "
             "out",

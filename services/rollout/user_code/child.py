@@ -20,7 +20,7 @@ from proto.messages import ErrorCode
 from services.rollout.user_code.frames import LENGTH, TO_PROCESS_BYTES, TO_SERVICE_BYTES, Ready, Setup, frame
 from services.rollout.user_code.trace import StackFile
 from shared.data.gym_process import HASH_SEED
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 
 MODULE = "services.rollout.user_code.process"
 START_S = 60.0  # includes the import of a user's libraries
@@ -53,7 +53,7 @@ class UserProcess:
     async def start(cls, setup: Setup, marks: int) -> tuple[UserProcess, Ready]:
         """Start a process that inherits the descriptor `marks`, and wait until it has loaded its functions.
 
-        Raises a one-line RpcError(bad_request) if the functions cannot be loaded, or if the process ends or hangs in
+        Raises a one-line RpcError: BadInput if the functions cannot be loaded, internal if the process ends or hangs in
         the meantime.
         """
         ours, theirs = socket.socketpair()
@@ -82,7 +82,7 @@ class UserProcess:
         except (TimeoutError, *GONE) as error:
             status = await self.end()
             raise RpcError(
-                ErrorCode.BAD_REQUEST,
+                ErrorCode.INTERNAL,
                 f"{setup.purpose} {', '.join(path for path, _ in setup.functions)}: their process {status} while "
                 f"loading them ({type(error).__name__}, limit {START_S:g} s)",
             ) from None
@@ -91,7 +91,7 @@ class UserProcess:
             raise
         if ready.error:
             await self.end()
-            raise RpcError(ErrorCode.BAD_REQUEST, ready.error)
+            raise BadInput(ready.error) if ready.certain else RpcError(ErrorCode.INTERNAL, ready.error)
         self.stack.belongs_to(ready.pid)
         return ready
 

@@ -55,10 +55,12 @@ class Setup(msgspec.Struct, array_like=True):
 class Ready(msgspec.Struct, array_like=True):
     """Process -> service, once: the kind and place of each function, or the one-line `error` if one fails to load.
 
-    `pid` identifies the process that writes its stacks on request.
+    `certain` says whether another attempt would fail in the same way (`is_certain`). `pid` identifies the process that
+    writes its stacks on request.
     """
 
     error: str = ""
+    certain: bool = False
     group: list[bool] = []
     is_async: list[bool] = []
     homes: list[Home] = []

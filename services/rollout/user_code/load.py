@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from proto.messages import ErrorCode
 from services.rollout.rewards import builtin as rewards
 from services.rollout.user_code.frames import Purpose
 from services.rollout.user_code.trace import Home, home_of
 from services.rollout.workflows import builtin as workflows
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 from shared.user_function import import_function
 
 GROUP_PARAMETER = "samples"
@@ -66,7 +65,7 @@ def is_inline(path: str) -> bool:
 def load(purpose: Purpose, path: str, params: dict[str, Any]) -> UserFunction:
     """Return the function at `path`. Its module is searched for on Python's path, then in the current directory.
 
-    A reward function whose first parameter is named `samples` scores a group at once. Raises RpcError(bad_request) if
+    A reward function whose first parameter is named `samples` scores a group at once. Raises BadInput if
     the path cannot be imported, is not a function (for a workflow: a coroutine function), or does not accept `params`.
     """
     kind = _KINDS[purpose]
@@ -88,9 +87,9 @@ def load(purpose: Purpose, path: str, params: dict[str, Any]) -> UserFunction:
     return UserFunction(path, call, dict(params), group, is_async, home_of(call))
 
 
-def refused(purpose: Purpose, path: str, why: str) -> RpcError:
+def refused(purpose: Purpose, path: str, why: str) -> BadInput:
     """Return the one-line error for the function at `path`."""
-    return RpcError(ErrorCode.BAD_REQUEST, f"{_KINDS[purpose].what} {path!r}: {why}"[:600].replace("\n", " "))
+    return BadInput(f"{_KINDS[purpose].what} {path!r}: {why}"[:600].replace("\n", " "))
 
 
 def _builtin(purpose: Purpose, path: str) -> rewards.Builtin | None:
@@ -108,7 +107,7 @@ def _builtin(purpose: Purpose, path: str) -> rewards.Builtin | None:
 def _checked(builtin: rewards.Builtin, purpose: Purpose, path: str, params: dict[str, Any]) -> Callable[..., Any]:
     """Import the optional modules of a builtin, so that the timeout of its first call does not include the imports.
 
-    Raises RpcError(bad_request) if a module is not installed, or if no call with `params` can succeed.
+    Raises BadInput if a module is not installed, or if no call with `params` can succeed.
     """
     for module in builtin.modules:
         if importlib.util.find_spec(module) is None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from proto.messages import WaitRow
+from proto.messages import ErrorCode, WaitRow
 from services.rollout.user_code.frames import Ready, Setup
 from services.rollout.user_code.host import Broken, Ended, UserHost, Work
 from services.rollout.user_code.load import refused
@@ -137,7 +137,8 @@ class UserPool:
             idle_deaths = 0 if process.served else idle_deaths + 1
             if idle_deaths == START_ATTEMPTS:
                 paths = ", ".join(path for path, _ in self._setup.functions)
-                raise refused(self._setup.purpose, paths, "the process exits before it receives a sample")
+                text = str(refused(self._setup.purpose, paths, "the process exits before it receives a sample"))
+                raise RpcError(ErrorCode.INTERNAL, text)  # memory may be short
             process = None
 
     async def _start_again(self) -> UserHost:

@@ -29,7 +29,7 @@ from services.rollout.user_code.load import UserFunction, load
 from services.rollout.user_code.marks import Marks
 from services.rollout.user_code.trace import raised_at, traced, write_stacks
 from services.rollout.user_code.user_side import TOOL_STACK_BYTES, ProcessContext, ProcessLLM
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import RpcError, is_certain
 from shared.workflow import Sequence, Trajectory, WorkflowError
 
 NO_MEMORY_STATUS = 70
@@ -51,7 +51,7 @@ def main(descriptor: int, marks: int, stack: int) -> None:
     try:
         functions = [load(setup.purpose, path, params) for path, params in setup.functions]
     except RpcError as error:
-        link.sendall(frame(frames.Ready(str(error)), frames.TO_SERVICE_BYTES))
+        link.sendall(frame(frames.Ready(str(error), is_certain(error)), frames.TO_SERVICE_BYTES))
         return
     threading.stack_size(TOOL_STACK_BYTES)
     limit_memory(setup.memory_bytes)

@@ -59,6 +59,7 @@ from proto.messages import (
     WaitEvals,
     WeightsRef,
 )
+from shared.actor.service import UNUSABLE_STATUS
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
@@ -449,5 +450,5 @@ def test_a_torn_metrics_line_is_repaired_and_a_damaged_journal_is_refused(run: R
     run.journal.write_bytes(b"x" * 8192)
     command = [sys.executable, "-m", "services.scheduler", "--run", str(run.path)]
     failed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert failed.returncode == 1
+    assert failed.returncode == UNUSABLE_STATUS
     assert failed.stderr.splitlines()[-1].startswith(f"scheduler/0: journal {run.journal}: ")

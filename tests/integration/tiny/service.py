@@ -14,7 +14,6 @@ import subprocess
 import sys
 
 from proto.messages import (
-    ErrorCode,
     GetStatus,
     Heartbeat,
     HeartbeatAck,
@@ -24,7 +23,7 @@ from proto.messages import (
     Status,
 )
 from shared.actor.service import Service
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 
@@ -36,7 +35,7 @@ class TinyService(Service):
         if (self.run.path / f"fail-{self.NAME}").exists():
             raise RuntimeError(f"{self.NAME} was told to fail")
         if (self.run.path / f"refuse-{self.NAME}").exists():
-            raise RpcError(ErrorCode.BAD_REQUEST, f"model of {self.NAME}: cannot be loaded")
+            raise BadInput(f"model of {self.NAME}: cannot be loaded")
         if self.NAME == "rollout":  # Like an engine, this service has ranks of its own.
             sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)", str(self.run.path), "rank"]
             subprocess.Popen(sleep, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from launch.supervisor import events as e
 from launch.supervisor import state as s
 from launch.supervisor.events import RunOutcome
@@ -173,34 +175,20 @@ def test_a_first_start_that_is_refused_fails_the_run_at_once_with_its_cause() ->
     assert world.spawned == [SCHEDULER, STORE, MONITOR]
 
 
-def test_a_refused_start_of_a_process_that_was_ready_before_is_retried() -> None:
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_process_that_meets_a_bad_input_fails_the_run_after_this_one_death(again: bool, ready: bool) -> None:
     world = World().run()
-    world.exit(ROLLOUT, SIGKILL)
-    world.report(ROLLOUT, ProcessState.FAILED, "model: cannot be loaded: stale file handle")
-    world.exit(ROLLOUT, UNUSABLE_STATUS)
-    assert world.state.phase == RunPhase.RUNNING
-    assert [each.cause for each in world.died][-1] == "model: cannot be loaded: stale file handle"
-    world.wait(s.FIRST_BACKOFF_S)
-    assert world.spawned == [ROLLOUT, ROLLOUT]
-
-
-def test_a_process_that_finds_its_work_impossible_fails_the_run_at_once() -> None:
-    world = World().run()
+    if again:
+        world.exit(DRIVER, SIGKILL)
+        if ready:
+            world.report(DRIVER, ProcessState.READY)
+    died, spawned = len(world.died), len(world.spawned)
     world.report(DRIVER, ProcessState.FAILED, "rollout/0: the judge has not answered for 600 s")
     world.exit(DRIVER, UNUSABLE_STATUS)
     assert world.state.phase == RunPhase.DRAINING
-    assert (world.died, world.spawned) == ([], [])
-
-
-def test_impossible_work_after_a_restart_fails_the_run_but_a_refused_start_does_not() -> None:
-    world = World().run()
-    world.exit(DRIVER, SIGKILL)
-    world.exit(DRIVER, UNUSABLE_STATUS)
-    assert world.state.phase == RunPhase.RUNNING
-    world.wait(s.FIRST_BACKOFF_S)
-    world.report(DRIVER, ProcessState.READY)
-    world.exit(DRIVER, UNUSABLE_STATUS)
-    assert world.state.phase == RunPhase.DRAINING
+    assert world.state.end[1].startswith("policy-trainer/0: rollout/0: the judge has not answered for 600 s (another")
+    assert (len(world.died), len(world.spawned)) == (died, spawned)
 
 
 def test_driver_that_fails_is_restarted() -> None:

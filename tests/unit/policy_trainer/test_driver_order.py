@@ -37,10 +37,9 @@ from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.service import PolicyTrainerService
 from services.policy_trainer.stop import Stop
 from shared import topology as topologies
-from shared.actor.service import FAILED_STATUS, UNUSABLE_STATUS
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import RpcError, is_certain
 from shared.rundir import RunDir
 from shared.topology import Topology, load
 from tests.unit.shared.topology.small_topology import edited, make
@@ -250,10 +249,10 @@ def _is_save(request: Request) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [(ErrorCode.BAD_DATA, UNUSABLE_STATUS), (ErrorCode.CONFLICT, FAILED_STATUS)]
+    ("code", "certain"), [(ErrorCode.BAD_DATA, True), (ErrorCode.BAD_REQUEST, True), (ErrorCode.CONFLICT, False)]
 )
-def test_bad_data_ends_the_driver_with_the_status_that_prevents_a_restart(
-    code: ErrorCode, status: int, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_bad_data_ends_the_driver_with_an_error_that_prevents_a_restart(
+    code: ErrorCode, certain: bool, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def standing(_: SchedulerCalls) -> RunInfo:
         return RunInfo(steps=5, committed_step=3, open_step=0, lineage=0, checkpoint_step=-1)
@@ -261,20 +260,20 @@ def test_bad_data_ends_the_driver_with_the_status_that_prevents_a_restart(
     async def refused(*_: object) -> None:
         raise RpcError(code, "rollout/0: the judge has not answered for 600 s")
 
-    monkeypatch.setattr(topologies, "load", lambda _: topology)
+    monkeypatch.setattr(topologies, "load_resolved", lambda _: topology)
     monkeypatch.setattr(SchedulerCalls, "run_info", standing)
     monkeypatch.setattr(PolicyTrainerService, "_train", refused)
 
-    async def life() -> int:
+    async def life() -> bool:
         driver = PolicyTrainerService(run, 0)
-        with pytest.raises(RpcError, match="judge"):
+        with pytest.raises(RpcError, match="judge") as raised:
             await driver.serve()
         await driver.close()
-        return driver.exit_status
+        return is_certain(raised.value)
 
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
     try:
-        assert asyncio.run(life()) == status
+        assert asyncio.run(life()) == certain
     finally:
         run.remove_volatile()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from proto.messages import ErrorCode, LossSpec
 from services.policy_trainer.worker.losses.policy import PolicyLoss, Terms
 from services.policy_trainer.worker.losses.tokens import TokenData
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.topology.algorithm import Loss, is_function
 from shared.user_function import find_function
 
@@ -27,7 +27,7 @@ def own_policy_loss(options: Loss) -> PolicyLoss | None:
     try:
         return user_loss(find_function(options.name, "algorithm.loss.name", 3, options.params), options.params)
     except ValueError as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
+        raise BadInput(str(error)) from error
 
 
 def user_loss(function: Callable[..., Any], params: Mapping[str, Any]) -> PolicyLoss:

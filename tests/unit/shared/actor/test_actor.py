@@ -6,7 +6,9 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Iterator
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import zmq
 
 from proto.messages import (
     Ack,
+    ErrorCode,
     GetInventory,
     Heartbeat,
     HeartbeatAck,
@@ -31,7 +34,7 @@ from proto.messages import (
 )
 from shared.actor.service import UNUSABLE_STATUS, ProcessState, Service
 from shared.actor.telemetry import TelemetrySender
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
 from tests.unit.shared.rpc.rpc_actors import DEADLINE_S, Echo, asking, double, eventually, line_of, process, serving
 
@@ -50,6 +53,13 @@ class Quiet(Service):
 
     NAME = "quiet"
     HEARTBEATS = False
+
+
+class BadRequest(RpcError):
+    """The answer of a peer that refuses a request."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorCode.BAD_REQUEST, message)
 
 
 def reports(run: RunDir, seen: list[ServiceReport]) -> Any:
@@ -105,11 +115,14 @@ def test_a_subclass_may_use_any_private_name(run: RunDir) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("phase", "status"), [("start", UNUSABLE_STATUS), ("serve", 1), ("drain", 1)])
-def test_failure_in_any_phase_is_reported_with_its_cause(run: RunDir, phase: str, status: int) -> None:
+@pytest.mark.parametrize("phase", ["start", "serve", "drain"])
+@pytest.mark.parametrize(("kind", "status"), [(BadInput, UNUSABLE_STATUS), (BadRequest, 1)])
+def test_failure_in_any_phase_is_reported_with_its_cause(
+    run: RunDir, phase: str, kind: Callable[[str], RpcError], status: int
+) -> None:
     async def main() -> None:
         async def fail() -> None:
-            raise RpcError("bad_request", f"cheese ran out in {phase}")
+            raise kind(f"cheese ran out in {phase}")
 
         seen: list[ServiceReport] = []
         async with reports(run, seen):
@@ -124,6 +137,24 @@ def test_failure_in_any_phase_is_reported_with_its_cause(run: RunDir, phase: str
         assert (seen[-1].state, seen[-1].cause) == ("FAILED", f"cheese ran out in {phase}")
         assert [report.cause for report in seen[:-1]] == [""] * (len(seen) - 1)
         assert not run.socket_file("quiet", 0).exists()
+
+    asyncio.run(main())
+
+
+def test_a_service_that_cannot_be_constructed_reports_why(run: RunDir) -> None:
+    run.topology.write_text("run: [")
+
+    async def main() -> None:
+        seen: list[ServiceReport] = []
+        async with reports(run, seen):
+            supervised = ("--supervisor", run.endpoint("supervisor", 0), "--parent", str(os.getpid()))
+            command = (sys.executable, "-m", "services.batch_store", "--run", str(run.path), *supervised)
+            process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL)
+            async with asyncio.timeout(DEADLINE_S):
+                assert await process.wait() == UNUSABLE_STATUS
+        assert [report.state for report in seen] == ["FAILED"]
+        assert seen[0].cause.startswith(f"{run.topology}:1: not YAML: ")
+        assert "\n" not in seen[0].cause
 
     asyncio.run(main())
 
