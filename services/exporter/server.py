@@ -167,13 +167,13 @@ class ExporterService(Service):
             except OSError as error:
                 self._lose_file(error)
         if placed:
-            self._report()
+            self._emit_counts()
 
     def _lose_file(self, error: OSError) -> None:
         self.log.warning("traces/ is no longer written; the run goes on", cause=error.strerror or str(error))
         self._file = None
 
-    def _report(self) -> None:
+    def _emit_counts(self) -> None:
         values: dict[str, float | str] = {"spans": float(self._spans), "dropped": float(self._dropped)}
         if self._otlp is not None:
             values |= {"otlp_sent": float(self._otlp.sent), "otlp_dropped": float(self._otlp.dropped)}
