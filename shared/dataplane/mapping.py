@@ -89,8 +89,8 @@ class TableCache:
 
     Files do not change, and their names, which contain a random put id, are not reused: when the pages of a collected
     file are lent to a new put, the file gets a new name. Rows verified under a name therefore stay verified, and the
-    header of a file that no longer has its name is not needed again. Whenever the number of tables has doubled, those of
-    such files are dropped, so that the cache does not grow with the number of steps.
+    table of a name that no longer exists is not needed again. Whenever the number of tables has doubled, those of such
+    files are dropped, so that the cache does not grow with the number of steps.
     """
 
     def __init__(self, most_rows: int | None = None) -> None:

@@ -17,13 +17,13 @@ CACHED_REPLY_BYTES = 32 << 20
 GRACE_S = 5.0
 """Seconds after the caller's deadline for which an answer is kept."""
 SETTLED_S = 60.0
-"""Seconds after which an answer has almost certainly arrived: its caller repeats a request every few seconds, so a
-request that was not repeated for so long has been answered, or its caller is stopped or cut off."""
+"""Seconds after which an answer is settled: a caller that misses it repeats its request every few seconds, unless the
+caller is stopped or cut off."""
 SETTLED_REPLIES = 1024
-"""Maximum number of settled answers that are kept for callers that were stopped or cut off."""
+"""Number of answers to one role above which settled ones are dropped."""
 SETTLED_BYTES = 1 << 20
-"""Maximum bytes of kept answers beyond which settled ones are dropped. Without it, a process whose calls have a deadline
-of an hour would keep the answers of an hour."""
+"""Bytes of the answers to one role above which settled ones are dropped. Without this limit, a process whose calls have
+a deadline of an hour would keep the answers of an hour."""
 
 
 class Key(NamedTuple):
