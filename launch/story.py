@@ -95,7 +95,7 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
     entries += _logged(run, task_id, held)
     if not entries:
         text = f"task {task_id!r}: the journal of run {run.path} has no such task; ids are <split>/<epoch>/<row>"
-        if forgotten:
+        if forgotten > 0:
             text += f"; the journal no longer has the tasks of steps 1 to {forgotten}"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     return sorted(entries, key=lambda entry: entry.at or 0.0)

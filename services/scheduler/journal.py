@@ -118,7 +118,7 @@ class Recorded:
         row = db.execute("SELECT seq FROM snapshot").fetchone()
         self._seq: int = row[0] if row else 0
         self.forgotten = _forgotten(dict(db.execute("SELECT key, value FROM meta")))
-        """The last step whose batch has been deleted, or 0."""
+        """The last step whose batch has been deleted, or -1."""
 
     def snapshot(self) -> list[bytes]:
         """Return the parts of the newest snapshot, or [] if there is none."""
@@ -139,7 +139,7 @@ class Recorded:
 
 
 def _forgotten(meta: dict[str, str]) -> int:
-    return int(meta.get(tables.FORGOTTEN, "0"))
+    return int(meta.get(tables.FORGOTTEN, "-1"))
 
 
 def _decode(kind: int, body: bytes) -> Durable:
@@ -216,7 +216,7 @@ class Journal:
             self._check_rows(table)
         meta = dict(self._db.execute("SELECT key, value FROM meta"))
         self.forgotten = _forgotten(meta)
-        """The last step whose batch and metrics row have been deleted, or 0."""
+        """The last step whose batch and metrics row have been deleted, or -1."""
         if meta.get("format") != FORMAT:
             raise self.broken(
                 f"its format is {meta.get('format')!r}, but this release reads {FORMAT!r}; use the release that wrote "
@@ -330,7 +330,7 @@ class Journal:
         The events imply metrics rows for exactly the steps in `rows`, batches for at least the first `steps` steps,
         except those that were forgotten, and at least the results in `evals`, each given as (set, version).
         """
-        first = self.forgotten + 1 if self.forgotten else 0
+        first = self.forgotten + 1
         with self._reading("table rows"):
             found = {step for (step,) in self._db.execute("SELECT step FROM rows")}
             if wrong := found ^ {step for step in rows if step >= first}:

@@ -153,8 +153,8 @@ class SchedulerService(Service):
         lineage = run.lineage if lost is None else max(run.lineage, lost.lineage)
         self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, run.next_row - 1, lineage)
         if self._metrics.found < self._journal.forgotten:
-            lost = f"{self._metrics.found + 1}..{self._journal.forgotten}"
-            self.log.warning("the metrics file lacks rows that the journal no longer has", steps=lost)
+            gap = [self._metrics.found + 1, self._journal.forgotten]
+            self.log.warning("rows are missing from the metrics file, and the journal no longer has them", steps=gap)
         self._state.last_row = self._journal.last_row()
         self._state.bad_rows = len(bad)
         self._take(self._state.begin(configuration(topology), self._now(), lost))

@@ -241,9 +241,6 @@ class Service:
                 # do not traverse them; otherwise, each one would keep a store from sending anything for 0.03 s.
                 gc.collect()
                 gc.freeze()
-                # A full collection runs when the new objects are a quarter of those that the last one found. This one
-                # finds none; otherwise, garbage could grow to a quarter of the frozen objects before it is collected.
-                gc.collect()
                 self._enter(ProcessState.READY)
                 await self._until_stopping(self.serve())
             if self._failure is not None:

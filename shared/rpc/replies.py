@@ -19,7 +19,7 @@ GRACE_S = 5.0
 SETTLED_S = 60.0
 """Seconds after which an answer is settled: a caller that misses it repeats its request every few seconds, unless the
 caller is stopped or cut off."""
-SETTLED_REPLIES = 1024
+SETTLED_REPLIES = 256
 """Number of answers to one role above which settled ones are dropped."""
 SETTLED_BYTES = 1 << 20
 """Bytes of the answers to one role above which settled ones are dropped. Without this limit, a process whose calls have
