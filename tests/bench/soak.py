@@ -40,7 +40,7 @@ MOST_WARM_UP_MIN = 10.0
 KIB, MIB = 1 << 10, 1 << 20
 FILES_EVERY = 15
 """Number of samples from one that includes the files to the next."""
-SAMPLES_BYTES, TRACES_BYTES = 4 * MIB, MIB
+SAMPLES_BYTES = TRACES_BYTES = MIB
 
 BOUNDS = (
     FileBound("metrics*.jsonl", 16 * KIB, per_step=2 * KIB),
@@ -71,7 +71,7 @@ def settings(web: int, prometheus: int, ports: dict[str, int]) -> list[str]:
         *(f"transport.{name}={port}" for name, port in ports.items()),
         f'services.monitor.web={{listen: "127.0.0.1:{web}"}}',
         f'services.monitor.prometheus={{listen: "127.0.0.1:{prometheus}"}}',
-        f"services.monitor.traces={{share: 0.2, file_limit: {TRACES_BYTES}}}",
+        f"services.monitor.traces={{file_limit: {TRACES_BYTES}}}",
         f"services.monitor.samples.limit_bytes={SAMPLES_BYTES}",
         "services.monitor.tensorboard={}",
     ]
