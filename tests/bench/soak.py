@@ -35,7 +35,7 @@ START_S = 300.0
 """Maximum seconds until the first step."""
 STALLED_S = 120.0
 """Seconds without a step after which the run counts as failed."""
-READ_S = 10.0
+READ_S = 60.0
 MOST_WARM_UP_MIN = 10.0
 KIB, MIB = 1 << 10, 1 << 20
 FILES_EVERY = 15
@@ -115,7 +115,7 @@ class Soak:
                 if self._step > before:
                     before, stepped = self._step, now
                 if now - stepped > STALLED_S:
-                    raise failed(f"soak: no step for {STALLED_S:g} s after step {before}", self._output)
+                    raise failed(f"no step for {STALLED_S:g} s after step {before}", self._output)
                 self._visit()
                 usage = usages(home.pid) | {f"{HOST}: {name}": each for name, each in usages(away.pid).items()}
                 files = sizes(self.run) if number % FILES_EVERY == 0 else {}
@@ -127,14 +127,14 @@ class Soak:
         """Read the new rows, and wait for the first one until the time `until`. Raises BenchError."""
         while True:
             if home.poll() is not None:
-                raise failed(f"soak: the run ended with status {home.returncode} after step {self._step}", self._output)
+                raise failed(f"the run ended with status {home.returncode} after step {self._step}", self._output)
             for line in self._rows.new_lines():
                 self._step = json.loads(line)["step"]
             if self._step or time.monotonic() >= until:
                 break
             time.sleep(0.5)
         if not self._step:
-            raise failed(f"soak: no step in {START_S:g} s", self._output)
+            raise failed(f"no step in {START_S:g} s", self._output)
 
     def _visit(self) -> None:
         """Read the page and the metrics, as a browser and a scraper do. Raises BenchError."""
@@ -144,7 +144,7 @@ class Soak:
                 connection.request("GET", path)
                 connection.getresponse().read()
             except (OSError, http.client.HTTPException) as error:
-                raise failed(f"soak: {path} at port {port}: {error!r}", self._output) from None
+                raise failed(f"{path} at port {port}: {error!r}", self._output) from None
             finally:
                 connection.close()
 
