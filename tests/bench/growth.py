@@ -29,7 +29,7 @@ PARTS = 3
 """Number of parts of the time under test. Growth lasts if it shows in most of them."""
 MOST_BYTES_PER_MIN = 0.1 * MB
 MOST_COUNT_PER_MIN = 0.0
-MIN_SAMPLES = 10
+MIN_SAMPLES = 5
 """Minimum number of samples in each part."""
 PAIRED_SAMPLES = 120
 """Maximum number of samples per part that are paired with each other."""

@@ -4,10 +4,9 @@
 
 The run is the quickstart with small steps, so that there are many of them, and with all optional services: the
 reference, evaluations, checkpoints, the recorder, a tracker, the exporter with Prometheus and traces, the page, and a
-second host on this machine, which has a store and samples the answers. Both HTTP addresses are read as often as the
-processes are sampled. After the warm-up, the growth of each process is judged as in `tests.bench.growth`, and each file
-of the run directory is compared with its bound. The exit status is 1 if anything grows or exceeds its bound;
-a line names each case.
+second host on this machine, which has a store and samples the answers. Both HTTP addresses are read twice a minute.
+After the warm-up, the growth of each process is judged as in `tests.bench.growth`, and each file of the run directory
+is compared with its bound. The exit status is 1 if anything grows or exceeds its bound; a line names each case.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ STALLED_S = 120.0
 READ_S = 60.0
 MOST_WARM_UP_MIN = 10.0
 KIB, MIB = 1 << 10, 1 << 20
-FILES_EVERY = 15
-"""Number of samples from one that includes the files to the next."""
+LOOK_S = 30.0
+"""Seconds from one look at the files and the pages to the next."""
 SAMPLES_BYTES = TRACES_BYTES = MIB
 
 BOUNDS = (
@@ -109,18 +108,20 @@ class Soak:
         ):
             self._await_step(home, time.monotonic() + START_S)
             began = stepped = time.monotonic()
-            before, number = self._step, 0
+            before, look_at = self._step, began
             while (now := time.monotonic()) - began < 60 * minutes:
                 self._await_step(home, now)
                 if self._step > before:
                     before, stepped = self._step, now
                 if now - stepped > STALLED_S:
                     raise failed(f"no step for {STALLED_S:g} s after step {before}", self._output)
-                self._visit()
                 usage = usages(home.pid) | {f"{HOST}: {name}": each for name, each in usages(away.pid).items()}
-                files = sizes(self.run) if number % FILES_EVERY == 0 else {}
+                files: dict[str, int] = {}
+                if now >= look_at:
+                    look_at = now + LOOK_S
+                    files = sizes(self.run)
+                    self._visit()
                 yield Sample((now - began) / 60, self._step, usage, files)
-                number += 1
                 time.sleep(max(0.0, now + SAMPLE_S - time.monotonic()))
 
     def _await_step(self, home: subprocess.Popen[bytes], until: float) -> None:

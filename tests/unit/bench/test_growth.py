@@ -87,8 +87,8 @@ def test_a_replaced_process_is_judged_by_its_name() -> None:
 
 
 def test_too_few_samples_cannot_be_judged() -> None:
-    with pytest.raises(ValueError, match="29 samples are too few to judge growth: take 30 or more"):
-        growths(samples(lambda _: {}, 29))
+    with pytest.raises(ValueError, match="14 samples are too few to judge growth: take 15 or more"):
+        growths(samples(lambda _: {}, 14))
 
 
 BOUNDS = (
