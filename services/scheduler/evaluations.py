@@ -124,6 +124,12 @@ class Evaluations:
         """Return the values that the evaluations of version `step` add to its metrics row."""
         return {key: value for found in self.done.get(step, {}).values() for key, value in found.items()}
 
+    def forget(self, step: int, kept: Iterable[int]) -> None:
+        """Forget the results for versions before `step`, except the initial model and those in `kept`, whose
+        checkpoints exist and may be compared again."""
+        needed = {0, *kept}
+        self.done = {each: results for each, results in self.done.items() if each >= step or each in needed}
+
     def take_back(self, step: int) -> list[str]:
         """Remove the evaluations of versions after `step`, and return those of their tasks that are waiting for a
         lease."""

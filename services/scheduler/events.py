@@ -271,12 +271,11 @@ class CheckShards:
 
 @dataclass(frozen=True, slots=True)
 class SaveStep:
-    """Write a row of the journal's readable table `steps`. `state` is BATCHED or TRAINED."""
+    """Write a row of the journal's readable table `steps`. `state` is BATCHED, with the tasks, or TRAINED."""
 
     step: int
     state: TaskState
-    task_ids: list[str] | None
-    metrics: dict[str, float]
+    task_ids: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +322,14 @@ class DiscardRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetSteps:
+    """Delete the batches and metrics rows of the steps up to `step` from the journal. No recovery returns to before
+    them, and the rows remain in `metrics.jsonl`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Publish telemetry, which may be lost."""
 
@@ -364,5 +371,6 @@ Effect = (
     | WriteRow
     | Rewound
     | DiscardRows
+    | ForgetSteps
     | Tell
 )

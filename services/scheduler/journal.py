@@ -27,6 +27,7 @@ from services.scheduler import tables
 from services.scheduler.events import (
     DiscardRows,
     Durable,
+    ForgetSteps,
     Internal,
     Rewound,
     SaveEval,
@@ -49,7 +50,7 @@ Replay is therefore bounded, and snapshots account for a constant fraction of al
 PART_BYTES = 1 << 20
 """Maximum bytes of old events that one transaction deletes. This bounds how long requests are delayed."""
 PART_EVENTS = 1024
-"""Maximum number of old events that one transaction deletes."""
+"""Maximum number of old events, or old steps, that one transaction deletes."""
 
 _INTERNAL: tuple[type[Internal], ...] = get_args(Internal)
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
@@ -70,6 +71,7 @@ _ENVIRONMENT = frozenset(
     }
 )
 """SQLite errors that say nothing about the content of the file."""
+_BY_STEP = ("steps", "rows")
 _REMEDY = "restore the file from a backup or begin a new run"
 
 
@@ -115,6 +117,8 @@ class Recorded:
         self._db = db
         row = db.execute("SELECT seq FROM snapshot").fetchone()
         self._seq: int = row[0] if row else 0
+        self.forgotten = _forgotten(dict(db.execute("SELECT key, value FROM meta")))
+        """The last step whose batch has been deleted, or -1."""
 
     def snapshot(self) -> list[bytes]:
         """Return the parts of the newest snapshot, or [] if there is none."""
@@ -132,6 +136,10 @@ class Recorded:
         """Return `(step, state, committed_at)` for each step whose batch contains the task."""
         query = "SELECT step, state, committed_at FROM steps WHERE instr(task_ids, ?) ORDER BY step"
         return self._db.execute(query, (json.dumps(task_id),)).fetchall()
+
+
+def _forgotten(meta: dict[str, str]) -> int:
+    return int(meta.get(tables.FORGOTTEN, "-1"))
 
 
 def _decode(kind: int, body: bytes) -> Durable:
@@ -193,7 +201,7 @@ class Journal:
             rows = [("format", FORMAT), ("plan", fingerprint)]
             self._db.execute("BEGIN IMMEDIATE")
             tables.create(self._db)
-            self._db.executemany("INSERT INTO meta VALUES (?1, ?2, checksum(?1, ?2))", rows)
+            self._db.executemany(tables.SAVE_META, rows)
             self._db.execute("COMMIT")
         elif "meta" not in (names := sorted(name for _, name, *_ in found)):
             raise sqlite3.DatabaseError(f"it is not a scheduler's journal (tables {', '.join(names)})")
@@ -207,6 +215,8 @@ class Journal:
         for table in tables.SUMMED:
             self._check_rows(table)
         meta = dict(self._db.execute("SELECT key, value FROM meta"))
+        self.forgotten = _forgotten(meta)
+        """The last step whose batch and metrics row have been deleted, or -1."""
         if meta.get("format") != FORMAT:
             raise self.broken(
                 f"its format is {meta.get('format')!r}, but this release reads {FORMAT!r}; use the release that wrote "
@@ -322,17 +332,20 @@ class Journal:
     def check(self, rows: range, steps: int, evals: set[tuple[str, int]]) -> None:
         """Raise RpcError unless the tables contain what the events imply.
 
-        The events imply metrics rows for exactly the steps in `rows`, batches for at least the first `steps` steps, and
-        at least the results in `evals`, each given as (set, version).
+        The events imply metrics rows for exactly the steps in `rows`, batches for at least the first `steps` steps,
+        except those that were forgotten, and at least the results in `evals`, each given as (set, version).
         """
+        first = self.forgotten + 1
         with self._reading("table rows"):
             found = {step for (step,) in self._db.execute("SELECT step FROM rows")}
-            if wrong := found ^ set(rows):
+            if wrong := found ^ {step for step in rows if step >= first}:
                 raise ValueError(
                     f"the row for step {min(wrong)} is {'unexpected' if min(wrong) in found else 'missing'}"
                 )
         with self._reading("table steps"):
-            if wrong := set(range(1, steps + 1)) - {step for (step,) in self._db.execute("SELECT step FROM steps")}:
+            if wrong := set(range(max(first, 1), steps + 1)) - {
+                step for (step,) in self._db.execute("SELECT step FROM steps")
+            }:
                 raise ValueError(f"the row for step {min(wrong)} is missing")
         with self._reading("table evals"):
             if lost := evals - set(self._db.execute("SELECT name, version FROM evals")):
@@ -353,14 +366,14 @@ class Journal:
         self._events.append((self.seq, at, kind, body, self._chain))
         self._sync = self._sync or isinstance(event, CheckpointSaved)
 
-    def save(self, effect: SaveStep | SaveEval | WriteRow | Rewound | DiscardRows, at: float) -> None:
+    def save(self, effect: SaveStep | SaveEval | WriteRow | Rewound | DiscardRows | ForgetSteps, at: float) -> None:
         """Add a row to a readable table, or remove rows of steps that were rolled back."""
         match effect:
             case SaveStep(state=TaskState.BATCHED):
                 values: tuple[Any, ...] = (effect.step, effect.state, json.dumps(effect.task_ids), None, "{}")
                 self._saves.append((tables.SAVE_STEP, values))
             case SaveStep():
-                self._saves.append((tables.COMMIT_STEP, (effect.state, at, json.dumps(effect.metrics), effect.step)))
+                self._saves.append((tables.COMMIT_STEP, (effect.state, at, effect.step)))
             case SaveEval():
                 values = (effect.name, effect.version, effect.accuracy, effect.samples, effect.dropped, at)
                 self._saves.append((tables.SAVE_EVAL, values))
@@ -373,6 +386,17 @@ class Journal:
             case DiscardRows():
                 self._saves.append(("DELETE FROM rows WHERE step > ?", (effect.step,)))
                 self._saves.append(("DELETE FROM evals WHERE version > ?", (effect.step,)))
+                if effect.step < self.forgotten:
+                    self._forget(effect.step)
+            case ForgetSteps():
+                if effect.step > self.forgotten:
+                    self._forget(min(effect.step, self.forgotten + PART_EVENTS))
+                    self._saves += [(f"DELETE FROM {name} WHERE step <= ?", (self.forgotten,)) for name in _BY_STEP]  # noqa: S608
+
+    def _forget(self, step: int) -> None:
+        """Note that exactly the batches and rows of the steps up to `step` have been deleted."""
+        self.forgotten = step
+        self._saves.append((tables.SAVE_META, (tables.FORGOTTEN, str(step))))
 
     @property
     def dirty(self) -> bool:

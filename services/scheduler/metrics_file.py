@@ -1,9 +1,10 @@
 """`metrics.jsonl`: one flat JSON object per line, with each step's row exactly once, even if processes are killed.
 
-The journal holds every row. This file always holds a prefix of these rows, and holds all of them when no write is in
-progress. At start-up, an incomplete last line is removed and missing rows are added. When the run returns to an earlier
-step, the rows of the steps that were rolled back are moved to `metrics.discarded.jsonl`, each with the lineage of
-weights that ended at that point. The rows are durable there before they are removed here.
+The journal holds every row until it forgets the oldest ones, after they have been synced here (`ForgetSteps`). This
+file always holds a prefix of all rows, and holds all of them when no write is in progress. At start-up, incomplete and
+damaged lines at its end are removed and missing rows are added. When the run returns to an earlier step, the rows of
+the steps that were rolled back are moved to `metrics.discarded.jsonl`, each with the lineage of weights that ended at
+that point. The rows are durable there before they are removed here.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ class MetricsFile:
     """An open metrics file. Each line is appended with a single write."""
 
     def __init__(self, path: Path, missing_after: Callable[[int], Iterable[str]], last: int, lineage: int) -> None:
-        """Remove an incomplete last line, then append the missing rows from the journal.
+        """Remove incomplete and damaged lines at the end, then append the missing rows from the journal.
 
         `last` is the step of the journal's last row. Rows of steps after `last`, which exist if a power cut removed the
         end of the journal, are discarded under `lineage`.
         """
         self._discarded = path.with_name("metrics.discarded.jsonl")
         self._fd = os.open(path, _FLAGS, 0o644)
-        self.step = self._cut_incomplete_line()
+        self.step = self.found = self._cut_damaged_lines()
+        """The step of the last row in the file; `found` is that of the last row before any were added."""
         if self.step > last:
             self.discard(lineage, last, {})
         for row in missing_after(self.step):
@@ -92,26 +94,29 @@ class MetricsFile:
         finally:
             os.close(descriptor)
 
+    def sync(self) -> None:
+        """Make all rows durable. Any thread may call this. Raises OSError."""
+        os.fsync(self._fd)
+
     def close(self) -> None:
         os.close(self._fd)
 
-    def _cut_incomplete_line(self) -> int:
-        """Truncate the file after its last complete line and return the step of that line."""
-        size = os.fstat(self._fd).st_size
-        end, tail = size, b""
-        while end > 0:
-            start = max(end - 65536, 0)
+    def _cut_damaged_lines(self) -> int:
+        """Truncate the file after the last line that is a row, and return its step."""
+        start, tail = os.fstat(self._fd).st_size, b""
+        while start > 0:
+            end, start = start, max(start - 65536, 0)
             tail = os.pread(self._fd, end - start, start) + tail
-            end = start
-            complete = tail[: tail.rfind(b"\n") + 1]
-            previous = complete.rfind(b"\n", 0, -1)
-            if complete and (previous >= 0 or start == 0):
-                try:
-                    step = int(json.loads(complete[previous + 1 :])["step"])
-                except (ValueError, KeyError, TypeError, OverflowError):
-                    break  # start with an empty file, because the journal has every row
-                os.ftruncate(self._fd, start + len(complete))
-                return step
+            while b"\n" in tail:
+                tail = tail[: tail.rindex(b"\n") + 1]
+                begin = tail.rfind(b"\n", 0, -1) + 1
+                if begin == 0 and start > 0:
+                    break  # the beginning of the line has not been read yet
+                step = _parsed(tail[begin:]).get("step")
+                if isinstance(step, int):
+                    os.ftruncate(self._fd, start + len(tail))
+                    return step
+                tail = tail[:begin]
         os.ftruncate(self._fd, 0)
         return _NO_ROW
 

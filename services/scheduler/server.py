@@ -30,6 +30,7 @@ from services.scheduler.events import (
     Effect,
     Event,
     Fail,
+    ForgetSteps,
     KillProcess,
     Listed,
     Persist,
@@ -150,6 +151,9 @@ class SchedulerService(Service):
         lost = self._lost_tail()
         lineage = run.lineage if lost is None else max(run.lineage, lost.lineage)
         self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, run.next_row - 1, lineage)
+        if self._metrics.found < self._journal.forgotten:
+            gap = [self._metrics.found + 1, self._journal.forgotten]
+            self.log.warning("rows are missing from the metrics file, and the journal no longer has them", steps=gap)
         self._state.last_row = self._journal.last_row()
         self._state.bad_rows = len(bad)
         self._take(self._state.begin(configuration(topology), self._now(), lost))
@@ -289,12 +293,25 @@ class SchedulerService(Service):
                 self._metrics.write(json.dumps(effect.row))
             case Tell():
                 self.telemetry.emit(effect.topic, effect.values)
+            case ForgetSteps():
+                self._start(self._forget(effect))
             case KillProcess():
                 self._start(self._kill(effect))
             case TellDevices():
                 parts = " ".join(effect.parts)
                 self.log.info("devices", phase=effect.phase, holder=effect.name, holds=parts)
                 self.telemetry.emit(f"devices/{effect.name}", {"phase": effect.phase, "holds": parts})
+
+    async def _forget(self, effect: ForgetSteps) -> None:
+        """Delete old steps from the journal, once their rows in the metrics file would survive a power cut."""
+        try:
+            await asyncio.to_thread(self._metrics.sync)
+        except OSError as error:
+            self.log.warning("old steps stay in the journal", cause=f"{self.run.metrics}: {error.strerror or error}")
+            return
+        if self._state.run.checkpoint_step >= effect.step:  # otherwise the run has returned to before these steps
+            self._journal.save(effect, time.time())
+            self._flush()
 
     async def _kill(self, effect: KillProcess) -> None:
         """Have the supervisor kill a process, retrying until its death is confirmed. A process that the supervisor does

@@ -15,7 +15,7 @@ from proto.messages import CheckpointSaved, CommitStep, ErrorCode, GetRunInfo, N
 from services.scheduler import scalars
 from services.scheduler.collection import clear_weights, collect_steps, set_aside, take_back_samples
 from services.scheduler.evaluations import write_rows
-from services.scheduler.events import DiscardRows, Rewound, SaveStep
+from services.scheduler.events import DiscardRows, ForgetSteps, Rewound, SaveStep
 from services.scheduler.leasing import give_up, handles, measures
 from services.scheduler.losses import Filtered
 from services.scheduler.records import record_trained
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 HOPELESS_STEPS, HOPELESS_TASKS = 10, 256
 """Maximum number of consecutive drops, in steps and in tasks, before the run ends. The larger limit applies."""
+REMEMBERED_STEPS, REMEMBERED_TASKS = 4096, 1 << 18
+"""Maximum number of steps before the oldest kept checkpoint whose batches and metrics rows stay in the journal, and of
+tasks in their batches. The smaller limit applies."""
 
 
 def check_driver(run: RunState, driver: int) -> None:
@@ -204,7 +207,7 @@ def form_batch(run: RunState, request: NextBatch) -> StepBatch | None:
     run.batches[request.step] = tasks
     run.identities[request.step] = [task.task_id for task in tasks]
     run.batched_step = request.step
-    run.out.append(SaveStep(request.step, TaskState.BATCHED, [task.task_id for task in tasks], {}))
+    run.out.append(SaveStep(request.step, TaskState.BATCHED, [task.task_id for task in tasks]))
     end = run.batched_step * run.plan.tasks_per_step  # in deterministic mode, drops are counted by admission number
     run.losses.batched((task.admission for task in tasks), lambda admission: not run.order.fixed or admission < end)
     formed = _step_batch(run, request.step, tasks)
@@ -258,7 +261,7 @@ def commit(run: RunState, request: CommitStep) -> bool:
     for task in run.batches[step]:
         run.tasks.move(task, TaskState.TRAINED)
     count_uncovered(run, run.batches[step], 1)
-    run.out.append(SaveStep(step, TaskState.TRAINED, None, request.metrics))
+    run.out.append(SaveStep(step, TaskState.TRAINED))
     record_trained(run, step, run.batches[step])
     if run.config.collect_at_commit:
         collect_steps(run, step)
@@ -272,7 +275,8 @@ def commit(run: RunState, request: CommitStep) -> bool:
 
 
 def checkpoint(run: RunState, request: CheckpointSaved) -> None:
-    """Collect the steps covered by the oldest checkpoint to which recovery may fall back."""
+    """Collect the steps covered by the oldest checkpoint to which recovery may fall back, and forget what nobody needs
+    of earlier ones."""
     check_driver(run, request.driver)
     if not 0 <= request.step <= run.committed_step:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint of step {request.step}: step {run.committed_step} is committed")
@@ -282,6 +286,10 @@ def checkpoint(run: RunState, request: CheckpointSaved) -> None:
     run.checkpoint_step = kept[-1]
     collect_steps(run, kept[0])
     run.identities = {step: names for step, names in run.identities.items() if step > kept[0]}
+    run.evaluations.forget(kept[0], request.kept)
+    remembered = min(REMEMBERED_STEPS, REMEMBERED_TASKS // run.plan.tasks_per_step)
+    if (old := min(kept[0], run.next_row - 1 - remembered)) > 0:
+        run.out.append(ForgetSteps(old))
     if wants_checkpoint(run, {}):
         # There is no room to replay another interval, so give up replay from the older checkpoints rather than stall.
         collect_steps(run, kept[-1])

@@ -1,5 +1,7 @@
 """The tables of the journal, and the checksums over events, snapshots and rows.
 
+The column `metrics` of the table `steps` is `{}`, because `rows` has the values. Earlier releases filled it.
+
 An event's checksum covers the event and all earlier events; these checksums are the chain. The parts of a snapshot form
 a chain that continues from the snapshot's event. Each row of the other tables ends with its own checksum.
 """
@@ -35,8 +37,12 @@ CREATE TABLE rewinds (
 """
 SAVE_STEP = "INSERT OR REPLACE INTO steps VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
 COMMIT_STEP = """
-UPDATE steps SET state=?1, committed_at=?2, metrics=?3, sum=checksum(step, ?1, task_ids, ?2, ?3) WHERE step=?4
+UPDATE steps SET state=?1, committed_at=?2, sum=checksum(step, ?1, task_ids, ?2, metrics) WHERE step=?3
 """
+FORGOTTEN = "forgotten"
+"""Key in the table `meta` of the last step whose rows in `steps` and `rows` have been deleted. If it is absent, none
+have been."""
+SAVE_META = "INSERT OR REPLACE INTO meta VALUES (?1, ?2, checksum(?1, ?2))"
 TAKE_BACK = """
 UPDATE steps SET state='TAKEN_BACK', sum=checksum(step, 'TAKEN_BACK', task_ids, committed_at, metrics) WHERE step > ?
 """

@@ -30,7 +30,7 @@ class Row:
     values: dict[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Line:
     """The position of a row in its file, so that the rows of long runs need not be kept in memory."""
 
@@ -47,6 +47,8 @@ class History:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lines: list[_Line] = []
+        """The lines from position `_first` on."""
+        self._first = 0
         self._read_to = 0
         """Number of bytes of `metrics.jsonl` whose lines are in `_lines`."""
         self._discarded_bytes = 0
@@ -57,7 +59,7 @@ class History:
         self._lineage = 0
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return self._first + len(self._lines)
 
     def refresh(self) -> None:
         """Read the new lines of `metrics.jsonl`. After a return to an earlier step, read both files from the start."""
@@ -68,16 +70,28 @@ class History:
         self._lines += [_labelled(line, self._lineage) for line in new]
 
     def rows(self, first: int, most: int) -> list[Row]:
-        """Return up to `most` rows, starting at position `first`."""
+        """Return up to `most` rows, starting at position `first`.
+
+        The places of earlier rows are forgotten. If they are needed again, the files are read from the start.
+        """
+        self._reach(first)
         found = self._rows(first, most)
         while self._is_outdated():  # the lines may have been cut off and rewritten while they were being read
             self._rebuild()
             found = self._rows(first, most)
+        done = min(first - self._first, len(self._lines))
+        del self._lines[:done]
+        self._first += done
         return found
+
+    def _reach(self, position: int) -> None:
+        if position < self._first:
+            self._rebuild()
 
     def _rows(self, first: int, most: int) -> list[Row]:
         found: list[Row] = []
-        for position, line in enumerate(self._lines[first : first + most], first):
+        begin = first - self._first
+        for position, line in enumerate(self._lines[begin : begin + most], first):
             values = self._read(line)
             if values.get("step") != line.step:
                 break
@@ -90,7 +104,8 @@ class History:
 
     def step(self, position: int) -> int:
         """Return the step of the row at `position`."""
-        return self._lines[position].step
+        self._reach(position)
+        return self._lines[position - self._first].step
 
     def _rebuild(self) -> None:
         discarded_bytes = _size(self._folder / DISCARDED)
@@ -106,7 +121,7 @@ class History:
             first = min(line.step for line in last)
             present = [line for line in present if line.step < first]
         self._lineage = max(groups, default=-1) + 1
-        self._lines = _in_order(groups, present)
+        self._lines, self._first = _in_order(groups, present), 0
 
     def _is_pending(self, group: list[_Line], present: list[_Line]) -> bool:
         """Return whether the rows of `group` are in both files, as they are until `metrics.jsonl` is truncated."""

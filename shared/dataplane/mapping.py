@@ -34,6 +34,8 @@ CACHED_ROWS = 1 << 18
 TABLE_ROWS = 24
 """Fixed cost of a table, in rows of 60 bytes. Without it, the size of a table of one row would be underestimated by a
 factor of 20."""
+SWEPT_TABLES = 64
+"""Number of cached tables from which on those of files that have been collected are dropped."""
 CACHED_FILES = 4096
 """Maximum number of cached mappings. A batch of 130,000 tasks, 64 to a file, takes up 2048 files. The kernel's page
 tables take 1/512 of the mapped bytes."""
@@ -86,7 +88,9 @@ class TableCache:
     """Parsed headers of recent files by path, at most `most_rows` rows of 60 bytes (None: `CACHED_ROWS`, 16 MB).
 
     Files do not change, and their names, which contain a random put id, are not reused: when the pages of a collected
-    file are lent to a new put, the file gets a new name. Rows verified under a name therefore stay verified.
+    file are lent to a new put, the file gets a new name. Rows verified under a name therefore stay verified, and the
+    table of a name that no longer exists is not needed again. Whenever the number of tables has doubled, those of such
+    files are dropped, so that the cache does not grow with the number of steps.
     """
 
     def __init__(self, most_rows: int | None = None) -> None:
@@ -94,6 +98,7 @@ class TableCache:
         self._lock = threading.Lock()
         self._tables: OrderedDict[str, KnownTable] = OrderedDict()
         self._rows = 0
+        self._sweep_at = SWEPT_TABLES
 
     def get(self, path: str, data: mmap.mmap | Array) -> KnownTable:
         """Return the table of the file at `path`, mapped as `data`. Raises WireError."""
@@ -111,8 +116,24 @@ class TableCache:
                 self._rows += TABLE_ROWS + table.row_count
             most = CACHED_ROWS if self._most_rows is None else self._most_rows
             while self._rows > most and len(self._tables) > 1:
-                self._rows -= TABLE_ROWS + self._tables.popitem(last=False)[1].table.row_count
+                self._drop(next(iter(self._tables)))
+            paths = list(self._tables) if len(self._tables) > self._sweep_at else []
+        if paths:
+            self._sweep(paths)
         return known
+
+    def _sweep(self, paths: list[str]) -> None:
+        """Drop the tables of those files among `paths` that have been collected."""
+        gone = [path for path in paths if not os.path.exists(path)]  # outside the lock, because there may be many
+        with self._lock:
+            for path in gone:
+                self._drop(path)
+            self._sweep_at = max(SWEPT_TABLES, 2 * len(self._tables))
+
+    def _drop(self, path: str) -> None:
+        known = self._tables.pop(path, None)
+        if known is not None:
+            self._rows -= TABLE_ROWS + known.table.row_count
 
     def __len__(self) -> int:
         return len(self._tables)

@@ -16,6 +16,14 @@ CACHED_REPLIES = 16384
 CACHED_REPLY_BYTES = 32 << 20
 GRACE_S = 5.0
 """Seconds after the caller's deadline for which an answer is kept."""
+SETTLED_S = 60.0
+"""Seconds after which an answer is settled: a caller that misses it repeats its request every few seconds, unless the
+caller is stopped or cut off."""
+SETTLED_REPLIES = 256
+"""Number of answers to one role above which settled ones are dropped."""
+SETTLED_BYTES = 1 << 20
+"""Bytes of the answers to one role above which settled ones are dropped. Without this limit, a process whose calls have
+a deadline of an hour would keep the answers of an hour."""
 
 
 class Key(NamedTuple):
@@ -35,12 +43,18 @@ def fingerprint(kind: int, parts: Sequence[Buffer]) -> int:
     return digest if len(parts) == 2 else digest ^ xxhash.xxh3_64_intdigest(parts[2], kind + 1)
 
 
+class _Kept(NamedTuple):
+    request: int
+    frames: list[Buffer]
+    since: float
+
+
 class Replies:
     """The most recent answers to one role, bounded in number and bytes."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._kept: OrderedDict[Key, tuple[int, list[Buffer]]] = OrderedDict()
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._ends: list[tuple[float, Key]] = []
 
     def __len__(self) -> int:
@@ -48,22 +62,31 @@ class Replies:
 
     def get(self, key: Key) -> tuple[int, list[Buffer]] | None:
         """Return `(fingerprint of the request, frames of the answer)`, or None if no answer is kept."""
-        return self._kept.get(key)
+        kept = self._kept.get(key)
+        return None if kept is None else (kept.request, kept.frames)
 
     def keep(self, key: Key, request: int, frames: list[Buffer], *, now: float, deadline: float) -> None:
         """Keep an answer for as long as its caller may retry. The oldest answers are dropped if there are too many."""
         while self._ends and self._ends[0][0] <= now:
             self._forget(heapq.heappop(self._ends)[1])
-        self._kept[key] = (request, frames)
+        self._kept[key] = _Kept(request, frames, now)
         self.nbytes += sum(map(len, frames))
         heapq.heappush(self._ends, (deadline + GRACE_S, key))
-        if len(self._ends) > 2 * CACHED_REPLIES:  # drop the deadlines of answers that are gone
+        while self._is_full(now):
+            self._forget(next(iter(self._kept)))
+        if len(self._ends) > 2 * len(self._kept) + SETTLED_REPLIES:  # drop the deadlines of answers that are gone
             self._ends = [end for end in self._ends if end[1] in self._kept]
             heapq.heapify(self._ends)
-        while len(self._kept) > CACHED_REPLIES or self.nbytes > CACHED_REPLY_BYTES:
-            self._forget(next(iter(self._kept)))
+
+    def _is_full(self, now: float) -> bool:
+        """Return whether the oldest answer must be dropped."""
+        if len(self._kept) > CACHED_REPLIES or self.nbytes > CACHED_REPLY_BYTES:
+            return True
+        if len(self._kept) <= SETTLED_REPLIES and self.nbytes <= SETTLED_BYTES:
+            return False
+        return next(iter(self._kept.values())).since < now - SETTLED_S
 
     def _forget(self, key: Key) -> None:
         kept = self._kept.pop(key, None)
         if kept is not None:
-            self.nbytes -= sum(map(len, kept[1]))
+            self.nbytes -= sum(map(len, kept.frames))

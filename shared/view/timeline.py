@@ -18,7 +18,7 @@ STEP = "step"
 """The work of the process that completes a training step when it ends."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """Something that a process did from `begin` to `end`, in seconds since 1970."""
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,11 +77,20 @@ def _own_s() -> float:
 
 
 @contextlib.contextmanager
-def running(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a child. Afterwards, terminate it, and kill its process group if it does not exit."""
+def running(
+    command: list[str], output: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a child, with `environment` added to the variables of this process. Afterwards, terminate it, and kill its
+    process group if it does not exit."""
     with output.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         yield process

@@ -86,10 +86,10 @@ def journal_s(journal: Path, folder: Path) -> float:
             raise BenchError(f"{journal}: has a snapshot, so some events are gone; use fewer --steps")
         events = list(recorded.events())
     with contextlib.closing(sqlite3.connect(journal)) as db:
-        steps = db.execute("SELECT step, task_ids, metrics FROM steps ORDER BY step").fetchall()
+        steps = db.execute("SELECT step, task_ids FROM steps ORDER BY step").fetchall()
         rows = db.execute("SELECT step, row FROM rows ORDER BY step").fetchall()
-    batched = [SaveStep(step, TaskState.BATCHED, json.loads(ids), {}) for step, ids, _ in steps]
-    trained = [SaveStep(step, TaskState.TRAINED, None, json.loads(metrics)) for step, _, metrics in steps]
+    batched = [SaveStep(step, TaskState.BATCHED, json.loads(ids)) for step, ids in steps]
+    trained = [SaveStep(step, TaskState.TRAINED) for step, _ in steps]
     saves: list[SaveStep | WriteRow] = [*batched, *trained, *(WriteRow(step, json.loads(row)) for step, row in rows)]
     copy = Journal(folder / "journal.sqlite", "")
     begun_s = time.process_time()

@@ -137,8 +137,22 @@ BUS = [
     Mutation(
         "replies are kept without limit",
         "shared/rpc/replies.py",
-        "while len(self._kept) > CACHED_REPLIES or self.nbytes > CACHED_REPLY_BYTES:",
-        "while False:",
+        "if len(self._kept) > CACHED_REPLIES or self.nbytes > CACHED_REPLY_BYTES:",
+        "if False:",
         f"{RPC_MISUSE}::test_reply_memory_is_bounded",
+    ),
+    Mutation(
+        "answers are kept until the deadline of their callers, however far away it is",
+        "shared/rpc/replies.py",
+        "return next(iter(self._kept.values())).since < now - SETTLED_S",
+        "return False",
+        "tests/unit/shared/rpc/test_replies.py::test_answers_whose_callers_wait_for_an_hour_do_not_accumulate",
+    ),
+    Mutation(
+        "an answer is dropped while its caller may still repeat its request",
+        "shared/rpc/replies.py",
+        "return next(iter(self._kept.values())).since < now - SETTLED_S",
+        "return True",
+        "tests/unit/shared/rpc/test_replies.py::test_an_answer_that_its_caller_may_have_missed_is_kept_however_many_follow",
     ),
 ]

@@ -26,6 +26,21 @@ STATE = "services/scheduler/state.py"
 
 SCHEDULER = [
     Mutation(
+        "steps that the journal forgot without a note count as forgotten",
+        JOURNAL,
+        "if wrong := found ^ {step for step in rows if step >= first}:",
+        "if wrong := found - {*rows}:",
+        "tests/unit/scheduler/test_forgotten_steps.py::test_a_missing_row_that_was_not_forgotten_is_reported",
+    ),
+    Mutation(
+        "the journal does not note that a run has returned to before the steps that it forgot",
+        JOURNAL,
+        "if effect.step < self.forgotten:",
+        "if False:",
+        "tests/unit/scheduler/test_forgotten_steps.py"
+        "::test_a_run_that_returns_to_before_the_forgotten_steps_writes_their_rows_again",
+    ),
+    Mutation(
         "a completion is accepted under a lease that does not hold the task",
         COMPLETING,
         "lease is None or task.lease != lease.lease_id or lease.stage",

@@ -14,6 +14,13 @@ PROPERTY = "tests/property/test_store_state.py::TestStoreMachine"
 
 STORE = [
     Mutation(
+        "tables of collected files are kept",
+        "shared/dataplane/mapping.py",
+        "if len(self._tables) > self._sweep_at else []",
+        "if False else []",
+        "tests/unit/shared/test_stream_source.py::test_tables_of_collected_files_are_not_kept",
+    ),
+    Mutation(
         "a tombstone is written after the clear",
         SERVER,
         """\

@@ -28,7 +28,7 @@ FETCHES = 2
 WARM_STEPS = 40
 """Number of steps during which streams, copies and kept replies may still allocate memory for the first time."""
 GROWTH_BYTES = {"reader": 24 << 20, "store": 8 << 20}
-"""Maximum growth after the warm-up. Each step moves 8 MB and adds 8 tombstones to the store, up to 65536."""
+"""Maximum growth after the warm-up. Each step moves 8 MB and adds 8 tombstones to the store, up to 8,192."""
 
 
 @pytest.fixture

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.bench import against_trl
 from tests.bench.against_trl import QUICKSTART, Settings, Side, fastest, grid, on_time, sweep
 from tests.bench.cluster_run import BenchError
-from tests.bench.growth import WINDOW, Watch
 from tests.bench.turns import by_turns, ratios, spread
-
-MIB = 1 << 20
 
 
 def test_every_second_turn_runs_in_reverse_order() -> None:
@@ -58,27 +54,3 @@ def test_a_sweep_tries_every_setting_and_uses_the_fastest_for_each_staleness(
     monkeypatch.setattr(against_trl, "RECORD", against_trl.ROOT / "tests" / "no_such_record.json")
     with pytest.raises(BenchError, match="no sweep of 'quickstart': run this command with --sweep"):
         against_trl.record_of(dataclasses.replace(QUICKSTART))
-
-
-def looks(*, late: int, replaced: bool = False) -> list[tuple[int, dict[int, int]]]:
-    found: list[tuple[int, dict[int, int]]] = []
-    for step in range(301):
-        size = 100 * MIB if step <= 150 else late
-        found.append((step, {1: 50 * MIB, (3 if replaced and step > 200 else 2): size}))
-    return found
-
-
-def test_growth_is_reported_per_process_and_a_replaced_process_is_an_error() -> None:
-    watch = Watch()
-    watch.names = {1: "launch.cluster", 2: "services.rollout/0", 3: "services.rollout/0"}
-    watch.looks = looks(late=103 * MIB)
-    watch.looks[105] = (105, {1: 500 * MIB, 2: 900 * MIB})  # A single outlier does not change the figure.
-    growth: dict[str, Any] = watch.growth(100, 300)
-    assert {name: each.share for name, each in growth.items()} == pytest.approx(
-        {"launch.cluster": 0.0, "services.rollout/0": 0.03}
-    )
-    watch.looks = looks(late=103 * MIB, replaced=True)
-    with pytest.raises(BenchError, match=r"came or went between steps 100 and 300: services\.rollout/0"):
-        watch.growth(100, 300)
-    with pytest.raises(BenchError, match=f"between steps 500 and {500 + WINDOW}"):
-        watch.growth(500, 900)

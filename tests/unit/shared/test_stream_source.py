@@ -64,6 +64,22 @@ def test_number_of_kept_tables_is_limited_by_their_memory(monkeypatch: pytest.Mo
     assert len(cache) == 1000 // (mapping.TABLE_ROWS + 1)
 
 
+def test_tables_of_collected_files_are_not_kept(tmp_path: Path) -> None:
+    layout = BlockLayout([("train/0/0", 1, {"a": np.arange(10)})])
+    data = np.zeros(layout.file_bytes, np.uint8)
+    copy_block(data, layout)
+    cache = mapping.TableCache()
+    live = [tmp_path / f"live-{number}.blk" for number in range(mapping.SWEPT_TABLES // 2)]
+    for path in live:
+        path.touch()
+        cache.get(str(path), data)
+    known = cache.get(str(live[0]), data)
+    for number in range(10 * mapping.SWEPT_TABLES):
+        cache.get(str(tmp_path / f"collected-{number}.blk"), data)
+    assert len(cache) <= mapping.SWEPT_TABLES
+    assert cache.get(str(live[0]), data) is known
+
+
 def test_file_retired_while_it_was_being_mapped_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     layout = BlockLayout([("train/0/0", 1, {"a": np.arange(1000)})])

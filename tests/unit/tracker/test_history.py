@@ -92,6 +92,22 @@ def test_rows_that_are_replaced_by_rows_of_the_same_length_are_read_again(tmp_pa
     assert told(follower.rows(0, 10)) == run.committed
 
 
+def test_places_of_rows_that_were_sent_are_forgotten_and_found_again(tmp_path: Path) -> None:
+    run, follower = Run(tmp_path), History(tmp_path)
+    for step in range(50):
+        run.commit(step)
+        follower.refresh()
+        assert told(follower.rows(step, 10)) == run.committed[step:]
+        assert len(follower._lines) == 1
+    assert (len(follower), follower.step(49)) == (50, 49)
+    assert told(follower.rows(20, 10)) == run.committed[20:30]
+    assert (len(follower), follower.step(3)) == (50, 3)
+    run.rewind(40)
+    run.commit(41)
+    follower.refresh()
+    assert told(follower.rows(48, 10)) == run.committed[48:]
+
+
 def test_incomplete_lines_and_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "a": null, "b": 1.0}\n{"step": 1, "a": 2')
     follower = History(tmp_path)

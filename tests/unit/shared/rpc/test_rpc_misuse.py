@@ -171,7 +171,7 @@ def test_reply_memory_is_bounded(ipc: str) -> None:
             for _ in range(12):
                 await client.call(GetInventory(), Inventory, deadline_s=DEADLINE_S)
             replies = mailbox._replies[Role.SERVICE]
-            kept = sum(len(frame) for _, frames in replies._kept.values() for frame in frames)
+            kept = sum(len(frame) for each in replies._kept.values() for frame in each.frames)
             assert kept == replies.nbytes <= CACHED_REPLY_BYTES
             assert 0 < len(replies) < 12
 
