@@ -158,8 +158,8 @@ def _main(
         begun, topology = resumed.begun(path, topology) if resume else (Inputs(), topology)
         findings = preflight.check(topology, str(topology_file), begun.rows)
         inputs = resumed.inputs_now(topology, findings.rows, begun)
-    except (RpcError, OSError) as error:
-        _refuse([str(error)])
+    except (RpcError, TopologyError, OSError) as error:
+        _refuse(str(error).splitlines())
     if resume:
         resumed.compare(path, topology, str(topology_file), begun, inputs, findings)
     topology = preflight.with_room(topology)

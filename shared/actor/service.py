@@ -39,6 +39,7 @@ from shared.security.curve import check_listen, is_tcp
 from shared.security.keys import Keyring
 from shared.security.roles import Role
 from shared.security.zap import Gate
+from shared.unusable import Unusable
 
 HEARTBEAT_S = 1.0
 DRAIN_S = 10.0
@@ -256,7 +257,7 @@ class Service:
             self.__enter(ProcessState.STOPPED)
         except Exception as error:
             # The cause is one line; the log contains the traceback.
-            text = str(error) if isinstance(error, RpcError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, RpcError | Unusable) else f"{type(error).__name__}: {error}"
             self.cause = "; ".join(text.splitlines())
             if is_certain(error):
                 self.exit_status = UNUSABLE_STATUS

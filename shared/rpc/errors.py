@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from proto.messages import Error, ErrorCode
+from shared.unusable import Unusable
 
 AWAY = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY)
 """Codes after which the same call may succeed: the peer is restarting, unreachable at the moment, or has no room."""
@@ -31,8 +32,8 @@ class RpcError(Exception):
         return Error(code=self.code, message=text, retry_after_s=self.retry_after_s, names=self.names[:MAX_NAMES])
 
 
-class BadInput(RpcError):
-    """An input of the run (its topology, a file, a model, a user's function) cannot be used.
+class BadInput(RpcError, Unusable):
+    """An input of the run cannot be used.
 
     A service that raises this error while it starts or works ends the run instead of being restarted, if `is_certain`.
     A peer's `bad_request` arrives as a plain RpcError, so no service ends the run because of another's input.
@@ -52,11 +53,11 @@ _RUST_OS_ERROR = "(os error "
 def is_certain(error: BaseException) -> bool:
     """Return whether the same input is certain to raise `error` again.
 
-    This is so for a BadInput, unless an exception in its chain shows that memory, a disk, a device, the network or a
+    This is so for an Unusable, unless an exception in its chain shows that memory, a disk, a device, the network or a
     deadline may be to blame. The whole chain counts, because a library may hide such a cause behind an error of its
     own.
     """
-    return isinstance(error, BadInput) and not any(map(_may_pass, _causes(error)))
+    return isinstance(error, Unusable) and not any(map(_may_pass, _causes(error)))
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shared.rpc.errors import BadInput
+from shared.unusable import Unusable
 
 SHOWN_CHARS = 80
 Path = tuple[str | int, ...]
@@ -37,7 +37,7 @@ class Problem:
         return " ".join(": ".join(parts).splitlines())
 
 
-class TopologyError(BadInput):
+class TopologyError(Unusable):
     """A topology that cannot run. `problems` holds every problem found; `str()` gives one line for each."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
