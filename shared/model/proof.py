@@ -43,6 +43,8 @@ _MICRO_BATCH = 150
 """Maximum nodes of a pass: all long sequences are in one, and the short ones in another."""
 _GROUPS = ((1, (3, 2)), (4, (2, 3, 5)), (12, (2, 4, 5, 7)), (18, (3, 8)), (36, (3,)))
 """The length of every prompt, and of the answers to it. `reduced` has windows of 8 tokens, and changes at 16."""
+_LONG = 18
+"""A length beyond all changes. The last three sequences are longer."""
 _FIRST_TOKEN, _ANSWER_TOKENS = 5, 4
 Array = np.ndarray[Any, np.dtype[Any]]
 _LOW = frozenset([torch.float32, torch.bfloat16, torch.float16])
@@ -207,11 +209,17 @@ def _text(vocab: int) -> Text:
 def _library(model: nn.Module, text: Text) -> Result:
     """Score every sequence alone with the model's own forward pass."""
     parts: list[Tensor] = []
-    for ids in _sequences(text):
-        logits = cast(Any, model)(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        parts += [logits.new_zeros(1), logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]]
-    found = torch.cat(parts) * torch.from_numpy(text.loss_mask)
-    return _with_gradients(model, found, lambda: cast(Any, (found * text.weights).sum()).backward())
+    ends = np.cumsum(text.lengths)
+
+    def run() -> None:
+        for ids, end in zip(_sequences(text), ends, strict=True):
+            logits = cast(Any, model)(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            scored = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            scored = torch.cat([scored.new_zeros(1), scored]) * torch.from_numpy(text.loss_mask[end - len(ids) : end])
+            parts.append(scored.detach())
+            cast(Any, (scored * text.weights[end - len(ids) : end]).sum()).backward()
+
+    return _with_gradients(model, lambda: torch.cat(parts), run)
 
 
 def _own(model: nn.Module, text: Text) -> Result:
@@ -227,7 +235,7 @@ def _own(model: nn.Module, text: Text) -> Result:
                 found[scores.tokens] = scores.logprobs.detach()
                 cast(Any, (scores.logprobs * text.weights[scores.tokens]).sum()).backward()
 
-        return _with_gradients(model, found, run)
+        return _with_gradients(model, lambda: found, run)
 
 
 def _checkpoint(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -272,25 +280,28 @@ def _decoded(model: nn.Module, text: Text) -> Result:
     return Result((torch.cat(parts) * torch.from_numpy(text.loss_mask)).clone(), _own(model, text).gradients)
 
 
-def _with_gradients(model: nn.Module, found: Tensor, backward: Callable[[], None]) -> Result:
+def _with_gradients(model: nn.Module, found: Callable[[], Tensor], run: Callable[[], None]) -> Result:
     model.zero_grad()
-    backward()
+    run()
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad()
-    return Result(found.detach(), gradients)
+    return Result(found(), gradients)
 
 
 def _looks_ahead(model: nn.Module, text: Text) -> float:
-    """Return how much the log-probs of the first tokens of a short and of a long sequence change without its last two.
+    """Return how much the log-probs of a sequence's first tokens change without its last ones, for a short and for
+    several long sequences.
 
-    Both lengths of each are on the same side of every length at which a model changes.
+    All lengths of a sequence are on the same side of every length at which a model changes.
     """
     errors: list[float] = []
     every = list(_sequences(text))
     with torch.no_grad():
-        for ids in (every[0], every[-1]):
-            whole, cut = (cast(Any, model)(input_ids=each[None], use_cache=False).logits[0] for each in (ids, ids[:-2]))
-            errors.append(float((whole[: len(cut)].log_softmax(-1) - cut.log_softmax(-1)).abs().max()))
+        for ids, ends in ((every[0], (-2,)), *((long, (_LONG, -2)) for long in every[-3:])):
+            whole = cast(Any, model)(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+            for end in ends:
+                cut = cast(Any, model)(input_ids=ids[None, :end], use_cache=False).logits[0].log_softmax(-1)
+                errors.append(float((whole[: len(cut)] - cut).abs().max()))
     return max(errors)
 
 
