@@ -286,7 +286,7 @@ def checkpoint(run: RunState, request: CheckpointSaved) -> None:
     run.checkpoint_step = kept[-1]
     collect_steps(run, kept[0])
     run.identities = {step: names for step, names in run.identities.items() if step > kept[0]}
-    run.evaluations.forget(kept[0], request.kept)
+    run.evaluations.forget(min(kept[0], run.next_row), request.kept)  # later rows are not written yet
     remembered = min(REMEMBERED_STEPS, REMEMBERED_TASKS // run.plan.tasks_per_step)
     if (old := min(kept[0], run.next_row - 1 - remembered)) > 0:
         run.out.append(ForgetSteps(old))

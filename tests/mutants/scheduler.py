@@ -323,8 +323,8 @@ SCHEDULER = [
     Mutation(
         "a missing row of a table is not noticed",
         JOURNAL,
-        "if wrong := found ^ set(rows):",
-        "if wrong := found - set(rows):",
+        "if wrong := found ^ {step for step in rows if step >= first}:",
+        "if wrong := found - {step for step in rows if step >= first}:",
         f"{DAMAGE}::test_a_missing_row_is_reported",
     ),
     Mutation(

@@ -59,7 +59,8 @@ def made_run(folder: Path) -> RunDir:
     made = RunDir.create(folder / "run")
     made.topology.write_text(
         "run: {name: worker-test, steps: 9}\n"
-        f"policy: {{model: {model}, dtype: float32}}\n"
+        f"policy: {{model: {model}, dtype: float32, "
+        "passes: {sequences: packed, head: blocks, decoder: written-out}}\n"
         'data: {train: {source: "builtin:addition"}}\n'
         'reward: {function: "builtin:exact_match"}\n'
         "sampling: {max_new_tokens: 8}\n"

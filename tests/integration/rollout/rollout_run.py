@@ -45,7 +45,7 @@ STORE = "batch-store/0"
 SEED = 3
 TOPOLOGY = f"""\
 run: {{name: rollout-test, steps: 20}}
-policy: {{model: {MODEL}, dtype: float32}}
+policy: {{model: {MODEL}, dtype: float32, passes: {{sequences: packed, head: blocks, decoder: written-out}}}}
 data: {{train: {{source: "builtin:addition"}}}}
 reward: {{function: "builtin:exact_match"}}
 sampling: {{temperature: 1.0, max_new_tokens: 8}}

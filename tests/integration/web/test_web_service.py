@@ -114,7 +114,7 @@ def test_a_killed_service_is_red_until_it_is_back(browser: Browser, shown: Shown
         page.get_by_role("button", name="Services").click()
         chip = page.locator('[data-process="rollout/0"] .chip')
         expect(chip).to_have_text("READY")
-        good = chip.evaluate(COLOR)
+        good = wait_for("a color", lambda: chip.evaluate(COLOR))  # an element that is being replaced has none
         before = set(processes_of(shown.here.path))
         os.kill(shown.pid("rollout/0"), signal.SIGKILL)
         [reborn] = wait_for("another life", lambda: set(processes_of(shown.here.path)) - before)
@@ -127,7 +127,7 @@ def test_a_killed_service_is_red_until_it_is_back(browser: Browser, shown: Shown
             os.kill(reborn, signal.SIGCONT)
         expect(chip).to_have_text("READY")
         expect(chip).to_have_class(re.compile("well"))
-        assert chip.evaluate(COLOR) == good
+        wait_for("the first color", lambda: chip.evaluate(COLOR) == good)
 
 
 def test_the_page_continues_once_its_killed_server_is_back(browser: Browser, shown: Shown) -> None:
