@@ -39,7 +39,7 @@ BOUNDS: Mapping[str, int] = {
     "run.json": 4 * KIB,
     "topology.yaml": 64 * KIB,
     "launcher.lock": 0,
-    "inputs.json": 3 * MIB,
+    "inputs.json": MIB,
     "outcome.json": 4 * KIB,
     "keys/*": 4 * KIB,
     "logs/*-*.jsonl": LIMIT_BYTES,
