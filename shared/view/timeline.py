@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 KEPT_S = 600.0
 """Seconds for which spans are kept. No view shows a longer window."""
-MAX_SPANS = 30_000
+MAX_SPANS = 100_000
 """Maximum number of spans kept for all processes together. Each process has an equal share of it."""
 MAX_LANES = 512
 """Maximum number of processes with a lane."""
