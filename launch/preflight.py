@@ -93,8 +93,7 @@ def prove(topology: Topology, file: str, findings: Findings) -> Topology:
         return topology
     findings.notes.append(f"passes         {model_proof.described(proof)}")
     findings.notes.extend(f"               {reason}" for reason in proof.reasons)
-    policy = topology.policy.model_copy(update={"passes": wanted or proof.passes})
-    topology = topology.model_copy(update={"policy": policy})
+    topology = topology.with_passes(wanted or proof.passes)
     _check_model_memory(topology, file, findings)
     return topology
 

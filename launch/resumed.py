@@ -61,7 +61,7 @@ def begun(path: Path, topology: Topology) -> tuple[Inputs, Topology]:
     old = load_resolved(RunDir.open(path).topology)
     passes = old.policy.passes
     if topology.policy.passes is None and passes is not None:
-        topology = topology.model_copy(update={"policy": topology.policy.model_copy(update={"passes": passes})})
+        topology = topology.with_passes(passes)
     then, now = old.document(), topology.document()
     if passes is None or not topology.run.deterministic:
         then["policy"]["passes"] = now["policy"]["passes"]  # other passes change nothing but the last bits

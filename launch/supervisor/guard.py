@@ -7,9 +7,9 @@ only the standard library and modules that do the same. It reads `+PID SECONDS` 
 ends when the launcher dies. It inherits the lock on the run directory, so that a second launcher waits until no process
 of the first one is left.
 
-The processes print to files and not to pipes: if the reader of a pipe is stopped or killed, whoever prints waits or
-fails. Nor can the processes limit these files themselves, because users' code and the programs that it starts write to
-the same descriptors.
+The processes print to files and not to pipes: if the reader of a pipe is stopped or killed, a process that prints
+blocks or fails. Nor can the processes limit these files themselves, because users' code and the programs that it starts
+write to the same descriptors.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 It uses no process, socket or clock. Three transitions are missing on purpose. A run that has failed or is draining
 starts no processes. A process that ended because the run is ending is not restarted. A process that met an input that
-cannot be used (a bad model, a bad setting, changed data) is not restarted, because its next life would meet it, too.
+cannot be used (a bad model, a bad setting, changed data) is not restarted, because the next process
+would fail in the same way.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from shared.model.logprobs import LogprobScorer, vocabulary
 from shared.model.passes import allow
 from shared.model.plain_decoder import PlainDecoder, is_plain_decoder
 from shared.model.plain_training import trains_plainly
-from shared.model.reduced import Cannot, Reduced, reductions
+from shared.model.reduced import Cannot, Reduced, described, reductions
 from shared.topology.passes import Passes
 
 TOLERANCE = 1e-9
@@ -122,15 +122,15 @@ def prove(config: Any, longest: int | None = None) -> Verdict:
         torch.set_default_dtype(torch.float64)
         try:
             with Exact():
-                return _prove(name, small)
+                return _prove(small)
         except Exception as error:  # A library's model may raise anything, and another reduction may work.
-            reasons.insert(0, _described(error))
+            reasons.insert(0, described(error))
         finally:
             torch.set_default_dtype(usual)
     return Verdict(model=name, reasons=[f"no proof: {reasons[0]}"])
 
 
-def _prove(name: str, small: Reduced) -> Verdict:
+def _prove(small: Reduced) -> Verdict:
     model = _model(small)
     text = _text(vocabulary(model))
     wanted = _library(model, text)
@@ -144,7 +144,7 @@ def _prove(name: str, small: Reduced) -> Verdict:
         try:
             why = _difference(run(model, text), wanted)
         except Exception as error:  # as above
-            why = _described(error)
+            why = described(error)
         if why:
             reasons.append(f"{what}: {why}")
         return not why
@@ -160,7 +160,8 @@ def _prove(name: str, small: Reduced) -> Verdict:
     decoder = "modules"
     if is_plain_decoder(model):
         passes = Passes(sequences=cast(Any, laid_out), head=cast(Any, head), decoder="written-out")
-        if all(holds("written-out decoder", passes, run) for run in (_own, _decoded)):
+        runs = (_own, lambda model, text: Result(_decoded(model, text), wanted.gradients))
+        if all(holds("written-out decoder", passes, run) for run in runs):
             decoder = "written-out"
     return Verdict(
         **found, sequences=cast(Any, laid_out), head=cast(Any, head), decoder=cast(Any, decoder), reasons=reasons
@@ -248,9 +249,9 @@ def _checkpoint(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any
     return checkpoint(exactly, *arguments, **options)
 
 
-def _decoded(model: nn.Module, text: Text) -> Result:
-    """Score with the written-out decoder: half of every sequence at once, and the rest token by token. The gradients
-    are those of `_own`."""
+def _decoded(model: nn.Module, text: Text) -> Tensor:
+    """Return the log-probs, float64 [T], of the written-out decoder: half of every sequence at once, and the rest token
+    by token."""
     if not trains_plainly(model):
         raise ValueError("the training pass does not support it")
     decoder, parts = PlainDecoder(model), list[Tensor]()
@@ -277,7 +278,7 @@ def _decoded(model: nn.Module, text: Text) -> Result:
                 )
             found = decoder.logits(torch.cat(rows)).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             parts += [found.new_zeros(1), found]
-    return Result((torch.cat(parts) * torch.from_numpy(text.loss_mask)).clone(), _own(model, text).gradients)
+    return (torch.cat(parts) * torch.from_numpy(text.loss_mask)).clone()
 
 
 def _with_gradients(model: nn.Module, found: Callable[[], Tensor], run: Callable[[], None]) -> Result:
@@ -325,10 +326,6 @@ def _difference(found: Result, wanted: Result) -> str:
         if not error <= TOLERANCE:
             return f"gradients differ by {error:.2g} of their norm ({name})"
     return ""
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0][:150]}"
 
 
 def main(arguments: Sequence[str]) -> None:

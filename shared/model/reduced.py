@@ -75,7 +75,12 @@ def reductions(config: Any, longest: int | None = None) -> Iterator[Reduced | Ca
         except Cannot as error:
             yield error
         except Exception as error:  # A library's configuration or model may raise anything.
-            yield Cannot(f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0][:150]}")
+            yield Cannot(described(error))
+
+
+def described(error: Exception) -> str:
+    """Return the type and the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0][:150]}"
 
 
 def _leaves_heads(document: Mapping[str, Any], divisor: int) -> bool:
@@ -138,7 +143,7 @@ def _value(name: str, value: Any, divisor: int, longest: int | None) -> Any:
     if _WINDOW.search(name) and not _NO_WINDOW.search(name):
         return _reached(value, WINDOW, longest)
     if _WIDTH.search(name) and not _NO_WIDTH.search(name):
-        return max(1, value // divisor) if value % divisor == 0 else max(1, math.ceil(value / divisor))
+        return math.ceil(value / divisor)
     return value
 
 

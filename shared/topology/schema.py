@@ -317,6 +317,10 @@ class Topology(Section):
         """Return the processes on hosts other than the one on which the run is started."""
         return [spec for spec in self.services_plan() if spec.host != self.home]
 
+    def with_passes(self, passes: Passes) -> Topology:
+        """Return this topology with `passes` for its model."""
+        return self.model_copy(update={"policy": self.policy.model_copy(update={"passes": passes})})
+
     def document(self) -> dict[str, Any]:
         """Return the resolved topology as plain data, with the keys that users write and every default."""
         plain: dict[str, Any] = _listed(self.model_dump(by_alias=True))
