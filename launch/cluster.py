@@ -17,19 +17,21 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from launch import detached, evaluation, hub, place, preflight, resumed, scaling
-from launch.access import access_of, export
-from launch.console import Console, show_plan
-from launch.gpus import visible_gpus
-from launch.heavy import spare_kinds
-from launch.interrupts import Interrupts
+from launch.checks import hub, preflight, resumed
+from launch.commands import detached, evaluation, place
+from launch.commands.access import access_of, export
+from launch.commands.console import Console, show_plan
+from launch.commands.interrupts import Interrupts
 from launch.placement.book import HostBook
 from launch.placement.desk import HostDesk
 from launch.placement.ray_engine import RayEngine
-from launch.progress import Screen
+from launch.spares.heavy import spare_kinds
+from launch.supervisor import scaling
 from launch.supervisor.events import RunEnded, RunOutcome
+from launch.supervisor.gpus import visible_gpus
 from launch.supervisor.plan import SUPERVISOR, listen_endpoint, processes_at_home
 from launch.supervisor.server import EVENTS, Supervisor
+from launch.viewers.progress import Screen
 from shared.actor import logging
 from shared.inputs import Inputs
 from shared.rpc.errors import RpcError

@@ -19,11 +19,11 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from launch.logs import readable
-from launch.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
-from launch.samples import FEW, Color, choose, show
-from launch.samples import as_json as as_document
+from launch.commands.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, processes_at_home, select
+from launch.viewers.logs import readable
+from launch.viewers.samples import FEW, Color, choose, show
+from launch.viewers.samples import as_json as as_document
 from proto.messages import (
     Ack,
     DrainService,
@@ -83,7 +83,7 @@ def main(
 @app.command()
 def status(context: typer.Context, as_json: Json = False) -> None:
     """Show step, services, tasks and store."""
-    from launch.status import collect, table
+    from launch.viewers.status import collect, table
 
     run, before = context.obj
     with _one_line_errors():
@@ -178,7 +178,7 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 def doctor(context: typer.Context, as_json: Json = False) -> None:
     """Report problems, and which process is waiting for which other process, since when and until when. Exit status
     0 if all is well."""
-    from launch.doctor import as_document, as_lines, diagnose, examine
+    from launch.viewers.doctor import as_document, as_lines, diagnose, examine
 
     run, before = context.obj
     with _one_line_errors():
@@ -199,7 +199,7 @@ def trace(
     as_json: Json = False,
 ) -> None:
     """Show the history of one task across processes, even after it has been collected or the run has ended."""
-    from launch.story import as_lines, as_rows, from_message, story
+    from launch.viewers.story import as_lines, as_rows, from_message, story
 
     run, before = context.obj
     with _one_line_errors():
@@ -226,8 +226,8 @@ def plot(
     ] = None,
 ) -> None:
     """Draw the curves of one or more runs, whether they have ended or are still in progress."""
-    from launch.curves import chosen, read_histories
-    from launch.drawing import picture
+    from launch.viewers.curves import chosen, read_histories
+    from launch.viewers.drawing import picture
 
     with _one_line_errors():
         if out.suffix != ".svg":
@@ -245,7 +245,7 @@ def plot(
 @app.command()
 def report(context: typer.Context) -> None:
     """Write report.html into the run directory, as happens at the end of every run."""
-    from launch.report import write_report
+    from launch.viewers.report import write_report
 
     run, _ = context.obj
     with _one_line_errors():
@@ -309,7 +309,7 @@ def export_access(
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="file to write; it holds the role's secret key")],
 ) -> None:
     """Write an access file with which another machine can watch the run, control it or take part in it."""
-    from launch.access import export, role_of
+    from launch.commands.access import export, role_of
 
     run, _ = context.obj
     with _one_line_errors():

@@ -29,10 +29,11 @@ import msgspec
 import structlog
 import typer
 
-from launch import distribution, place, preflight
-from launch.heavy import spare_kinds
+from launch.checks import distribution, preflight
+from launch.commands import place
 from launch.placement.facts import facts
 from launch.placement.link import HostLink
+from launch.spares.heavy import spare_kinds
 from launch.supervisor.events import RunOutcome
 from launch.supervisor.plan import SUPERVISOR
 from launch.supervisor.server import Supervisor

@@ -22,9 +22,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 import zmq
 
-from launch.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
-from launch.terminal.feed import LOST_S, Feed, opened
-from launch.terminal.plain import print_picture, print_row
+from launch.commands.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
+from launch.viewers.terminal.feed import LOST_S, Feed, opened
+from launch.viewers.terminal.plain import print_picture, print_row
 from proto.messages import ErrorCode, TopicRow
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -130,7 +130,7 @@ async def _print_picture(run: Run) -> None:
 
 async def _terminal(run: Run) -> None:
     await _check_access(run)
-    from launch.terminal.app import MonitorApp
+    from launch.viewers.terminal.app import MonitorApp
 
     feed = Feed(run)
     interface = MonitorApp(feed)

@@ -22,10 +22,10 @@ from typing import IO
 import msgspec
 import structlog
 
+from launch.checks.preflight import Findings
 from launch.placement.desk import HostDesk
 from launch.placement.facts import clock_ahead, facts, refusals
 from launch.placement.ray_messages import News, Order
-from launch.preflight import Findings
 from launch.supervisor.programs import child_environment
 from proto.messages import ErrorCode, HostFacts
 from shared.rpc.errors import RpcError

@@ -17,6 +17,8 @@ import structlog
 import zmq
 
 from launch.placement.desk import KILL_S, HostDesk
+from launch.spares.processes import SpareNotice, SpareProcesses
+from launch.spares.state import SpareKind
 from launch.supervisor.door import SupervisorDoor
 from launch.supervisor.events import (
     Died,
@@ -56,8 +58,6 @@ from launch.supervisor.plan import (
     rolling_order,
 )
 from launch.supervisor.programs import Child, Programs
-from launch.supervisor.spare_processes import SpareNotice, SpareProcesses
-from launch.supervisor.spares import SpareKind
 from launch.supervisor.stacks import log_stacks
 from launch.supervisor.state import RunLifecycle, RunPhase
 from launch.supervisor.views import Views

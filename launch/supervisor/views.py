@@ -9,12 +9,12 @@ import time
 from collections.abc import Awaitable, Callable
 
 from launch.placement.book import HostBook
-from launch.story import from_rows, to_message
+from launch.spares.processes import rss_bytes
 from launch.supervisor.plan import SUPERVISOR
 from launch.supervisor.programs import ROOT
-from launch.supervisor.spare_processes import rss_bytes
 from launch.supervisor.state import RunLifecycle
 from launch.supervisor.waits import ProcessWaits, stopped_processes
+from launch.viewers.story import from_rows, to_message
 from proto.errors import WireError
 from proto.ids import check_task_id
 from proto.messages import (

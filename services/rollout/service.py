@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import msgspec
 
 from proto.messages import Ack, DrainService, Heartbeat, WaitRow, WeightsRef
-from services.rollout.answers import AnswerSampler
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
-from services.rollout.in_flight import InFlight
-from services.rollout.openai_endpoint import OpenAIEndpoint
-from services.rollout.partial import PartialJournal
-from services.rollout.prompts import PromptBuilder
+from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.rewards.pool import RewardPool
-from services.rollout.sample_texts import SampleTexts
-from services.rollout.shared_source import SharedSource
-from services.rollout.tasks import TaskSets
-from services.rollout.transfer import EngineTransfers, Receiver
+from services.rollout.sampling.answers import AnswerSampler
+from services.rollout.sampling.partial import PartialJournal
+from services.rollout.sampling.prompts import PromptBuilder
+from services.rollout.sampling.tasks import TaskSets
 from services.rollout.user_code.frames import Purpose, Setup
 from services.rollout.user_code.pool import UserPool
-from services.rollout.weights_source import SHARDS, ShardSource, TransferSource, WeightsSource
-from services.rollout.weights_sync import WeightsSync
+from services.rollout.weights.in_flight import InFlight
+from services.rollout.weights.shared_source import SharedSource
+from services.rollout.weights.source import SHARDS, ShardSource, TransferSource, WeightsSource
+from services.rollout.weights.sync import WeightsSync
+from services.rollout.weights.transfer import EngineTransfers, Receiver
 from services.rollout.worker import RolloutWorker
+from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from services.rollout.workflows.runner import WorkflowRunner
 from shared.actor.own_store import own_store, own_store_stays
 from shared.actor.service import Service

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 from proto.messages import LeaseGrant, TaskResult, Trouble
 from proto.tensors import Array
-from services.rollout.answers import AnswerSampler
-from services.rollout.assemble import Assembled, assemble, in_files, with_receipt
 from services.rollout.engine import Engine
-from services.rollout.in_flight import InFlight
-from services.rollout.lease_report import Sampled, report_lease, report_workflow
-from services.rollout.named_values import NamedValues, named
-from services.rollout.prompts import messages_of
+from services.rollout.results.assemble import Assembled, assemble, in_files, with_receipt
+from services.rollout.results.lease_report import Sampled, report_lease, report_workflow
+from services.rollout.results.named_values import NamedValues, named
+from services.rollout.results.sample_texts import SampleTexts
+from services.rollout.results.trajectory import single_turns
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import Score
-from services.rollout.sample_texts import SampleTexts
-from services.rollout.tasks import TEXT_S, PreparedTasks, TaskSets, prepare
-from services.rollout.trajectory import single_turns
-from services.rollout.version_loader import Fetched, VersionLoader, WeightsGone
-from services.rollout.versions import BlockVersions
-from services.rollout.weights_source import WeightsSource
-from services.rollout.weights_sync import HeldVersion, WeightsSync
+from services.rollout.sampling.answers import AnswerSampler
+from services.rollout.sampling.prompts import messages_of
+from services.rollout.sampling.tasks import TEXT_S, PreparedTasks, TaskSets, prepare
+from services.rollout.weights.in_flight import InFlight
+from services.rollout.weights.source import WeightsSource
+from services.rollout.weights.sync import HeldVersion, WeightsSync
+from services.rollout.weights.version_loader import Fetched, VersionLoader, WeightsGone
+from services.rollout.weights.versions import BlockVersions
 from services.rollout.workflows.calls import OnText
 from services.rollout.workflows.runner import Made, WorkflowRunner
 from shared.actor.service import Service

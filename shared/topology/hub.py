@@ -1,8 +1,8 @@
 """Finds models and data sets by their Hugging Face hub names, and their folders in the local cache.
 
 It knows the layout of the cache, `<kind>s--<owner>--<name>/snapshots/<commit>/`, and does not use the network.
-`launch.hub` fetches missing files. A resolved topology names the folder of a commit, so every later start uses that
-commit. A host with a different cache looks up the same commit in its own cache.
+`launch.checks.hub` fetches missing files. A resolved topology names the folder of a commit, so every later start uses
+that commit. A host with a different cache looks up the same commit in its own cache.
 """
 
 from __future__ import annotations

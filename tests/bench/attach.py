@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from launch.terminal.app import MonitorApp
-from launch.terminal.feed import Feed
+from launch.viewers.terminal.app import MonitorApp
+from launch.viewers.terminal.feed import Feed
 from shared.rundir import RunDir
 from tests.bench.turns import Spread
 from tests.integration.monitor.played_run import PlayedRun, monitored

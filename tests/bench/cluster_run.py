@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from launch.logs import tail
+from launch.viewers.logs import tail
 from shared.followed_file import FollowedFile
 
 ROOT = Path(__file__).parents[2]

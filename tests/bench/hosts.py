@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import access
+from launch.commands import access
 from services.scheduler import snapshot
 from services.scheduler.events import LeaseExpired
 from services.scheduler.journal import reading

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from launch.terminal.app import TABS
+from launch.viewers.terminal.app import TABS
 from shared.rundir import RunDir
 from tests.bench.attach import in_terminal
 from tests.integration.monitor.played_run import PlayedRun, monitored

@@ -34,7 +34,7 @@ from services.policy_trainer.worker.weights.staging import Staging
 from services.rollout.engine import Engine
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.weights_sync import WeightsSync
+from services.rollout.weights.sync import WeightsSync
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
 from shared.ranks.layout import Layout

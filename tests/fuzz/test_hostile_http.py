@@ -21,7 +21,7 @@ from tests.integration.web.shown_run import ended_run, page_of, row
 FEW_DESCRIPTORS = 256
 ENDPOINT = """
 import asyncio
-from services.rollout.openai_endpoint import OpenAIEndpoint
+from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 
 async def main():
     endpoint = OpenAIEndpoint("tiny")

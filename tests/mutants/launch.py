@@ -6,7 +6,7 @@ from tests.mutants.mutation import Mutation
 
 RUN_DIR = "shared/rundir.py"
 WATCH = "launch/supervisor/watch.py"
-INTERRUPTS = "launch/interrupts.py"
+INTERRUPTS = "launch/commands/interrupts.py"
 SWEEP = "tests/unit/shared/test_rundir.py"
 LAUNCH = "tests/integration/launch/test_launch.py"
 INTERRUPTED = "tests/integration/launch/test_launch_interrupted.py"

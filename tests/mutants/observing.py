@@ -25,7 +25,7 @@ OBSERVING = [
     ),
     Mutation(
         "waits hide work",
-        "launch/terminal/panes.py",
+        "launch/viewers/terminal/panes.py",
         "key=lambda each: not each.waits):",
         "key=lambda each: each.waits):",
         f"{DRAWN}::test_the_lane_of_a_process_shows_work_on_top_of_waits",
@@ -46,7 +46,7 @@ OBSERVING = [
     ),
     Mutation(
         "escape codes in a sample reach the terminal",
-        "launch/terminal/visible.py",
+        "launch/viewers/terminal/visible.py",
         "for code in range(0x20) if code != 0x0A}",
         "for code in range(0x1B) if code != 0x0A}",
         f"{DRAWN}::test_control_characters_become_visible_and_line_breaks_are_kept",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-SYNC = "services/rollout/weights_sync.py"
+SYNC = "services/rollout/weights/sync.py"
 SCORE = "services/rollout/rewards/score.py"
-TRAJECTORY = "services/rollout/trajectory.py"
+TRAJECTORY = "services/rollout/results/trajectory.py"
 WEIGHTS = "tests/unit/rollout/test_weights.py"
 VERSIONS = "tests/unit/rollout/test_versions.py"
 REWARDS = "tests/unit/rollout/test_rewards.py"
@@ -72,21 +72,21 @@ ROLLOUT = [
     ),
     Mutation(
         "an update with parameters that the engine does not have is accepted",
-        "services/rollout/engines/weights.py",
+        "services/rollout/engines/proof/weights.py",
         "if missing or unexpected:",
         "if False:",
         f"{WEIGHTS}::test_missing_and_unexpected_parameters_are_reported_and_no_weight_changes",
     ),
     Mutation(
         "a parameter of a different type or shape is accepted",
-        "services/rollout/engines/weights.py",
+        "services/rollout/engines/proof/weights.py",
         "if tensors[name].dtype != dtype or tensors[name].shape != shape:",
         "if False:",
         f"{WEIGHTS}::test_a_parameter_of_the_wrong_shape_is_reported",
     ),
     Mutation(
         "a token of unverified weights gets a version",
-        "services/rollout/versions.py",
+        "services/rollout/weights/versions.py",
         "if (known[at] != swaps).any():",
         "if False:",
         f"{VERSIONS}::test_no_token_is_sampled_with_weights_that_fail_verification",
@@ -121,21 +121,21 @@ ROLLOUT = [
     ),
     Mutation(
         "every sample gets the versions of the first one",
-        "services/rollout/partial.py",
+        "services/rollout/sampling/partial.py",
         "known[end - len(each) : end]",
         "known[: len(each)]",
         "tests/unit/rollout/test_in_flight.py::test_every_token_carries_the_version_that_sampled_it",
     ),
     Mutation(
         "tokens of the prompt count for a sample's oldest version",
-        "services/rollout/assemble.py",
+        "services/rollout/results/assemble.py",
         "np.where(mask == 1, versions, _NEWEST)",
         "versions",
         "tests/unit/rollout/test_assemble.py",
     ),
     Mutation(
         "a failed sample is trained on",
-        "services/rollout/assemble.py",
+        "services/rollout/results/assemble.py",
         "made = task_shards([each for each, _ in alive])",
         "made = task_shards(group)",
         "tests/unit/rollout/test_assemble.py::test_failed_samples_are_left_out_and_counted",

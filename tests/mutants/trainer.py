@@ -215,7 +215,7 @@ TRAINER = [
     ),
     Mutation(
         "a load that breaks off between two parts does not tell the engine",
-        "services/rollout/transfer.py",
+        "services/rollout/weights/transfer.py",
         "broken_off = receiver.broken_off(why)",
         "broken_off = TransferFailed(why)",
         "tests/unit/rollout/test_transfers_asked.py"

@@ -14,28 +14,28 @@ PLOT = "tests/unit/launch/test_plot.py"
 VIEWS = [
     Mutation(
         "a report does not escape text from a run",
-        "launch/report.py",
+        "launch/viewers/report.py",
         "Environment(autoescape=True)",
         "Environment(autoescape=False)",
         f"{REPORT}::test_hostile_text_is_escaped",
     ),
     Mutation(
         "a report shows characters that reorder text",
-        "launch/drawing.py",
+        "launch/viewers/drawing.py",
         "_SEEN = dict.fromkeys((*_CONTROLS, *_DIRECTION),",
         "_SEEN = dict.fromkeys(_CONTROLS,",
         f"{REPORT}::test_hostile_text_is_escaped",
     ),
     Mutation(
         "the end of a run waits for its report",
-        "launch/report.py",
+        "launch/viewers/report.py",
         "thread.join(limit_s)",
         "thread.join()",
         f"{REPORT}::test_the_end_of_a_run_does_not_wait_for_a_slow_report",
     ),
     Mutation(
         "a long curve loses its peaks",
-        "launch/drawing.py",
+        "launch/viewers/drawing.py",
         "max(piece, key=lambda point: point[1])",
         "piece[-1]",
         f"{PLOT}::test_a_long_run_keeps_its_peaks_and_makes_a_small_picture",

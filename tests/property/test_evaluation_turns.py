@@ -37,7 +37,7 @@ TRAIN = "train"
 
 class Engine:
     """An engine that holds its current lease and the next one, and that loads weights as
-    `services.rollout.weights_sync` does."""
+    `services.rollout.weights.sync` does."""
 
     def __init__(self, bench: Bench, instance: int) -> None:
         self.bench = bench

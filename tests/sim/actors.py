@@ -15,10 +15,10 @@ from services.batch_store.server import StoreService
 from services.policy_trainer.service import PolicyTrainerService
 from services.policy_trainer.worker.service import PolicyTrainerWorker
 from services.reference.service import ReferenceWorker
-from services.rollout.answers import AnswerSampler
-from services.rollout.in_flight import InFlight
-from services.rollout.weights_source import ShardSource
-from services.rollout.weights_sync import WeightsSync
+from services.rollout.sampling.answers import AnswerSampler
+from services.rollout.weights.in_flight import InFlight
+from services.rollout.weights.source import ShardSource
+from services.rollout.weights.sync import WeightsSync
 from services.rollout.worker import RolloutWorker
 from services.scheduler.server import SchedulerService
 from shared import topology as topologies

@@ -34,7 +34,7 @@ from services.rollout.engine import (
     WeightsMismatch,
 )
 from services.rollout.rewards.score import Score
-from services.rollout.tasks import PreparedTasks, ReadyTask
+from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from shared.colocation.devices import ENGINE, NOTHING, WEIGHTS, Parts
 from shared.stages import TRAIN
 

@@ -87,7 +87,7 @@ LIGHT_MODULES = (
     "launch.host",
     "launch.placement.ray_keeper",
     "launch.monitor",
-    "launch.terminal.app",
+    "launch.viewers.terminal.app",
 )
 HEAVY_MODULES = ("torch", "transformers", "megatron", "vllm", "starlette", "uvicorn", "httpx2")
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 from msgspec.structs import replace
 
-from launch.curves import DEFAULTS
+from launch.viewers.curves import DEFAULTS
 from proto.messages import DropReason, ForwardBackwardDone, LossReason
 from services.exporter.families import METRICS
 from services.policy_trainer.metrics import StepMetrics

@@ -37,10 +37,8 @@ from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import FinishReason, Generation, GenerationWatch, Prompt, SamplingParams
 from services.rollout.engines.compute import ComputeThread, given_up
-from services.rollout.engines.http_client import HttpClient, Refused
-from services.rollout.engines.load_trace import Proof
-from services.rollout.engines.transformers_engine import eos_ids
-from services.rollout.engines.weights import (
+from services.rollout.engines.proof.load_trace import Proof
+from services.rollout.engines.proof.weights import (
     Expected,
     check_proofs,
     expected_weights,
@@ -48,7 +46,9 @@ from services.rollout.engines.weights import (
     folder_file,
     memory_file,
 )
+from services.rollout.engines.transformers_engine import eos_ids
 from shared.colocation.devices import Parts
+from shared.http_client import HttpClient, Refused
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch

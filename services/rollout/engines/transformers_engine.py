@@ -21,9 +21,9 @@ from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
 from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.proof.weights import fitting, shown
 from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.slots import SlotTable, Stopped
-from services.rollout.engines.weights import fitting, shown
 from shared.colocation.devices import WEIGHTS, Parts
 from shared.colocation.shelf import Released, give_back, own_storages, release, restore
 from shared.model import cpu

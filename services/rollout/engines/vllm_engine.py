@@ -30,7 +30,8 @@ from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
 from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.load_trace import Part, Proof
+from services.rollout.engines.proof.load_trace import Part, Proof
+from services.rollout.engines.proof.weights import Expected, check_proofs, expected_weights, fitting, memory_file
 from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker, check_offer
@@ -43,7 +44,6 @@ from services.rollout.engines.vllm_setup import (
     prepare_process,
     seed_of,
 )
-from services.rollout.engines.weights import Expected, check_proofs, expected_weights, fitting, memory_file
 from shared.colocation.devices import ENGINE, NOTHING, Parts
 from shared.model.load import load_model, named_weights
 from shared.ranks.meeting import Meeting

@@ -11,8 +11,8 @@ from typing import Any
 
 from proto.messages import TransferOffer, TransferParameter
 from services.rollout.engine import WeightsMismatch
-from services.rollout.engines.weights import Expected
-from services.rollout.transfer import TransferFailed
+from services.rollout.engines.proof.weights import Expected
+from services.rollout.weights.transfer import TransferFailed
 from shared.ranks.meeting import Meeting
 from shared.topology.services import WeightsRoute
 from shared.weights.memory import opening

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor, UntypedStorage, nn
 
-from services.rollout.engines.load_trace import LoadTrace
+from services.rollout.engines.proof.load_trace import LoadTrace
 from shared.colocation.shelf import give_back
 
 _SHARED_MEMORY = "/dev/shm/vllm_dist_"

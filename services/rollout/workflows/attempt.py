@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from services.rollout.openai_endpoint import OpenAIEndpoint
-from services.rollout.tasks import ReadyTask
+from services.rollout.sampling.tasks import ReadyTask
 from services.rollout.user_code import frames
 from services.rollout.user_code.host import UserHost
 from services.rollout.workflows.calls import SampleCalls
+from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from shared.workflow import ContextFull, Sequence, Turn, WorkflowError
 
 

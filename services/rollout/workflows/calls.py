@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from services.rollout.engine import Prompt, SamplingParams
-from services.rollout.prompts import PromptBuilder, tool_calls
-from services.rollout.versions import BlockVersions
+from services.rollout.sampling.prompts import PromptBuilder, tool_calls
+from services.rollout.weights.versions import BlockVersions
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.conversation import Conversation, PreparedCall
 from shared.workflow import Message, Sequence, Turn, WorkflowError

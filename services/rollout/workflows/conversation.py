@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.rollout.engine import FinishReason, Generation
-from services.rollout.prompts import PromptBuilder, PromptTooLong
+from services.rollout.sampling.prompts import PromptBuilder, PromptTooLong
 from services.rollout.workflows.messages import same
 from shared.workflow import ContextFull, Message, Sequence, WorkflowError
 

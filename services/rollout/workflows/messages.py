@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from services.rollout.prompts import tool_calls
+from services.rollout.sampling.prompts import tool_calls
 from shared.workflow import Message
 
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")

@@ -16,19 +16,19 @@ import numpy as np
 from proto.messages import Trouble, TroubleKind
 from proto.tensors import Array
 from services.rollout.engine import Engine, FinishReason, GenerationCancelled
-from services.rollout.openai_endpoint import OpenAIEndpoint
-from services.rollout.prompts import PromptBuilder
+from services.rollout.results.trajectory import Rolled, SequenceTokens
 from services.rollout.rewards.score import WORKFLOW, Score, failed
-from services.rollout.tasks import PreparedTasks, ReadyTask
-from services.rollout.trajectory import Rolled, SequenceTokens
+from services.rollout.sampling.prompts import PromptBuilder
+from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from services.rollout.user_code.failing import Failing
 from services.rollout.user_code.frames import Failed, Returned
 from services.rollout.user_code.pool import UserPool
-from services.rollout.versions import BlockVersions
+from services.rollout.weights.versions import BlockVersions
 from services.rollout.workflows.attempt import Attempt
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.calls import OnText, SampleCalls
 from services.rollout.workflows.conversation import Conversation
+from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from shared.lease import Lease, LeaseLost
 from shared.sample import Sample
 from shared.workflow import Sequence, WorkflowError

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import access as accesses
-from launch.distribution import take
+from launch.checks.distribution import take
+from launch.commands import access as accesses
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import access
+from launch.commands import access
 from shared.rundir import RunDir
 from shared.security.roles import Role
 from tests.integration.hosts.odd_host import PROBLEMS, begins, odd_host

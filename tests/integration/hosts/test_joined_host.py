@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from launch import access
+from launch.commands import access
 from proto.ids import new_incarnation
 from proto.messages import GetStoreStats, StoreStats
 from shared.rpc.client import Client

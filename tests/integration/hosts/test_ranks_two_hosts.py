@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from launch import access
+from launch.commands import access
 from shared.rundir import RunDir
 from shared.security.roles import Role
 from tests.integration import parity_run as parity

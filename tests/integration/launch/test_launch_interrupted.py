@@ -283,7 +283,9 @@ def test_a_full_disk_at_resume_gives_a_one_line_error_and_the_run_resumes_when_t
 # ------------------------------------------------------------------------------------------------------- the end
 
 
-@pytest.mark.parametrize("point", ["asyncio.runners:Runner.close after", "launch.console:Console.summarise before"])
+@pytest.mark.parametrize(
+    "point", ["asyncio.runners:Runner.close after", "launch.commands.console:Console.summarise before"]
+)
 def test_a_signal_after_the_loop_has_closed_does_not_change_the_outcome(
     tmp_path: Path, temporary: Path, shm: Path, point: str
 ) -> None:

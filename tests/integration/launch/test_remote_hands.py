@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from launch.peer import with_client
+from launch.commands.peer import with_client
 from launch.supervisor.plan import SUPERVISOR
-from launch.terminal.app import MonitorApp
-from launch.terminal.feed import Feed
+from launch.viewers.terminal.app import MonitorApp
+from launch.viewers.terminal.feed import Feed
 from proto.messages import ErrorCode, GetLog, LogLines
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.heavy import spare_kinds
+from launch.spares.heavy import spare_kinds
 from launch.supervisor.programs import child_environment
 from shared.topology import load
 from tests.integration.tiny.harness import (

@@ -18,9 +18,9 @@ import msgspec
 import pytest
 from textual.widgets import DataTable, Input
 
-from launch.terminal.app import MAX_SAMPLES, TABS, MonitorApp
-from launch.terminal.feed import Feed
-from launch.terminal.widgets import Confirm
+from launch.viewers.terminal.app import MAX_SAMPLES, TABS, MonitorApp
+from launch.viewers.terminal.feed import Feed
+from launch.viewers.terminal.widgets import Confirm
 from shared.rundir import RunDir
 from shared.samples.record import FOLDER, Record, file_of
 from shared.view.services import Health, ServiceView

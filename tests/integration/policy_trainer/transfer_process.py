@@ -28,10 +28,10 @@ from proto.ids import new_incarnation
 from proto.messages import AskTransfer, Canary, EndTransfer, TransferOffer, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.weights.sender import WeightsSender
-from services.rollout.in_flight import InFlight
-from services.rollout.transfer import EngineTransfers, HostMemory, TransferFailed
-from services.rollout.weights_source import ShardSource, TransferSource
-from services.rollout.weights_sync import WeightsSync
+from services.rollout.weights.in_flight import InFlight
+from services.rollout.weights.source import ShardSource, TransferSource
+from services.rollout.weights.sync import WeightsSync
+from services.rollout.weights.transfer import EngineTransfers, HostMemory, TransferFailed
 from shared.dataplane.client import DataClient, TaskShards
 from shared.ranks.meeting import Meeting
 from shared.rpc.client import Client

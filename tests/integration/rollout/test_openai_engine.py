@@ -27,7 +27,7 @@ from proto.messages import Canary, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import GenerationCancelled, Prompt, SamplingParams, WeightsMismatch
 from services.rollout.engines.openai_engine import OpenAIEngine
-from services.rollout.weights_sync import WeightsSync
+from services.rollout.weights.sync import WeightsSync
 from shared.rpc.errors import RpcError
 from shared.weights.drill import perturb
 from tests.integration.rollout.vllm_case import REPOSITORY, TINY, Case

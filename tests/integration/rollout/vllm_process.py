@@ -32,7 +32,7 @@ from services.rollout.engine import (
 )
 from services.rollout.engines import vllm_worker
 from services.rollout.engines.vllm_engine import VllmEngine
-from services.rollout.weights_sync import WeightsSync
+from services.rollout.weights.sync import WeightsSync
 from shared.colocation.devices import KV_CACHE, WEIGHTS
 from shared.rpc.errors import RpcError
 from shared.weights.drill import perturb

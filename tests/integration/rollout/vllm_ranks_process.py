@@ -23,8 +23,8 @@ from proto.tensors import Array
 from services.rollout.engine import SamplingParams
 from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.engines.vllm_offer import announcing, joining
-from services.rollout.transfer import TransferFailed
-from services.rollout.weights_sync import WeightsSync
+from services.rollout.weights.sync import WeightsSync
+from services.rollout.weights.transfer import TransferFailed
 from shared.ranks.meeting import LOOPBACK, Meeting
 from shared.tensors_torch import to_torch
 from shared.weights.gloo import GlooGroup

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from services.rollout.engine import SamplingParams
-from services.rollout.weights_sync import WeightsSync
+from services.rollout.weights.sync import WeightsSync
 from shared.colocation.devices import KV_CACHE, WEIGHTS
 from tests.integration.rollout.vllm_process import Scenario
 

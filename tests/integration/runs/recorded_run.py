@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 import zmq
 
-from launch import place
+from launch.commands import place
 from launch.supervisor.plan import module_of
 from launch.supervisor.programs import child_environment
 from proto.messages import Ping, Pong

@@ -19,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launch import preflight
+from launch.checks import preflight
 from shared.topology import load
 
 ROOT = Path(__file__).resolve().parents[3]

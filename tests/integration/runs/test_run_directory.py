@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.logs import last_lines
+from launch.viewers.logs import last_lines
 from shared.bounded_file import HEAD_BYTES, LIMIT_BYTES, head_of
 from shared.metrics_follower import MetricsFollower
 from shared.rundir import RunDir, checkpoint_steps

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from proto.messages import BatchMeta, LeaseGrant
-from services.rollout import weights_source
-from services.rollout.weights_source import Arrays, ShardSource
+from services.rollout.weights import source as weights_source
+from services.rollout.weights.source import Arrays, ShardSource
 from services.scheduler.pace import Paces
 from shared.dataplane.client import TaskShards
 from shared.dataplane.stream import OnProgress

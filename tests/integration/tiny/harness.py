@@ -20,7 +20,7 @@ import psutil
 from typer.testing import CliRunner
 
 from launch.ctl import app
-from launch.status import collect
+from launch.viewers.status import collect
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 

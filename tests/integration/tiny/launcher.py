@@ -7,8 +7,8 @@ import sys
 from collections.abc import Collection
 
 from launch import cluster
+from launch.spares.state import SpareKind
 from launch.supervisor import server, watch
-from launch.supervisor.spares import SpareKind
 from shared.topology import Topology
 
 TINY = frozenset(os.environ["TINY"].split(","))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import preflight
+from launch.checks import preflight
 from shared.topology import load
 from tests.integration.tiny.harness import ROOT, wait_for
 from tests.integration.tracker import read_back

@@ -3,7 +3,7 @@ depend on a cause."""
 
 from __future__ import annotations
 
-from launch.doctor import STALL_S, Examined, Finding, as_lines, diagnose
+from launch.viewers.doctor import STALL_S, Examined, Finding, as_lines, diagnose
 from proto.messages import TroubleRow, WaitKind, WaitRow, Waits
 
 LONG = STALL_S + 3

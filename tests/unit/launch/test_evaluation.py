@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.evaluation import add_model, check_checkpoint, table, with_model, without_training
+from launch.commands.evaluation import add_model, check_checkpoint, table, with_model, without_training
 from proto.tensors import Array
 from shared.checkpoint_files import LAYOUT, MODEL, OPTIMIZER, STATE, digest
 from shared.rpc.errors import RpcError

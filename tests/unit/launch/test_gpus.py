@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.gpus import described, visible_gpus, wanted
-from launch.preflight import check, gpu_names
+from launch.checks.preflight import check, gpu_names
+from launch.supervisor.gpus import described, visible_gpus, wanted
 from shared.topology import Topology, load
 from shared.topology.services import DEVICE_SERVICE
 from tests.unit.shared.topology.small_topology import BASE, make, problems, write

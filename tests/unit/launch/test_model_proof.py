@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from launch import model_proof, preflight
-from launch.preflight import Findings
+from launch.checks import model_proof, preflight
+from launch.checks.preflight import Findings
 from shared.topology import Topology, load
 from shared.topology.memory_plan import uses
 from shared.topology.passes import FASTEST, Passes

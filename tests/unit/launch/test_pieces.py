@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import preflight
-from launch.logs import last_lines, readable, tail
-from launch.place import lock
-from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
-from launch.status import _merge
+from launch.checks import preflight
+from launch.commands.place import lock
 from launch.supervisor import guard
+from launch.viewers.logs import last_lines, readable, tail
+from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
+from launch.viewers.status import _merge
 from proto.messages import DropReason, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
 from shared.followed_file import FollowedFile
 from shared.rpc.errors import RpcError

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.ctl import app
-from launch.curves import chosen, read_history
-from launch.drawing import BUCKETS, nice_ticks, picture, short, thinned
+from launch.viewers.curves import chosen, read_history
+from launch.viewers.drawing import BUCKETS, nice_ticks, picture, short, thinned
 from shared.rpc.errors import RpcError
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from launch import functions, preflight
+from launch.checks import functions, preflight
 from launch.supervisor.programs import child_environment
 from shared.security.connections import most_connections
 from shared.topology import load, snapshot_bytes

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch import report
-from launch.report import REPORT, page, write_in_time, write_report
+from launch.viewers import report
+from launch.viewers.report import REPORT, page, write_in_time, write_report
 from shared.rundir import RunDir
 from shared.samples.record import FOLDER, Record, SampleState, file_of
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from launch import ctl
-from launch.samples import STYLES, Color, choose, completion, show
+from launch.viewers.samples import STYLES, Color, choose, completion, show
 from services.recorder.files import SampleFiles
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir

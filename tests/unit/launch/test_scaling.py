@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import preflight
-from launch.scaling import THREADS_PER_CPU, ranks, resize
+from launch.checks import preflight
+from launch.supervisor.scaling import THREADS_PER_CPU, ranks, resize
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.topology import load

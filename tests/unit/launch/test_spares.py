@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.heavy import spare_kinds
-from launch.supervisor import spares as s
-from launch.supervisor.spares import SpareKind, SpareRules
+from launch.spares import state as s
+from launch.spares.heavy import spare_kinds
+from launch.spares.state import SpareKind, SpareRules
 from launch.supervisor.state import WINDOW_S
 from shared.actor import spare
 from shared.topology import load

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch.story import Entry, as_lines, replayed
+from launch.viewers.story import Entry, as_lines, replayed
 from proto.messages import CheckpointSaved, CommitStep, NextBatch, Outcome, StepBatch
 from services.scheduler import snapshot
 from services.scheduler.events import ClearDone, Persist, SaveStep, SendClear, Tick

@@ -20,11 +20,11 @@ from services.reference import frozen
 from services.reference.frozen import FrozenTorch
 from services.reference.scorer import BEGINNING, FrozenScorer
 from services.reference.scoring import Scoring
-from services.rollout.assemble import task_shards
 from services.rollout.engine import Generation
-from services.rollout.partial import answers_of
-from services.rollout.trajectory import single_turns
-from services.rollout.versions import BlockVersions
+from services.rollout.results.assemble import task_shards
+from services.rollout.results.trajectory import single_turns
+from services.rollout.sampling.partial import answers_of
+from services.rollout.weights.versions import BlockVersions
 from shared.colocation.turns import OwnDevices
 from shared.lease import Lease, LeaseLost
 from shared.model.load import load_model, named_weights

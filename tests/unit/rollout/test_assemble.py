@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from proto.messages import DropReason, LossReason, Outcome, TaskHandle, TaskResult
-from services.rollout.assemble import Assembled, assemble, in_files, task_shards
 from services.rollout.engine import Generation
-from services.rollout.named_values import MOST_NAMES, NamedValues, named
-from services.rollout.partial import answers_of
+from services.rollout.results.assemble import Assembled, assemble, in_files, task_shards
+from services.rollout.results.named_values import MOST_NAMES, NamedValues, named
+from services.rollout.results.trajectory import Rolled, SequenceTokens, single_turns
 from services.rollout.rewards.score import Score
-from services.rollout.tasks import ReadyTask
-from services.rollout.trajectory import Rolled, SequenceTokens, single_turns
-from services.rollout.versions import BlockVersions
+from services.rollout.sampling.partial import answers_of
+from services.rollout.sampling.tasks import ReadyTask
+from services.rollout.weights.versions import BlockVersions
 from shared.stages import ROLLOUT
 
 FAILED = Score(None, "my:fn: raised ValueError: no")

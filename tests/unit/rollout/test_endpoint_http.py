@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import structlog
 
-from services.rollout import openai_endpoint
-from services.rollout.openai_endpoint import OpenAIEndpoint
+from services.rollout.workflows import openai_endpoint
+from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 
 CHAT = b'{"messages": [{"role": "user", "content": "1"}]}'
 

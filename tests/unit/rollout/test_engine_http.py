@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.http_client import HttpClient, Refused
+from shared.http_client import HttpClient, Refused
 from shared.rpc.errors import RpcError
 
 

@@ -16,7 +16,7 @@ from proto.messages import Canary, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.weights_sync import HeldVersion, WeightsSync
+from services.rollout.weights.sync import HeldVersion, WeightsSync
 from shared.colocation.devices import ENGINE, KV_CACHE, WEIGHTS
 from shared.rpc.errors import RpcError
 from shared.topology.passes import FASTEST

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from proto.messages import ErrorCode
-from services.rollout.prompts import PromptBuilder
-from services.rollout.tasks import TaskSets
+from services.rollout.sampling.prompts import PromptBuilder
+from services.rollout.sampling.tasks import TaskSets
 from shared.data import DataError, SourceLost, gym_process
 from shared.data.gym_process import RowMaker
 from shared.rpc.errors import RpcError

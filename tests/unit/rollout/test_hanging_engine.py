@@ -13,12 +13,12 @@ import pytest
 import structlog
 
 from proto.messages import BatchMeta, ErrorCode, LeaseGrant, TaskHandle
-from services.rollout.openai_endpoint import OpenAIEndpoint
-from services.rollout.prompts import PromptBuilder
-from services.rollout.tasks import PreparedTasks, ReadyTask
+from services.rollout.sampling.prompts import PromptBuilder
+from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from services.rollout.user_code.frames import Failed
-from services.rollout.versions import BlockVersions
+from services.rollout.weights.versions import BlockVersions
 from services.rollout.workflows.attempt import Attempt
+from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from services.rollout.workflows.runner import WATCH_S, Made, WorkflowRunner
 from shared.lease import Lease, LeaseBook, LeaseLost
 from shared.pipeline import LeasePipeline

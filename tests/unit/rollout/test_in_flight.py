@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.partial import answers_of
-from services.rollout.trajectory import single_turns
-from services.rollout.versions import BlockVersions
+from services.rollout.results.trajectory import single_turns
+from services.rollout.sampling.partial import answers_of
+from services.rollout.weights.versions import BlockVersions
 from shared.model.load import load_model, named_weights
 from shared.tensors_torch import to_numpy, to_torch
 from shared.weights.drill import perturb

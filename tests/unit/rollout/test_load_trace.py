@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from services.rollout.engine import WeightsMismatch
-from services.rollout.engines.load_trace import LoadTrace, Part, Proof
-from services.rollout.engines.weights import check_proofs
+from services.rollout.engines.proof.load_trace import LoadTrace, Part, Proof
+from services.rollout.engines.proof.weights import check_proofs
 from shared.weights.digests import digests_of
 
 pytestmark = pytest.mark.slow

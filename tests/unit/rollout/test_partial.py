@@ -15,12 +15,12 @@ import pytest
 
 from proto.messages import BatchMeta, LeaseGrant, TaskHandle
 from proto.tensors import Array
-from services.rollout import partial
-from services.rollout.answers import AnswerSampler
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.partial import Completion, PartialJournal, ResumableNotes
-from services.rollout.tasks import PreparedTasks, ReadyTask
-from services.rollout.versions import BlockVersions
+from services.rollout.sampling import partial
+from services.rollout.sampling.answers import AnswerSampler
+from services.rollout.sampling.partial import Completion, PartialJournal, ResumableNotes
+from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
+from services.rollout.weights.versions import BlockVersions
 from shared.lease import Lease, LeaseLost
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs

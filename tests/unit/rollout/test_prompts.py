@@ -10,7 +10,7 @@ import pytest
 
 from proto.messages import ErrorCode
 from services.rollout.engine import Generation
-from services.rollout.prompts import PromptBuilder
+from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.workflows.conversation import Conversation
 from shared.rpc.errors import RpcError
 from shared.workflow import ContextFull

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from proto.messages import TaskHandle
-from services.rollout.answers import dataset_answers
-from services.rollout.prompts import PromptBuilder
-from services.rollout.tasks import ReadyTask
+from services.rollout.sampling.answers import dataset_answers
+from services.rollout.sampling.prompts import PromptBuilder
+from services.rollout.sampling.tasks import ReadyTask
 from tests.unit.rollout.rollout_engine import MODEL
 
 

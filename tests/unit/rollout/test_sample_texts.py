@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from proto.messages import TaskHandle
-from services.rollout.prompts import PromptBuilder
+from services.rollout.results.sample_texts import SampleTexts
+from services.rollout.results.trajectory import Rolled, SequenceTokens
 from services.rollout.rewards.score import Score
-from services.rollout.sample_texts import SampleTexts
-from services.rollout.tasks import ReadyTask
-from services.rollout.trajectory import Rolled, SequenceTokens
+from services.rollout.sampling.prompts import PromptBuilder
+from services.rollout.sampling.tasks import ReadyTask
 from services.rollout.workflows.runner import Made
 from shared.sample import Sample
 from shared.samples.choice import Choice

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from proto.messages import ErrorCode, WeightsRef
-from services.rollout.shared_source import SharedSource
-from services.rollout.tasks import PreparedTasks
-from services.rollout.weights_source import Arrays, Delivery
+from services.rollout.sampling.tasks import PreparedTasks
+from services.rollout.weights.shared_source import SharedSource
+from services.rollout.weights.source import Arrays, Delivery
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.rpc.errors import RpcError
 from tests.unit.rollout.told_engine import ref_of, weights_of

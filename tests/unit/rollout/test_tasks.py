@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from proto.messages import BatchMeta, DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle
-from services.rollout.prompts import PromptBuilder, messages_of
-from services.rollout.tasks import TaskSets, prepare
+from services.rollout.sampling.prompts import PromptBuilder, messages_of
+from services.rollout.sampling.tasks import TaskSets, prepare
 from shared.lease import Lease, LeaseLost
 from shared.rpc.errors import RpcError
 from shared.topology import load

@@ -16,8 +16,8 @@ from msgspec import structs
 
 from proto.messages import Ack, AskTransfer, EndTransfer, ErrorCode, TransferOffer, TransferParameter
 from services.rollout.engine import Engine
-from services.rollout.transfer import EngineTransfers, TransferFailed
-from services.rollout.weights_source import ShardSource, TransferSource
+from services.rollout.weights.source import ShardSource, TransferSource
+from services.rollout.weights.transfer import EngineTransfers, TransferFailed
 from shared.ranks.meeting import Meeting
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError

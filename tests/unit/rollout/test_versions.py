@@ -14,10 +14,10 @@ import pytest
 
 from proto.messages import ErrorCode
 from services.rollout.engine import GenerationWatch
-from services.rollout.partial import Completion, PartialJournal, ResumableNotes
-from services.rollout.tasks import PreparedTasks
-from services.rollout.version_loader import Fetched
-from services.rollout.versions import BlockVersions
+from services.rollout.sampling.partial import Completion, PartialJournal, ResumableNotes
+from services.rollout.sampling.tasks import PreparedTasks
+from services.rollout.weights.version_loader import Fetched
+from services.rollout.weights.versions import BlockVersions
 from services.rollout.worker import _Prepared
 from shared.lease import Lease
 from shared.rpc.errors import RpcError

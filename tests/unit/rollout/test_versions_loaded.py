@@ -12,10 +12,10 @@ import pytest
 import structlog
 
 from proto.messages import ErrorCode, WeightsRef
-from services.rollout.partial import Completion, PartialJournal
-from services.rollout.transfer import TransferFailed
-from services.rollout.version_loader import Fetched
-from services.rollout.weights_source import Arrays, Entry, Loaded
+from services.rollout.sampling.partial import Completion, PartialJournal
+from services.rollout.weights.source import Arrays, Entry, Loaded
+from services.rollout.weights.transfer import TransferFailed
+from services.rollout.weights.version_loader import Fetched
 from services.rollout.worker import _Prepared
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.lease import Lease, LeaseLost

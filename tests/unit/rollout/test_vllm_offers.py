@@ -6,7 +6,7 @@ import pytest
 
 from proto.messages import TransferOffer, TransferParameter
 from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker
-from services.rollout.transfer import TransferFailed
+from services.rollout.weights.transfer import TransferFailed
 from shared.ranks.meeting import LOOPBACK, Meeting
 from shared.topology.services import WeightsRoute
 

@@ -22,8 +22,8 @@ from services.policy_trainer.worker.weights.publish import TOLERANCE as TRAINERS
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines import transformers_engine
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.weights_source import Entry
-from services.rollout.weights_sync import CALIBRATION, HeldVersion, WeightsSync
+from services.rollout.weights.source import Entry
+from services.rollout.weights.sync import CALIBRATION, HeldVersion, WeightsSync
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.ranks.layout import Layout

@@ -18,11 +18,11 @@ import pytest
 from proto.messages import Ack, AskTransfer, TransferOffer, TransferParameter, WeightsRef
 from proto.registry import Message
 from proto.tensors import Array
-from services.rollout import weights_source
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.transfer import EngineTransfers, TransferFailed
-from services.rollout.weights_source import Arrays, Delivery, ShardSource, TransferSource, own_drill
-from services.rollout.weights_sync import HeldVersion, WeightsSync
+from services.rollout.weights import source as weights_source
+from services.rollout.weights.source import Arrays, Delivery, ShardSource, TransferSource, own_drill
+from services.rollout.weights.sync import HeldVersion, WeightsSync
+from services.rollout.weights.transfer import EngineTransfers, TransferFailed
 from shared.dataplane.stream import OnProgress
 from shared.ranks.meeting import LOOPBACK, Meeting
 from shared.rpc.client import Client

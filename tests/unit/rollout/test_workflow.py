@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from proto.messages import ErrorCode
-from services.rollout.prompts import PromptBuilder, tool_calls
+from services.rollout.sampling.prompts import PromptBuilder, tool_calls
 from services.rollout.user_code.frames import Purpose
 from services.rollout.user_code.load import load
 from services.rollout.workflows.builtin import compute

@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 
 from proto.messages import BatchMeta, LeaseGrant, TaskHandle
-from services.rollout.answers import AnswerSampler
-from services.rollout.in_flight import InFlight
-from services.rollout.partial import Completion, PartialJournal
 from services.rollout.rewards.pool import RewardPool
-from services.rollout.tasks import PreparedTasks, ReadyTask
-from services.rollout.weights_source import ShardSource
-from services.rollout.weights_sync import WeightsSync
+from services.rollout.sampling.answers import AnswerSampler
+from services.rollout.sampling.partial import Completion, PartialJournal
+from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
+from services.rollout.weights.in_flight import InFlight
+from services.rollout.weights.source import ShardSource
+from services.rollout.weights.sync import WeightsSync
 from services.rollout.worker import RolloutWorker
 from shared.actor.telemetry import TelemetrySender
 from shared.colocation.turns import OwnDevices

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import access as launch_access
+from launch.commands import access as launch_access
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, release
 from shared.security import access

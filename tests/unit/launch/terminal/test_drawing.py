@@ -8,10 +8,10 @@ import math
 import pytest
 from rich.text import Text
 
-from launch.samples import STYLES, Color
-from launch.terminal import panes, sample_pane
-from launch.terminal.plot import LABEL, Series, bar, number, plot
-from launch.terminal.visible import visible, visible_text
+from launch.viewers.samples import STYLES, Color
+from launch.viewers.terminal import panes, sample_pane
+from launch.viewers.terminal.plot import LABEL, Series, bar, number, plot
+from launch.viewers.terminal.visible import visible, visible_text
 from proto.messages import TopicRow
 from shared.samples.record import Record
 from shared.view import RunView

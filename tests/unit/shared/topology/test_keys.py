@@ -18,15 +18,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch import preflight
-from launch.gpus import visible_gpus
+from launch.checks import preflight
+from launch.supervisor.gpus import visible_gpus
 from launch.supervisor.plan import SUPERVISOR, listen_endpoint
 from proto.messages import BatchMeta, LeaseGrant
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.pool import RewardPool
-from services.rollout.tasks import TaskSets
+from services.rollout.sampling.prompts import PromptBuilder
+from services.rollout.sampling.tasks import TaskSets
 from services.scheduler.planning import configuration, device_limits, make_plan
 from shared.ranks.layout import Layout
 from shared.sample import Sample
@@ -150,7 +150,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "unit/launch/test_supervisor_server.py::test_a_service_that_is_not_ready_in_time_is_killed_and_started_again",
     ),
     "run.spares": (
-        "launch/heavy.py",
+        "launch/spares/heavy.py",
         "topology.run.spares",
         "integration/launch/test_spares.py::test_no_spare_is_kept_if_spares_are_disabled",
     ),
@@ -397,7 +397,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "test_full_memory_spills_its_oldest_files_and_puts_wait_while_the_spill_folder_is_full_too",
     ),
     "services.batch-store.directory": (
-        "launch/preflight.py",
+        "launch/checks/preflight.py",
         "topology.services.batch_store.directory",
         "integration/batch_store/test_spill_disk.py::test_a_directory_can_replace_shared_memory",
     ),
@@ -452,7 +452,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "unit/policy_trainer/test_driver_order.py::test_a_snapshot_is_kept_every_few_steps_under_the_lineage",
     ),
     "checkpoint.memory": (
-        "launch/preflight.py",
+        "launch/checks/preflight.py",
         "topology.checkpoint.memory",
         "unit/launch/test_preflight.py::test_snapshots_that_do_not_fit_are_turned_off_and_one_line_reports_it",
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import preflight
+from launch.checks import preflight
 from shared.topology import load
 from tests.unit.shared.topology.small_topology import make, problems, write
 

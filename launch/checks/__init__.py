@@ -1,0 +1,1 @@
+"""Checks and fetches before a run starts."""

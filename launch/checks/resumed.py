@@ -1,0 +1,158 @@
+"""Compares a run that is resumed with the topology, the data and the models with which it began, and records these."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from launch.checks.preflight import Findings, sources
+from launch.supervisor.plan import SUPERVISOR
+from proto.messages import ErrorCode
+from shared.data.content import RowDigests
+from shared.inputs import Inputs, changed, compared, shortened, uncertain, with_digest
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
+from shared.topology import Topology, load_resolved
+
+FIXED = (
+    "run.seed",
+    "run.deterministic",
+    "policy",
+    "data.train",
+    "data.eval.*.source",
+    "data.eval.*.rows",
+    "data.eval.*.samples",
+    "data.eval.*.every",
+    "staleness",
+    "consume",
+    "algorithm.tasks_per_step",
+    "algorithm.group_size",
+    "algorithm.filter_zero_variance",
+    "algorithm.kl.refresh_every",
+    "services.rollout.block_tasks",
+)
+"""Keys fixed by the journal and the checkpoints of a run, because other values would contradict them."""
+FIXED_BITS = (
+    "data.eval",
+    "reward",
+    "sampling",
+    "algorithm",
+    "optimizer",
+    "services.policy-trainer",
+    "services.reference",
+    "services.rollout.threads",
+)
+"""Keys that are also fixed in deterministic mode, because the bits of the result depend on them."""
+_NICE = 19
+
+
+def begun(path: Path, topology: Topology) -> tuple[Inputs, Topology]:
+    """Return the record of the inputs with which the run in `path` began, and `topology` with the passes with which it
+    began, unless it names other ones.
+
+    Raises RpcError(bad_request) if there is no run, if it began with other values of keys in `FIXED` or `FIXED_BITS`,
+    or if the record is damaged, and OSError.
+    """
+    old = load_resolved(RunDir.open(path).topology)
+    passes = old.policy.passes
+    if topology.policy.passes is None and passes is not None:
+        topology = topology.with_passes(passes)
+    then, now = old.document(), topology.document()
+    if passes is None or not topology.run.deterministic:
+        then["policy"]["passes"] = now["policy"]["passes"]  # other passes change nothing but the last bits
+    fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
+    differ = [key for key in fixed if _value_at(then, key.split(".")) != _value_at(now, key.split("."))]
+    if old.needs_reference != topology.needs_reference and "algorithm" not in differ:
+        differ.append("algorithm.kl")
+    if differ:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"run directory {path}: was begun with different values of {', '.join(differ)}; "
+            f"resume it with {path / 'topology.yaml'}, or begin a new run",
+        )
+    return Inputs.load(path), topology
+
+
+def _value_at(document: Any, key: list[str]) -> Any:
+    """Return the value of a key, or None. The part `*` of a key stands for every name."""
+    if not key or not isinstance(document, dict):
+        return None if key else document
+    if key[0] == "*":
+        return {name: _value_at(value, key[1:]) for name, value in document.items()}
+    return _value_at(document.get(key[0]), key[1:])
+
+
+def inputs_now(topology: Topology, rows: dict[str, RowDigests], then: Inputs) -> Inputs:
+    """Return the inputs as they are now, for a comparison with `then`. `rows` are those that the checks before a start
+    have read. Raises OSError."""
+    models = {
+        key: compared(folder, then.models.get(key, {}))
+        for key, folder in _models(topology).items()
+        if folder.is_dir()  # The model of a dry run need not be in the cache.
+    }
+    return Inputs(rows, models)
+
+
+def compare(path: Path, topology: Topology, file: str, then: Inputs, now: Inputs, findings: Findings) -> None:
+    """Add an error for each input with which the run in `path` cannot continue, and a warning if some inputs cannot be
+    compared. `file` is the topology's name in the findings."""
+    named = {**sources(topology), **_models(topology)}
+    began = f"with which the run in {path} began"
+    unknown = {*(now.rows.keys() - then.rows.keys()), *(now.models.keys() - then.models.keys())}
+    for key in now.rows.keys() & then.rows.keys():
+        if why := then.rows[key].difference(now.rows[key]):
+            text = f"{named[key]} no longer has the rows {began}: {why}"
+            remedy = "restore them (rows may be added at the end), or begin a new run"
+            findings.errors.append(f"{file}: {key}: {text}; {remedy}")
+        elif more := findings.added.get(key):
+            text = f"{more} rows were added since the run in {path} began, which goes on with its first"
+            findings.warnings.append(f"{file}: {key}: {text} {then.rows[key].rows} rows")
+    for key in now.models.keys() & then.models.keys():
+        if whys := changed(then.models[key], now.models[key]):
+            text = f"{named[key]} is not the model {began}: {shortened(whys)}"
+            findings.errors.append(f"{file}: {key}: {text}; restore it, or begin a new run")
+        elif uncertain(then.models[key], now.models[key]):
+            unknown.add(key)
+    if unknown:
+        text = f"has no record of {', '.join(sorted(unknown))} from its start, so nothing can be compared there"
+        findings.warnings.append(f"run directory {path}: {text}; it is recorded now")
+
+
+def _models(topology: Topology) -> dict[str, Path]:
+    """Return the folder of each model that the run reads, by the key that names it."""
+    return {"policy.model": Path(topology.policy.model)}
+
+
+class ModelReader:
+    """Completes the record of a run with the content of its models, on a thread that gives way to the services."""
+
+    def __init__(self, run: RunDir, topology: Topology, inputs: Inputs) -> None:
+        self._run, self._folders, self._inputs = run, _models(topology), inputs
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="models", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop reading. A file that has not been read is read when the run is resumed."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            models = {
+                key: {
+                    name: file if file.digest else with_digest(self._folders[key], name, file, self._stopped.is_set)
+                    for name, file in files.items()
+                }
+                for key, files in self._inputs.models.items()
+            }
+            if models != self._inputs.models:
+                msgspec.structs.replace(self._inputs, models=models).save(self._run.path)
+        except OSError as error:
+            structlog.get_logger(SUPERVISOR).warning("the model was not recorded", error=str(error))

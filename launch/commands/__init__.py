@@ -1,0 +1,1 @@
+"""What the commands share: finding a run, printing, signals, directories."""

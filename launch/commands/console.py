@@ -1,0 +1,199 @@
+"""Prints the output of a launcher: the plan of `--dry-run`, notices and progress, and the summary at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from launch.checks import preflight
+from launch.checks.memory import memory_lines
+from launch.commands import evaluation
+from launch.spares.heavy import spare_kinds
+from launch.spares.processes import SpareNotice
+from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
+from launch.supervisor.gpus import visible_gpus, wanted
+from launch.supervisor.plan import module_of, processes_at_home
+from launch.supervisor.server import EVENTS, Supervisor
+from launch.viewers.logs import last_lines, shorten
+from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
+from launch.viewers.report import write_in_time
+from proto.messages import Status
+from services.scheduler.journal import rewinds
+from services.tracker.ledger import unsent
+from shared import warnings
+from shared.actor.service import ProcessState
+from shared.followed_file import FollowedFile
+from shared.rundir import RunDir, checkpoint_steps, service_name
+from shared.topology import Topology, model_memory, snapshot_bytes
+from shared.topology.fields import format_size
+from shared.topology.memory_plan import by_place, uses
+from shared.topology.model_files import parameter_count
+
+STATUS_DEADLINE_S = 2.0
+POLL_S = 1.0
+LOG_LINES = 10
+
+_HERE = "this machine"
+_OVER = frozenset({ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED})
+
+
+def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> None:
+    """Print the processes that would run. `machines` names the machine found for each of the other hosts."""
+    print(f"run directory  {path.absolute()}")
+    print(f"steps          {topology.run.last_step}")
+    print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
+    if topology.services.monitor.web is not None:
+        print(f"page           http://{topology.services.monitor.web.listen}/")
+    at_home = {service for service, _ in processes_at_home(topology)}
+    print(f"spares         {'; '.join(kind.name for kind in spare_kinds(topology, at_home)) or 'none'}")
+    if machines:
+        print(f"hosts          {', '.join(f'{host}: {machine}' for host, machine in sorted(machines.items()))}")
+    print(
+        f"snapshots      {snapshot_bytes(topology) >> 20} MiB of the trainer's state, in the same folder as the store"
+    )
+    names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = visible_gpus(topology, names if wanted(topology) <= len(names) else None)
+    plan = topology.services_plan()
+    width = max(len("gpus"), *map(len, gpus.values()))
+    hosts = {spec: f"{spec.host or _HERE}  " for spec in plan} if len(topology.store_hosts()) > 1 else {}
+    far = max(map(len, hosts.values()), default=0)
+    try:
+        elements = parameter_count(topology.policy.model)
+        model = {key: format_size(nbytes) for key, nbytes in model_memory.per_process(topology, elements).items()}
+        places = by_place(uses(topology, elements, gpus, preflight.vocabulary(topology)))
+        memory = memory_lines(topology, places, preflight.room_of(topology, places))
+    except (OSError, ValueError):
+        model, memory = {}, []  # the model is not on this machine yet, or cannot be read
+    print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  {'model':>9}  {'host' if hosts else '':<{far}}module")
+    for spec in plan:
+        threads, seen = preflight.threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"
+        where, holds = hosts.get(spec, ""), model.get((spec.service, spec.instance), "-")
+        print(f"{spec.name:<26}{threads:>8}  {seen:<{width}}  {holds:>9}  {where:<{far}}{module_of(spec.service)}")
+    for line in memory:
+        print(line)
+
+
+class Console:
+    """Shows a run from its start to its end: notices and the progress on `screen`, then a summary.
+
+    Create it before the processes of this launch start. Whatever the files already contain was shown by an earlier
+    launch, so it is not shown again.
+    """
+
+    def __init__(self, run: RunDir, topology: Topology, screen: Screen) -> None:
+        self._run = run
+        self._topology = topology
+        self._screen = screen
+        self._metrics = Metrics(run.metrics, steps=topology.run.last_step)
+        self._begun = time.monotonic()
+        self._rewinds = len(rewinds(run.journal))
+        self._warnings = FollowedFile(run.warnings)
+        for _ in self._warnings.new_lines():
+            continue  # An earlier launch has shown this warning.
+
+    def begin(self) -> None:
+        """Show what has been started."""
+        run = self._topology.run
+        work = "an evaluation" if run.evaluate else f"{run.steps} steps"
+        self.notice(f"run {self._run.path}: {work}, {len(self._topology.services_plan())} services")
+        if self._topology.services.monitor.web is not None:
+            self.notice(f"page http://{self._topology.services.monitor.web.listen}/")
+
+    def notice(self, text: str) -> None:
+        """Show `text` above the progress."""
+        self._screen.notice(text)
+
+    def tell(self, event: EVENTS) -> None:
+        """Show an event of the supervisor if the user should know about it."""
+        if isinstance(event, Died):
+            when = f"in {event.delay_s:g} s" if event.delay_s else "now"
+            self.notice(
+                f"{service_name(*event.key)}: {shorten(event.cause)}; starts again {when} (restart {event.restarts}), "
+                f"log: {self._run.log_file(*event.key)}"
+            )
+        elif isinstance(event, GivenUp):
+            self.notice(
+                f"{service_name(*event.key)}: {shorten(event.cause)}; the run goes on without it "
+                f"(ctl restart {service_name(*event.key)} starts it again), log: {self._run.log_file(*event.key)}"
+            )
+        elif isinstance(event, SpareNotice):
+            self.notice(event.text)
+        elif isinstance(event, Reported) and event.state == ProcessState.DRAINING and event.cause:
+            self.notice(f"stopping: {event.cause} (again: kill now)")
+
+    def catch_up(self) -> None:
+        """Show warnings and returns to an earlier step that have not been shown yet."""
+        found = rewinds(self._run.journal)
+        for step, committed, cause in found[self._rewinds :]:
+            deterministic = self._topology.run.deterministic
+            self.notice(rewind_text(step, committed, deterministic=deterministic, cause=cause))
+        self._rewinds = max(self._rewinds, len(found))
+        for line in self._warnings.new_lines():
+            record = warnings.parse(line)
+            if record is not None:
+                self.notice(warnings.line_of(record))
+
+    async def follow(self, supervisor: Supervisor, on_poll: Callable[[], None]) -> NoReturn:
+        """Show the progress until cancelled. `on_poll` is called once per second."""
+        status: Status | None = None
+        troubles = Troubles()
+        while True:
+            await asyncio.sleep(POLL_S)
+            self.catch_up()
+            states: dict[str, str] = {
+                service_name(*key): each.state for key, each in supervisor.state.processes.items()
+            }
+            states |= {service_name(row.service, row.instance): row.state for row in supervisor.rows_of_hosts()}
+            on_poll()
+            if supervisor.draining:
+                left = [name for name, process in states.items() if process not in _OVER]
+                self._screen.progress(f"ending: {', '.join(left)}")
+                continue
+            if states.get("scheduler/0") == ProcessState.READY:
+                status = await supervisor.scheduler_status(STATUS_DEADLINE_S)
+                for notice in troubles.take(status) if status is not None else ():
+                    self.notice(notice)
+            self._metrics.poll(time.monotonic())
+            text = self._metrics.text() if self._metrics.last else starting_text(states, status)
+            trouble = troubles.text()
+            self._screen.progress(f"{trouble}  {text}" if trouble else text)
+
+    def summarise(self, ended: RunEnded) -> None:
+        """Print how the run ended and where its results are."""
+        run, topology, metrics = self._run, self._topology, self._metrics
+        wall_s = time.monotonic() - self._begun
+        metrics.poll(time.monotonic())
+        if ended.outcome == RunOutcome.FAILED:
+            print(f"the run failed: {ended.cause}", file=sys.stderr)
+            for line in last_lines(run, ended.key, LOG_LINES) if ended.key else []:
+                print(f"    {line}", file=sys.stderr)
+        elif ended.outcome == RunOutcome.STOPPED:
+            print(f"the run was stopped at step {metrics.step} of {metrics.steps}: {ended.cause}", file=sys.stderr)
+        saved = max(checkpoint_steps(run.checkpoints), default=0)
+        if ended.outcome != RunOutcome.DONE and saved < metrics.step:
+            lost = f"steps {saved + 1}-{metrics.step}" if metrics.step > saved + 1 else f"step {metrics.step}"
+            print(f"{lost} not saved, so --resume goes back to step {saved}", file=sys.stderr)
+        evaluates = topology.run.evaluate
+        for line in evaluation.table(topology, metrics.last) if evaluates else accuracy_lines(metrics):
+            print(line)
+        print(f"wall time  {duration(wall_s)}")
+        print(f"run        {run.path}")
+        print(f"report     {write_in_time(run)}")
+        if ended.outcome == RunOutcome.DONE and evaluates:
+            print(f"evaluated  {topology.policy.model}")
+        elif ended.outcome == RunOutcome.DONE:
+            print(f"model      {run.export}")
+            print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
+            for line in evaluation.best_lines(run):
+                print(line)
+        else:
+            print(f"continue   python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
+        for name in topology.services.monitor.trackers:
+            if rest := unsent(run.path, name):
+                print(f"{rest}; python -m launch.ctl --run {run.path} track {name} sends the rest", file=sys.stderr)
+        sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""Processes started ahead of need, which replace dead ones quickly."""

@@ -1,0 +1,1 @@
+"""What people read about a run: status, logs, stories, samples, reports, the terminal."""

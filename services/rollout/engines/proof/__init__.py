@@ -1,0 +1,1 @@
+"""Proof that an engine holds the weights it was given."""

@@ -1,0 +1,1 @@
+"""From sampled tokens to shards and results."""

@@ -1,0 +1,1 @@
+"""From a leased task to its sampled tokens."""

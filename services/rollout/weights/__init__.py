@@ -1,0 +1,1 @@
+"""How a policy version gets into the engine."""

@@ -1,0 +1,268 @@
+"""Sources of an engine's weights: the store's shards, or a transfer by the trainer with the shards as a fallback.
+
+Sources do not check the weights that arrive; `weights_sync` proves them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import structlog
+
+from proto.messages import ErrorCode, TransferOffer, WeightsRef
+from proto.tensors import Array
+from services.rollout.engine import Engine
+from services.rollout.weights.transfer import EngineTransfers, HostMemory, Receiver, TransferFailed
+from shared.batch import fetch_weights
+from shared.dataplane.client import DataClient
+from shared.dataplane.stream import OnProgress, ignore_progress
+from shared.rpc.errors import RpcError
+from shared.weights.drill import noise_factors, perturb
+
+SHARDS = "shards"
+FETCH_S = 120.0
+"""Maximum seconds without data from a store. After that, the data that has arrived is discarded and the store is asked
+again."""
+Emit = Callable[[str, dict[str, float | str]], None]
+
+
+class Entry(StrEnum):
+    """The ways in which weights enter an engine. Each is drilled separately."""
+
+    SET = "set_weights"
+    RECEIVE = "receive"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The weights that were set in an engine, the route by which they arrived, and how they entered the engine.
+
+    `names` lists the weights; `given` holds the arrays that were set, and is empty if the engine received the weights
+    itself.
+    """
+
+    route: str
+    entry: Entry
+    names: Collection[str]
+    nbytes: int
+    given: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        return len(self.names)
+
+
+@runtime_checkable
+class Delivery(Protocol):
+    """Weights that have arrived or are about to arrive."""
+
+    @property
+    def entry(self) -> Entry:
+        """How the weights will enter the engine."""
+
+    async def begin(self) -> None:
+        """Do what can be done while the engine continues to sample; `load` or `decline` follows. Raises
+        TransferFailed."""
+
+    async def load(self, engine: Engine) -> Loaded:
+        """Set the weights.
+
+        Raises WeightsMismatch or RpcError. If the weights do not arrive, raises TransferFailed and leaves the engine
+        unchanged.
+        """
+
+    def decline(self) -> None:
+        """Drop the weights, which will not be loaded."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Arrays:
+    """Weights in memory, by parameter name."""
+
+    weights: Mapping[str, Array]
+    route: str = SHARDS
+
+    @property
+    def entry(self) -> Entry:
+        return Entry.SET
+
+    async def begin(self) -> None:
+        """Do nothing, since the weights have arrived."""
+
+    def decline(self) -> None:
+        """Do nothing, since no sender is waiting."""
+
+    async def load(self, engine: Engine) -> Loaded:
+        await engine.set_weights(self.weights)
+        nbytes = sum(each.nbytes for each in self.weights.values())
+        return Loaded(self.route, self.entry, self.weights.keys(), nbytes, self.weights)
+
+
+class WeightsSource(Protocol):
+    """A source from which the rollout obtains weights."""
+
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        """Return the weights of `ref`. Raises RpcError if they are not available, or if nothing arrives for
+        `FETCH_S`."""
+
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        """Return the weights of `ref` from the store, after a failed transfer."""
+
+    async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
+        """Return the weights of the start-up drill, to be brought into the engine through `entry`."""
+
+
+class ShardSource:
+    """A source that reads from this host's store, which fetches versions from other hosts."""
+
+    def __init__(self, data: DataClient, store: str = "") -> None:
+        """`store` is this host's store. If it is empty, versions are read from the store that holds them."""
+        self._data = data
+        self._store = store
+
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        fetching = fetch_weights(self._data, ref, self._store, deadline_s=FETCH_S, on_progress=on_progress)
+        return Arrays(await fetching)
+
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        return await self.fetch(ref, on_progress)
+
+    async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
+        return await own_drill(engine, ref)
+
+
+async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
+    """Return the engine's own base weights, perturbed as the trainer perturbs them for the drill."""
+    perturbed: dict[str, Array] = {}
+    base = await engine.base_weights()
+    try:
+        factors = noise_factors(base, ref.drill_factors)
+    except ValueError as error:
+        raise RpcError(ErrorCode.CONFLICT, f"weights {ref.task_id}: {error}") from None
+    for name, values in base.items():
+        # Perturb one parameter at a time, because perturbing a large model as a whole takes longer than a lease or a
+        # heartbeat may wait.
+        perturbed[name] = await engine.compute(partial(perturb, name, values, ref.drill_seed, factors[name]))
+    return Arrays(perturbed)
+
+
+class TransferSource:
+    """A source that receives from the trainer. If that fails, the store is used and the failure is reported."""
+
+    def __init__(
+        self,
+        transfers: EngineTransfers,
+        shards: ShardSource,
+        *,
+        route: str,
+        emit: Emit,
+        engine: Receiver[TransferOffer] | None = None,
+    ) -> None:
+        """`emit(topic, values)` sends telemetry.
+
+        `engine` receives into its own memory. If it is None, this process receives while the engine keeps working.
+        """
+        self.transfers = transfers
+        self.shards = shards
+        self.route = route
+        self._emit = emit
+        self._engine = engine
+        self._memory = HostMemory()
+        self._log = structlog.get_logger("transfer")
+
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        if self._engine is not None:
+            return _IntoEngine(self, self._engine, ref, is_drill=False)
+        try:
+            began = time.perf_counter()
+            weights = await self.transfers.bring(ref, self._memory, drill=False)
+        except TransferFailed as error:
+            self.failed(ref, error)
+            on_progress()
+            return await self.shards.fetch(ref, on_progress)
+        self.done(ref, sum(each.nbytes for each in weights.values()), time.perf_counter() - began)
+        return Arrays(weights, self.route)
+
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
+        return await self.shards.fetch(ref, on_progress)
+
+    async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
+        if self._engine is not None:
+            if entry == Entry.SET:  # the shards are used instead of a transfer
+                return await own_drill(engine, ref)
+            return _IntoEngine(self, self._engine, ref, is_drill=True)
+        try:
+            return Arrays(await self.transfers.bring(ref, self._memory, drill=True), self.route)
+        except TransferFailed as error:
+            self.failed(ref, error)
+            return await own_drill(engine, ref)
+
+    def close(self) -> None:
+        """Leave the communicator."""
+        self._memory.leave()
+
+    def done(self, ref: WeightsRef, nbytes: int, seconds: float) -> None:
+        """Report that a version has arrived."""
+        values: dict[str, float | str] = {"step": ref.step, "route": self.route, "bytes": nbytes, "seconds": seconds}
+        self._emit("weights/transfer", values)
+
+    def failed(self, ref: WeightsRef, error: TransferFailed) -> None:
+        """Report that a transfer failed and that the shards are used instead."""
+        self._log.warning("transfer failed, the shards are used", step=ref.step, route=self.route, why=str(error))
+        self._emit("weights/transfer", {"step": ref.step, "route": SHARDS, "why": str(error)[:200]})
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _IntoEngine:
+    """Weights that the engine itself will receive between two steps."""
+
+    source: TransferSource
+    receiver: Receiver[TransferOffer]
+    ref: WeightsRef
+    is_drill: bool
+    _asked: asyncio.Task[TransferOffer] | None = None
+
+    @property
+    def entry(self) -> Entry:
+        return Entry.RECEIVE
+
+    async def begin(self) -> None:
+        """Ask the trainer to read the version and to prepare to send it, so that generation does not wait for that."""
+        if self._asked is None:
+            self._asked = asyncio.create_task(self.source.transfers.ask(self.ref, self.receiver))
+        try:
+            await asyncio.shield(self._asked)  # a concurrent `load` waits for this task, too
+        except TransferFailed as error:
+            self._asked = None
+            self.source.failed(self.ref, error)
+            raise
+
+    def decline(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self.source.transfers.decline(asked.result(), self.receiver)
+
+    async def load(self, engine: Engine) -> Loaded:
+        from shared.weights.table import nbytes
+
+        transfers, began = self.source.transfers, time.perf_counter()
+        asked, self._asked = self._asked, None
+        try:
+            if asked is None:
+                offer = await transfers.bring(self.ref, self.receiver, drill=self.is_drill)
+            else:
+                offer = await transfers.take(await asyncio.shield(asked), self.receiver)
+        except TransferFailed as error:
+            self.source.failed(self.ref, error)
+            if not self.is_drill:
+                raise
+            return await (await own_drill(engine, self.ref)).load(engine)
+        size = nbytes(offer.parameters)
+        self.source.done(self.ref, size, time.perf_counter() - began)
+        return Loaded(self.source.route, self.entry, [each.name for each in offer.parameters], size)
