@@ -19,9 +19,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from launch.commands.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
-from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, processes_at_home, select
+from launch.processes.plan import EVERYTHING, SUPERVISOR, Key, processes_at_home, select
 from launch.viewers.logs import readable
+from launch.viewers.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.viewers.samples import FEW, Color, choose, show
 from launch.viewers.samples import as_json as as_document
 from proto.messages import (

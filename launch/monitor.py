@@ -22,7 +22,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import zmq
 
-from launch.commands.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
+from launch.viewers.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
 from launch.viewers.terminal.feed import LOST_S, Feed, opened
 from launch.viewers.terminal.plain import print_picture, print_row
 from proto.messages import ErrorCode, TopicRow

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from launch.supervisor.programs import child_environment
+from launch.processes.programs import child_environment
 from services.rollout.user_code.function_check import Wanted, problem
 from services.rollout.user_code.load import is_inline
 from shared.rpc.errors import RpcError

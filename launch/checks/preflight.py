@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from launch.checks import functions, memory, model_proof
-from launch.supervisor import gpus
+from launch.processes import gpus
 from services.tracker.exporter import missing
 from shared.data import DataError, open_source
 from shared.data.content import RowDigests, read_rows
@@ -36,7 +36,6 @@ from shared.topology import (
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import Place
 from shared.topology.monitor_web import split_address
-from shared.topology.services import DEVICE_SERVICE
 
 NO_ROWS: Mapping[str, RowDigests] = MappingProxyType({})
 SHOWN_ROWS = 3
@@ -126,26 +125,6 @@ def shm_root(topology: Topology) -> Path:
     """Return the folder that holds the shards of the run."""
     directory = topology.services.batch_store.directory
     return Path(directory) if directory else SHM_ROOT
-
-
-def threads_of(topology: Topology, service: str) -> int:
-    """Return the number of CPU threads of each process of a service."""
-    sections = {DEVICE_SERVICE[key]: section for key, section in topology.services.placed.items()}
-    return (sections[service].threads or 1) if service in sections else 1
-
-
-def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
-    """Return CUDA's names for the GPUs that this launcher may use. `visible` is its CUDA_VISIBLE_DEVICES, or None if
-    unset.
-
-    The list ends at the first name that CUDA would not know (`-1`, `NoDevFiles`), as it does in CUDA.
-    """
-    if visible is None:
-        count = sum(1 for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit())
-        return [str(index) for index in range(count)]
-    names = [each.strip() for each in visible.split(",")]
-    known = [each.isdigit() or each.startswith(("GPU-", "MIG-")) for each in names]
-    return names[: known.index(False)] if False in known else names
 
 
 def sources(topology: Topology) -> dict[str, str]:
@@ -245,7 +224,7 @@ def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
 
 def _check_model_memory(topology: Topology, file: str, findings: Findings) -> None:
     """Check that the model being trained fits into the memory of this machine and of its GPUs."""
-    names = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    names = gpus.own_gpus()
     try:
         visible = gpus.visible_gpus(topology, names if gpus.wanted(topology) <= len(names) else None)
         elements = model_files.parameter_count(topology.policy.model)
@@ -310,7 +289,7 @@ def _refused_snapshots(topology: Topology) -> str:
 
 
 def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
-    names, needed = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES")), gpus.wanted(topology)
+    names, needed = gpus.own_gpus(), gpus.wanted(topology)
     if needed > len(names):
         seen = "CUDA_VISIBLE_DEVICES names" if "CUDA_VISIBLE_DEVICES" in os.environ else "this machine has"
         findings.errors.append(

@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from launch.checks.preflight import Findings, sources
-from launch.supervisor.plan import SUPERVISOR
+from launch.processes.plan import SUPERVISOR
 from proto.messages import ErrorCode
 from shared.data.content import RowDigests
 from shared.inputs import Inputs, changed, compared, shortened, uncertain, with_digest

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launch.checks import preflight
+from launch.processes.gpus import own_gpus
 from proto.messages import HostFacts
 from shared.topology import Topology, distribution
 from shared.topology.fields import format_size
@@ -31,7 +31,7 @@ def facts(problems: Sequence[str] = ()) -> HostFacts:
         code=code_digest(),
         python=platform.python_version(),
         torch=_torch(),
-        gpus=len(preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))),
+        gpus=len(own_gpus()),
         niceness=os.getpriority(os.PRIO_PROCESS, 0),
         free_bytes=shutil.disk_usage(".").free,
         problems=list(problems),

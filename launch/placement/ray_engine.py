@@ -25,8 +25,8 @@ import structlog
 from launch.checks.preflight import Findings
 from launch.placement.desk import HostDesk
 from launch.placement.facts import clock_ahead, facts, refusals
-from launch.placement.ray_messages import News, Order
-from launch.supervisor.programs import child_environment
+from launch.placement.ray_keeper import KeeperOrder, News
+from launch.processes.programs import child_environment
 from proto.messages import ErrorCode, HostFacts
 from shared.rpc.errors import RpcError
 from shared.security import access as accesses
@@ -53,7 +53,7 @@ class RayEngine:
         self._keeper: subprocess.Popen[bytes] | None = None
         self._rest = b""
         self._desk: HostDesk | None = None
-        self._started: Order | None = None
+        self._started: KeeperOrder | None = None
         self._log = structlog.get_logger("ray")
         self.address = ""
         """The address of this node in the cluster, once `check` has returned."""
@@ -116,11 +116,11 @@ class RayEngine:
         keeper.stdin.close()
         _end(keeper, CLOSE_S)
 
-    def _open_order(self) -> Order:
+    def _open_order(self) -> KeeperOrder:
         transport = self._topology.transport
         hosts = {name: host.gpus for name, host in self._topology.placement.hosts.items()}
         hosts = {name: gpus for name, gpus in hosts.items() if name != self._topology.home}
-        return Order(
+        return KeeperOrder(
             "open",
             address=self._address,
             hosts=hosts,
@@ -132,7 +132,7 @@ class RayEngine:
 
     # ---- the keeper
 
-    def _spawn(self, order: Order) -> None:
+    def _spawn(self, order: KeeperOrder) -> None:
         self._rest = b""
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", "launch.placement.ray_keeper", str(self._path)],
@@ -144,7 +144,7 @@ class RayEngine:
         )
         self._send(order)
 
-    def _send(self, order: Order) -> None:
+    def _send(self, order: KeeperOrder) -> None:
         assert self._keeper is not None  # noqa: S101
         assert self._keeper.stdin is not None  # noqa: S101
         try:
@@ -230,7 +230,7 @@ class RayEngine:
             desk.lose(host, "the process that speaks to Ray died")
         asyncio.get_running_loop().call_later(AGAIN_S, self._restart, self._started)
 
-    def _restart(self, started: Order) -> None:
+    def _restart(self, started: KeeperOrder) -> None:
         self._spawn(msgspec.structs.replace(started, kind="open", access=""))
         self._send(started)
         self._watch()

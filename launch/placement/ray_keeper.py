@@ -3,7 +3,7 @@ RUN_DIR`. The directory of a host is `hosts/<name>` below the same path on its n
 
 It is a separate process because a Ray driver has threads, signal handlers and memory that the launcher must not have,
 and because the launcher forks (`--detach`). It reads one JSON object per line from its input and writes one per line to
-its output (`Order`, `News`). When its input ends, it and every agent exit.
+its output (`KeeperOrder`, `News`). When its input ends, it and every agent exit.
 
 Each host has one actor, which only keeps the agent: a process in its own session, whose standard input is a pipe from
 the actor. However the actor ends, even together with its node's raylet, the pipe closes and the agent stops everything
@@ -33,8 +33,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from launch.placement.ray_messages import News, Order
-
 ROOT = str(Path(__file__).resolve().parents[2])
 FOLDER = os.getcwd()
 NAMESPACE = "rlbus"
@@ -55,6 +53,40 @@ USAGE = 2
 """Exit status of an agent for which another start would not help."""
 END_S = 5.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class KeeperOrder(msgspec.Struct, frozen=True):
+    """An order from the launcher: first `open`, which the keeper answers with events up to `ready` or `failed`; then
+    `start`."""
+
+    kind: Literal["open", "start"]
+    address: str = ""
+    """Address of the cluster, as for `ray.init`."""
+    hosts: dict[str, int] = {}
+    """The hosts to place, with the number of GPUs of each."""
+    home: str = ""
+    listen: str = ""
+    """Address of home to which the hosts connect, or an empty string for that of its node in the cluster."""
+    ports: list[int] = []
+    """Ports of home to which the hosts connect."""
+    topology: str = ""
+    """The topology as YAML, which the hosts check."""
+    access: str = ""
+    """The access to the run with the role service, encoded in Base64."""
+
+
+class News(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An event that the keeper reports. `host` is the host that the event concerns, or an empty string."""
+
+    kind: Literal["opened", "failed", "warning", "checked", "ready", "lost", "told", "missing", "refused"]
+    text: str = ""
+    host: str = ""
+    address: str = ""
+    """`opened`: the address of the launcher's node."""
+    facts: str = ""
+    """`checked`: JSON of `HostFacts`."""
+    times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """`checked`: this machine's time, then the host's, then this machine's again, in seconds since 1970."""
 
 
 class HostKeeper:
@@ -154,7 +186,7 @@ class _Placed:
 class Keeper:
     """The Ray driver that keeps an agent on every host."""
 
-    def __init__(self, ray: Any, order: Order, path: Path) -> None:
+    def __init__(self, ray: Any, order: KeeperOrder, path: Path) -> None:
         self._ray, self._order, self._path = ray, order, path
         self._placed: dict[str, _Placed] = {}
         self._access = b""
@@ -382,13 +414,13 @@ def tell(news: News) -> None:
     os.write(sys.stdout.fileno(), msgspec.json.encode(news) + b"\n")
 
 
-def _orders() -> SimpleQueue[Order | None]:
+def _orders() -> SimpleQueue[KeeperOrder | None]:
     """Return a queue of the orders that a thread reads from the input. None marks the end of the input."""
-    found: SimpleQueue[Order | None] = SimpleQueue()
+    found: SimpleQueue[KeeperOrder | None] = SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin.buffer:
-            found.put(msgspec.json.decode(line, type=Order))
+            found.put(msgspec.json.decode(line, type=KeeperOrder))
         found.put(None)
 
     threading.Thread(target=read, name="orders", daemon=True).start()
@@ -410,7 +442,7 @@ def _closed(address: str) -> str:
         return error.strerror or str(error)
 
 
-def _open(order: Order) -> Keeper | None:
+def _open(order: KeeperOrder) -> Keeper | None:
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -447,7 +479,7 @@ def main() -> None:
         raise
 
 
-def _serve(orders: SimpleQueue[Order | None]) -> None:
+def _serve(orders: SimpleQueue[KeeperOrder | None]) -> None:
     first = orders.get()
     keeper = _open(first) if first is not None else None
     if keeper is None:

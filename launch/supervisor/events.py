@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from launch.supervisor.plan import Key
+from launch.processes.plan import Key
 from shared.actor.service import ProcessState
 
 

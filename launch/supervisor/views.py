@@ -1,4 +1,5 @@
-"""Answers questions from observers and operators about the processes of a run. It changes nothing."""
+"""Answers questions from observers and operators about the processes of a run, and says what these wait for. It changes
+nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +10,10 @@ import time
 from collections.abc import Awaitable, Callable
 
 from launch.placement.book import HostBook
-from launch.spares.processes import rss_bytes
-from launch.supervisor.plan import SUPERVISOR
-from launch.supervisor.programs import ROOT
-from launch.supervisor.state import RunLifecycle
-from launch.supervisor.waits import ProcessWaits, stopped_processes
+from launch.processes.plan import SUPERVISOR, Key
+from launch.processes.programs import ROOT, rss_bytes, stopped_processes
+from launch.supervisor.sockets import SupervisorSockets
+from launch.supervisor.state import Process, RunLifecycle, RunPhase
 from launch.viewers.story import from_rows, to_message
 from proto.errors import WireError
 from proto.ids import check_task_id
@@ -27,16 +27,79 @@ from proto.messages import (
     Ping,
     Pong,
     ProcessRow,
+    Resolve,
+    Resolved,
     SpareRow,
     Story,
     SupervisorState,
+    WaitKind,
     WaitRow,
     Waits,
 )
 from shared.actor.logging import log_page
+from shared.actor.service import ProcessState
+from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
-from shared.rpc.mailbox import Call, Mailbox
-from shared.rundir import RunDir
+from shared.rpc.mailbox import Call
+from shared.rundir import RunDir, service_name
+from shared.security.curve import is_tcp
+
+CALL_S = 1.0
+"""Maximum time, in seconds, for one call. Two calls fit into the time that `ctl` waits for the supervisor."""
+
+
+class ProcessWaits:
+    """Remembers when each process entered its current state."""
+
+    def __init__(self) -> None:
+        self._since: dict[Key, tuple[ProcessState, bool, float]] = {}
+        self._phase: tuple[RunPhase | None, float] = (None, 0.0)
+
+    def note(self, state: RunLifecycle, now: float) -> None:
+        """Record the states after an event."""
+        if state.phase != self._phase[0]:
+            self._phase = (state.phase, now)
+        for key, process in state.processes.items():
+            known = self._since.get(key)
+            if known is None or known[:2] != (process.state, process.told_to_end):
+                self._since[key] = (process.state, process.told_to_end, now)
+
+    def phase_s(self, now: float) -> float:
+        """Return how long the run has been in its current phase, in seconds."""
+        return now - self._phase[1]
+
+    def rows(self, state: RunLifecycle, now: float) -> list[WaitRow]:
+        """Return a row for each process that is starting, stopping, or waiting for its restart."""
+        rows: list[WaitRow] = []
+        for key, process in state.processes.items():
+            since = self._since[key][2] if key in self._since else now
+            found = _what(process, held=key[0] in state.held)
+            if found is not None:
+                what, until = found
+                limit_s = until - since if until is not None else 0.0
+                rows.append(WaitRow(WaitKind.PROCESS, what, now - since, max(limit_s, 0.0), service_name(*key)))
+        return rows
+
+
+def _what(process: Process, *, held: bool) -> tuple[str, float | None] | None:
+    """Return a description of what a process is doing, and its deadline if it has one.
+
+    Return None if the process is simply running or has ended.
+    """
+    name = service_name(*process.key)
+    if process.told_to_end and process.pid:
+        return f"{name} is stopping, as requested", process.kill_at
+    match process.state:
+        case ProcessState.STARTING:
+            return f"{name} is starting" + (f" again after {process.cause}" if process.cause else ""), process.ready_by
+        case ProcessState.BACKOFF:
+            return f"{name} died ({process.cause}) and will start again, restart {process.restarts}", process.start_at
+        case ProcessState.WAITING if held:
+            return f"{name} will be started once its libraries have been imported (run.spares)", None
+        case ProcessState.WAITING:
+            return f"{name} will be started once the scheduler, stores and monitor are READY", None
+        case _:
+            return None
 
 
 class Views:
@@ -47,33 +110,25 @@ class Views:
         run: RunDir,
         state: RunLifecycle,
         waits: ProcessWaits,
-        incarnation: int,
-        *,
+        sockets: SupervisorSockets,
         spares: Callable[[], list[SpareRow]],
-        joined_log: Callable[[GetLog], Awaitable[LogLines]],
-        hosts: HostBook | None,
+        hosts: HostBook,
     ) -> None:
-        """`joined_log` returns the log of a service that the supervisor did not start.
-
-        `hosts` records the other hosts.
-        """
+        """`spares` returns the rows of the spares. `hosts` records the other hosts."""
         self._run = run
         self._state = state
         self._waits = waits
-        self._incarnation = incarnation
+        self._sockets = sockets
         self._spares = spares
-        self._joined_log = joined_log
         self._hosts = hosts
         self._telling = asyncio.Lock()
         """Held while a story is prepared, so that stories are prepared one at a time."""
-
-    def serve(self, mailbox: Mailbox) -> None:
-        """Answer the requests that arrive in `mailbox`."""
-        mailbox.handle(GetSupervisorState, self._get_state)
-        mailbox.handle(Ping, self._ping)
-        mailbox.handle(GetLog, self._get_log)
-        mailbox.handle(GetWaits, self._get_waits)
-        mailbox.handle(GetStory, self._get_story)
+        handle = sockets.mailbox.handle
+        handle(GetSupervisorState, self._get_state)
+        handle(Ping, self._ping)
+        handle(GetLog, self._get_log)
+        handle(GetWaits, self._get_waits)
+        handle(GetStory, self._get_story)
 
     def rows(self) -> list[ProcessRow]:
         """Return the processes on this host."""
@@ -92,12 +147,11 @@ class Views:
         ]
 
     def _ping(self, _: Ping, call: Call) -> Pong:
-        return Pong(
-            service=SUPERVISOR, instance=0, incarnation=self._incarnation, state=self._state.phase, at=time.time()
-        )
+        life = self._sockets.incarnation
+        return Pong(service=SUPERVISOR, instance=0, incarnation=life, state=self._state.phase, at=time.time())
 
     def _get_state(self, _: GetSupervisorState, call: Call) -> SupervisorState:
-        rows = self.rows() + (self._hosts.rows() if self._hosts is not None else [])
+        rows = self.rows() + self._hosts.rows()
         return SupervisorState(run=self._run.name, phase=self._state.phase, processes=rows, spares=self._spares())
 
     async def _get_story(self, request: GetStory, call: Call) -> Story:
@@ -131,13 +185,37 @@ class Views:
         rows: list[WaitRow] = self._waits.rows(self._state, now)
         # Reading all processes on the machine takes a while.
         rows += await loop.run_in_executor(None, stopped_processes, dict(self._state.pids()))
-        rows += self._hosts.waits(now) if self._hosts is not None else []
+        rows += self._hosts.waits(now)
         phase, phase_s = self._state.phase, self._waits.phase_s(now)
-        return Waits(incarnation=self._incarnation, state=phase, state_s=phase_s, waits=rows)
+        return Waits(incarnation=self._sockets.incarnation, state=phase, state_s=phase_s, waits=rows)
 
     def _get_log(self, request: GetLog, call: Call) -> LogLines | Awaitable[LogLines]:
         key = (request.service, request.instance)
         if key not in self._state.processes and key != (SUPERVISOR, 0):  # names from other hosts are not used as paths
-            return self._joined_log(request)
+            return self._log_of_joined(request)
         lines, position = log_page(self._run.log_file(*key), request.lines, request.position)
         return LogLines(lines=lines, position=position)
+
+    async def _log_of_joined(self, request: GetLog) -> LogLines:
+        """Ask a service that the supervisor did not start, because it runs on a host that has joined, for its log.
+
+        No name received from another host is turned into a path here. Raises RpcError: bad_request if no such service
+        has registered, deadline if it does not answer.
+        """
+        name = service_name(request.service, request.instance)
+        try:
+            ask = Resolve(service=request.service, instance=request.instance)
+            where = await self._sockets.announced("scheduler").call(ask, Resolved, deadline_s=CALL_S)
+        except RpcError:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"no service {name}") from None
+        remote = is_tcp(where.endpoint)
+        if not where.endpoint or (remote and self._sockets.keys is None):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{name} cannot be asked for its log: this host cannot reach it")
+        sockets = self._sockets
+        client = Client(
+            sockets.context, where.endpoint, name, sockets.incarnation, keys=sockets.keys if remote else None
+        )
+        try:
+            return await client.call(request, LogLines, deadline_s=CALL_S)
+        finally:
+            client.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from launch.processes.plan import Key
 from launch.supervisor import events as e
-from launch.supervisor.plan import Key
 from launch.supervisor.state import RunLifecycle
 from shared.actor.service import ProcessState
 

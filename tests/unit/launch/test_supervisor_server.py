@@ -13,9 +13,9 @@ import pytest
 import structlog
 import zmq
 
+from launch.processes.plan import Key, Resources
 from launch.supervisor import server
 from launch.supervisor.events import Reported, RunEnded, RunOutcome
-from launch.supervisor.plan import Key
 from launch.supervisor.server import Supervisor
 from proto.ids import new_incarnation
 from proto.messages import Ack, ErrorCode, KillInstance
@@ -50,8 +50,7 @@ def supervised(
     async def main() -> RunEnded:
         made = Supervisor(
             run,
-            keys,
-            threads={},
+            {key: Resources() for key in keys},
             start_limit_s=start_limit_s,
             on_event=lambda _: None,
             command=lambda _: ["/bin/sh", "-c", program],
@@ -91,7 +90,7 @@ def test_a_service_that_is_not_ready_in_time_is_killed_and_started_again(run: Ru
 def test_a_driver_that_exits_on_a_signal_does_not_finish_the_run_even_if_the_scheduler_is_silent(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "COMPLETE_CALL_S", 0.5)
+    monkeypatch.setattr(server, "STATUS_CALL_S", 0.5)
     lives: list[int] = []
 
     async def scene(made: Supervisor) -> None:

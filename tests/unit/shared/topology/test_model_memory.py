@@ -12,7 +12,7 @@ from launch.checks import preflight
 from launch.checks.memory import memory_lines
 from launch.checks.preflight import Findings
 from launch.commands.console import show_plan
-from launch.supervisor.gpus import visible_gpus
+from launch.processes.gpus import visible_gpus
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from shared.ranks.layout import Layout

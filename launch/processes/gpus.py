@@ -1,6 +1,6 @@
 """Assigns the GPUs of this machine to processes: colocated services share them, all others get their own.
 
-The functions are pure. Services that do not take turns never share a GPU, and no service gets a GPU that the machine
+Services that do not take turns never share a GPU, and no service gets a GPU that the machine
 lacks.
 
 A process numbers the GPUs that it sees from 0; the values assigned here are those of CUDA_VISIBLE_DEVICES. A rank of
@@ -10,10 +10,12 @@ use another process's GPU, whether by mistake or through a library that always o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from launch.supervisor.plan import Key
+from launch.processes.plan import Key, Resources, listen_endpoint, threads_of
 from shared.topology import Topology
 from shared.topology.services import DEVICE_SERVICE
 
@@ -30,6 +32,34 @@ class _Share:
     @property
     def total(self) -> int:
         return len(self.instances) * self.each
+
+
+def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
+    """Return CUDA's names for the GPUs that this launcher may use. `visible` is its CUDA_VISIBLE_DEVICES, or None if
+    unset.
+
+    The list ends at the first name that CUDA would not know (`-1`, `NoDevFiles`), as it does in CUDA.
+    """
+    if visible is None:
+        count = sum(1 for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit())
+        return [str(index) for index in range(count)]
+    names = [each.strip() for each in visible.split(",")]
+    known = [each.isdigit() or each.startswith(("GPU-", "MIG-")) for each in names]
+    return names[: known.index(False)] if False in known else names
+
+
+def own_gpus() -> list[str]:
+    """Return CUDA's names for the GPUs that this process may use."""
+    return gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def resources_of(topology: Topology, names: Sequence[str]) -> dict[Key, Resources]:
+    """Return what the topology gives to each process, if `names` are this machine's GPUs. See `visible_gpus`."""
+    gpus = visible_gpus(topology, names)
+    return {
+        key: Resources(threads_of(topology, key[0]), seen, listen_endpoint(topology.transport, key[0]))
+        for key, seen in gpus.items()
+    }
 
 
 def visible_gpus(topology: Topology, names: Sequence[str] | None = None) -> dict[Key, str]:

@@ -2,7 +2,7 @@
 
 Until then, it limits the size of the files to which the processes print.
 
-The launcher starts it without site packages (`python -S -P -m launch.supervisor.guard SOCKETS SHM LOGS`), so it imports
+The launcher starts it without site packages (`python -S -P -m launch.processes.guard SOCKETS SHM LOGS`), so it imports
 only the standard library and modules that do the same. It reads `+PID SECONDS` and `-PID` lines from its input, which
 ends when the launcher dies. It inherits the lock on the run directory, so that a second launcher waits until no process
 of the first one is left.

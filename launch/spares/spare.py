@@ -1,6 +1,6 @@
 """A spare process has imported what services need, and the services that the supervisor orders are forks of it.
 
-    python -m shared.actor.spare DESCRIPTOR ...
+    python -m launch.spares.spare DESCRIPTOR ...
 
 DESCRIPTOR is one end of a socket pair that preserves message boundaries; any further arguments are only for human
 readers. Messages are JSON. The spare receives the list of its imports, each `module` or `module:function` (called

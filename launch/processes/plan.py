@@ -1,19 +1,17 @@
-"""Finds the processes that a service name stands for, and defines the order in which processes start and end."""
+"""Names the processes of a run: what each is given, the order in which they start and end, and how one has ended."""
 
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name, service_name
-
-if TYPE_CHECKING:
-    from shared.topology import Topology
-    from shared.topology.services import Transport
+from shared.topology import Topology
+from shared.topology.services import DEVICE_SERVICE, Transport
 
 Key = tuple[str, int]
 """(service, instance) of one process."""
@@ -58,17 +56,20 @@ LEASING = ("rollout", "reference")
 """Services that lease tasks: they can be drained and can have any number of instances."""
 
 
-@dataclass(frozen=True)
-class Resized:
-    """The instances of a service after `ctl scale`, and the resources that they need."""
+OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+"""Exit statuses of processes that were killed from outside."""
 
-    keys: list[Key]
-    threads: int
-    """CPU threads of each instance."""
-    gpus: Mapping[Key, str]
-    """CUDA_VISIBLE_DEVICES of each instance."""
+
+@dataclass(frozen=True)
+class Resources:
+    """What one process is given on its host."""
+
+    threads: int = 1
+    """CPU threads."""
+    gpus: str | None = None
+    """CUDA_VISIBLE_DEVICES, or None for that of the launcher."""
     listen: str = ""
-    """Endpoint at which each instance answers other hosts, or an empty string."""
+    """Endpoint at which the process answers other hosts, or an empty string."""
 
 
 def processes_at_home(topology: Topology) -> list[Key]:
@@ -94,6 +95,12 @@ def listen_endpoint(transport: Transport, service: str) -> str:
         "monitor": transport.monitor_port,
     }
     return f"tcp://{transport.listen}:{ports.get(service, 0)}" if transport.listen else ""
+
+
+def threads_of(topology: Topology, service: str) -> int:
+    """Return the number of CPU threads of each process of a service."""
+    sections = {DEVICE_SERVICE[key]: section for key, section in topology.services.placed.items()}
+    return (sections[service].threads or 1) if service in sections else 1
 
 
 def drain_group(service: str) -> int:
@@ -141,3 +148,13 @@ def nearest(given: str, known: Iterable[str]) -> str:
     names: Sequence[str] = sorted(known)
     close = difflib.get_close_matches(given, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; available: {', '.join(names)}"
+
+
+def describe_exit(status: int) -> str:
+    """Format an exit status: `-9` -> `killed by SIGKILL`, `1` -> `exit status 1`."""
+    if status < 0:
+        try:
+            return f"killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"killed by signal {-status}"
+    return f"exit status {status}"
