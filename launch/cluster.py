@@ -104,7 +104,7 @@ def main(
         _refuse([f"--checkpoint {checkpoint}: has no effect without --evaluate; add it, or set policy.model to train"])
     if evaluate and resume:
         _refuse(["--evaluate: starts a new run, so there is nothing to --resume; leave one of them out"])
-    given = Given(
+    given = StartOptions(
         topology_file,
         overrides or [],
         run_dir,
@@ -123,7 +123,7 @@ def main(
 
 
 @dataclass(frozen=True)
-class Given:
+class StartOptions:
     """The command line of a start."""
 
     file: Path
@@ -138,7 +138,7 @@ class Given:
     detach: bool
 
 
-def _main(given: Given, interrupts: Interrupts) -> NoReturn:
+def _main(given: StartOptions, interrupts: Interrupts) -> NoReturn:
     topology_file, overrides, access, checkpoint = given.file, given.overrides, given.access, given.checkpoint
     fetches: list[hub.Missing] = []
     try:
@@ -170,10 +170,10 @@ def _main(given: Given, interrupts: Interrupts) -> NoReturn:
     except (RpcError, TopologyError, OSError) as error:
         _refuse(str(error).splitlines())
     if given.resume:
-        resumed.compare(path, topology, str(topology_file), begun, inputs, findings)
+        resumed.compare(path, topology, begun, inputs, findings)
     topology = preflight.with_room(topology)
     if not findings.errors:
-        topology = preflight.prove(topology, str(topology_file), findings)
+        topology = preflight.prove(topology, findings)
     engine = RayEngine(topology) if topology.placement.engine == "ray" else None
     if engine is not None and not findings.errors:
         more = engine.check(path)
@@ -181,7 +181,7 @@ def _main(given: Given, interrupts: Interrupts) -> NoReturn:
         findings.warnings += more.warnings
         if topology.transport.listen is None and engine.address:
             topology = _reachable(topology, engine.address)
-            preflight.check_doors(topology, str(topology_file), findings)
+            preflight.check_doors(topology, findings)
     if access is not None:
         if topology.transport.listen is None:
             findings.errors.append(f"--export-access {access}: the run answers this machine only; set transport.listen")
@@ -250,7 +250,12 @@ def _refuse(lines: Iterable[str]) -> NoReturn:
 
 
 def _launch(
-    given: Given, topology: Topology, path: Path, inputs: Inputs, interrupts: Interrupts, engine: RayEngine | None
+    given: StartOptions,
+    topology: Topology,
+    path: Path,
+    inputs: Inputs,
+    interrupts: Interrupts,
+    engine: RayEngine | None,
 ) -> int:
     """Run `topology`, with the weights of a checkpoint if one is given, and return the exit status."""
     resume, access, checkpoint = given.resume, given.access, given.checkpoint

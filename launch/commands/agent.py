@@ -1,4 +1,4 @@
-"""The agent of a host: it joins a run, reports to it, and has the host's supervisor run the processes that the run orders."""
+"""The agent of a host, which joins a run, reports to it and has the host's supervisor run what the run orders."""
 
 from __future__ import annotations
 
@@ -216,8 +216,10 @@ class AgentEnds:
 async def live(
     run: RunDir, access: Access, topology: Topology, host: str, address: str, lock: int, ends: AgentEnds
 ) -> bool | None:
-    """Take part in the run as `host`, which other hosts reach at `address`. Return whether the run ended, or None if the
-    host must join again."""
+    """Take part in the run as `host`, which other hosts reach at `address`.
+
+    Return whether the run has ended, or None if the host must join again.
+    """
     listen = f"tcp://{address}:0"
     link = HostLink(access, host, own_gpus(), listen)
     try:

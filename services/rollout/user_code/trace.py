@@ -5,9 +5,7 @@ No function here raises an exception, whatever the user's exception is.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import faulthandler
 import inspect
 import os
 import re
@@ -19,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-STACK_SIGNAL = signal.SIGRTMIN + 3
-"""Signal that makes a process write its main thread's stack to its stack file, even while code holds the GIL."""
+from shared.stacks import STACK_SIGNAL, written
+
 STACK_LIMIT_S = 0.25
 """Maximum seconds to wait for a stack. A stopped process never writes one."""
 STACK_BYTES = 1 << 14
@@ -92,17 +90,11 @@ def traced(error: BaseException) -> str:
 
 
 def hangs_at(stack: str, home: Home) -> str:
-    """Do what `raised_at` does, for a stack that `write_stacks` wrote."""
+    """Do what `raised_at` does, for a stack that the process wrote to its `StackFile`."""
     for file, line in _FRAME.findall(stack):
         if file == home.file:
             return place(file, int(line))
     return home.place
-
-
-def write_stacks(descriptor: int) -> None:
-    """Make this process write its stack to `descriptor` on STACK_SIGNAL. Children do not inherit the descriptor."""
-    os.set_inheritable(descriptor, False)
-    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=False, chain=False)
 
 
 class StackFile:
@@ -125,12 +117,7 @@ class StackFile:
             os.ftruncate(self.descriptor, 0)
             os.lseek(self.descriptor, 0, os.SEEK_SET)  # the offset is shared with the process
             signal.pidfd_send_signal(self._process, STACK_SIGNAL)
-            size = 0
-            async with asyncio.timeout(STACK_LIMIT_S):
-                while not size or os.fstat(self.descriptor).st_size != size:
-                    size = os.fstat(self.descriptor).st_size
-                    await asyncio.sleep(_POLL_S)  # the kernel sends no notification of writes to a file in memory
-        return os.pread(self.descriptor, STACK_BYTES, 0).decode(errors="replace")
+        return await written(self.descriptor, 0, limit_s=STACK_LIMIT_S, poll_s=_POLL_S, limit_bytes=STACK_BYTES)
 
     def close(self) -> None:
         for descriptor in (self.descriptor, self._process):

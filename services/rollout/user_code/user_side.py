@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from services.rollout.user_code.confined import grow_limit
-from services.rollout.user_code.frames import UNFIT, Answered, BeginSample, Chat, CompleteText, Leave
+from services.rollout.user_code.frames import UNFIT, Answered, BeginSample, Chat, CompleteText, Leave, Marks
 from services.rollout.user_code.link import Link
-from services.rollout.user_code.marks import Marks
 from shared.workflow import ContextFull, Message, Trajectory, Turn, WorkflowError
 
 T = TypeVar("T")
