@@ -199,9 +199,9 @@ def _main(given: StartOptions, interrupts: Interrupts) -> NoReturn:
     if given.dry_run:
         if engine is not None:
             engine.close()
-        for each in fetches:
-            if each.files:
-                print(f"would fetch    {each}")
+        for missing in fetches:
+            if missing.files:
+                print(f"would fetch    {missing}")
         show_plan(topology, path, engine.machines if engine is not None else {})
         if findings.errors:
             _refuse(findings.errors)

@@ -170,13 +170,13 @@ def track(
 ) -> None:
     """Send missing data to the trackers of a run that has ended. Exit status 0 if they have everything."""
     run = _run_dir(context, "trackers can be fed")
-    known = list(load(run.topology, check_supported=False, check_files=False).services.monitor.trackers)
-    if not known or (name and name not in known):
-        there = ", ".join(known) or "none"
+    trackers = list(load(run.topology, check_supported=False, check_files=False).services.monitor.trackers)
+    if not trackers or (name and name not in trackers):
+        there = ", ".join(trackers) or "none"
         raise RpcError(ErrorCode.BAD_REQUEST, f"track {name}: no such tracker in the topology; it has {there}")
     command = [sys.executable, "-m", "services.tracker.rest", "--run", str(run.path)]
-    chosen = [name] if name else known
-    raise typer.Exit(max(subprocess.run([*command, each], check=False).returncode for each in chosen))
+    chosen = [name] if name else trackers
+    raise typer.Exit(max(subprocess.run([*command, tracker], check=False).returncode for tracker in chosen))
 
 
 @app.command()
@@ -199,7 +199,7 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
     else:
         for line in as_lines(examined, findings):
             print(line)
-    raise typer.Exit(EXIT_UNREACHABLE if any(each.wrong for each in findings) else 0)
+    raise typer.Exit(EXIT_UNREACHABLE if any(finding.wrong for finding in findings) else 0)
 
 
 @app.command()
@@ -291,11 +291,11 @@ def samples(
         raise RpcError(ErrorCode.BAD_REQUEST, "samples: give one of --worst, --best and --longest")
     order, count = given[0] if given else (None, FEW)
     split = split or (split_of(task) if task is not None else TRAIN)
-    found = choose(run.path, step=step, task=task, split=split, order=order, count=count)
+    choice = choose(run.path, step=step, task=task, split=split, order=order, count=count)
     if _as_json(context, as_json):
-        print(json.dumps({"split": split, "total": found.total, "samples": as_document(found.records)}))
+        print(json.dumps({"split": split, "total": choice.total, "samples": as_document(choice.records)}))
     else:
-        show(found, color, full=full)
+        show(choice, color, full=full)
 
 
 @app.command()
@@ -339,14 +339,14 @@ def logs(
         positions = dict.fromkeys(keys, -1)
         shown = lines
         while True:
-            found: list[str] = []
+            new: list[str] = []
             for key in keys:
                 if is_local:
                     page, positions[key] = log_page(run.log_file(*key), lines, positions[key])
                 else:
                     page, positions[key] = _remote_page(run, key, lines, positions[key])
-                found += page
-            for line in sorted(found, key=_timestamp)[-shown:] if shown else []:
+                new += page
+            for line in sorted(new, key=_timestamp)[-shown:] if shown else []:
                 print(line if raw else readable(line), flush=True)
             if not follow:
                 return
@@ -389,14 +389,14 @@ def _keys_at_home(run: RunDir) -> list[Key]:
 
 def _supervised_keys(run: Run) -> list[Key]:
     """Return the processes of the topology and those that the supervisor has since started (`ctl scale`)."""
-    known = _known_keys(run)
+    keys = _known_keys(run)
     if isinstance(run, RunDir):
         try:
             state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
         except RpcError:
-            return known  # The request itself will report the cause.
-        known += [(process.service, process.instance) for process in state.processes]
-    return list(dict.fromkeys(known))
+            return keys  # The request itself will report the cause.
+        keys += [(process.service, process.instance) for process in state.processes]
+    return list(dict.fromkeys(keys))
 
 
 def _registered_keys(run: Run) -> list[Key]:

@@ -82,7 +82,7 @@ def main(
         given = _from_input() if access == "-" else _from_file(Path(access), wait_s)
         host = name or socket.gethostname()
         path = (run_dir or place.BASE / given.name / "hosts" / host).absolute()
-        status = _run(given, host, path, address, held=access == "-")
+        status = _run(given, host, path, address, with_input=access == "-")
     except RpcError as error:
         print("\n".join(f"launch.host: {line}" for line in str(error).splitlines()), file=sys.stderr)
         raise typer.Exit(EXIT_USAGE if error.code == ErrorCode.BAD_REQUEST else EXIT_FAILED) from None
@@ -124,7 +124,7 @@ def _topology(text: str, *, check_files: bool = True) -> Topology:
         try:
             return load(file, check_files=check_files)
         except TopologyError as error:
-            lines = [str(each).removeprefix(f"{file}:").partition(": ")[2] for each in error.problems]
+            lines = [str(problem).removeprefix(f"{file}:").partition(": ")[2] for problem in error.problems]
             raise RpcError(ErrorCode.BAD_REQUEST, "\n".join(lines)) from None
 
 
@@ -147,13 +147,13 @@ def _from_file(path: Path, wait_s: float) -> Access:
     return accesses.read(path)
 
 
-def _run(access: Access, host: str, path: Path, address: str, *, held: bool) -> int:
+def _run(access: Access, host: str, path: Path, address: str, *, with_input: bool) -> int:
     """Take part in the run until it ends, and return the exit status.
 
     `held` says whether the agent exits when its standard input ends. Raises RpcError(bad_request) with a line for each
     reason why this host cannot take part.
     """
-    ends = AgentEnds(held)
+    ends = AgentEnds(with_input)
     asyncio.run(introduce(access, host, _checked(access.topology), ends))
     topology = _topology(access.topology, check_files=False)
     there = topology.placement.hosts.get(host)

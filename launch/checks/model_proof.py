@@ -49,17 +49,17 @@ def prove(topology: Topology) -> Proof:
         return _proof(json.loads(file.read_bytes()), None)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # It is not known yet.
-    found = compute(folder, longest)
-    if isinstance(found, str):
-        return Proof(Passes(), "", [f"no proof: {found}"], folder.name, None)
+    verdict = compute(folder, longest)
+    if isinstance(verdict, str):
+        return Proof(Passes(), "", [f"no proof: {verdict}"], folder.name, None)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(found))
+        partial.write_text(json.dumps(verdict))
         partial.replace(file)
     except OSError:
         pass  # It is computed again next time.
-    return _proof(found, found["cpu_s"])
+    return _proof(verdict, verdict["cpu_s"])
 
 
 def problems(proof: Proof, wanted: Passes | None) -> list[str]:
@@ -101,9 +101,9 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
 
 
-def _proof(found: dict[str, Any], cpu_s: float | None) -> Proof:
-    passes = Passes(sequences=found["sequences"], head=found["head"], decoder=found["decoder"])
-    return Proof(passes, found["refused"], found["reasons"], found["model"], cpu_s)
+def _proof(verdict: dict[str, Any], cpu_s: float | None) -> Proof:
+    passes = Passes(sequences=verdict["sequences"], head=verdict["head"], decoder=verdict["decoder"])
+    return Proof(passes, verdict["refused"], verdict["reasons"], verdict["model"], cpu_s)
 
 
 def compute(folder: Path, longest: int | None) -> dict[str, Any] | str:

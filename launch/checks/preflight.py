@@ -143,8 +143,10 @@ def shm_root(topology: Topology) -> Path:
 def sources(topology: Topology) -> dict[str, str]:
     """Return every data source, by the key that names it. A hub data set that is not in the cache is left out."""
     sources = {"data.train.source": topology.data.train.source}
-    sources |= {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
-    return {key: each for key, each in sources.items() if hub.source_name(each) is None or hub.source_files(each)}
+    sources |= {f"data.eval.{name}.source": section.source for name, section in topology.data.eval.items()}
+    return {
+        key: source for key, source in sources.items() if hub.source_name(source) is None or hub.source_files(source)
+    }
 
 
 def _check_rows(topology: Topology, source: str, key: str, begun: RowDigests | None, findings: Findings) -> None:
@@ -216,7 +218,7 @@ def _messages(topology: Topology) -> str:
 
 def _check_memory(topology: Topology, findings: Findings) -> None:
     root = shm_root(topology)
-    folder = next(each for each in (root, *root.parents) if each.exists())
+    folder = next(parent for parent in (root, *root.parents) if parent.exists())
     room = shutil.disk_usage(folder)
     wanted = topology.services.batch_store.memory
     where = f"services.batch-store.memory: {wanted / MIB:.0f} MiB wanted, but {root} has"
@@ -243,9 +245,9 @@ def _check_model_memory(topology: Topology, findings: Findings) -> None:
         return  # Another check reports it, or the model is not here yet.
     places = memory_plan.by_place(memory_plan.uses(topology, elements, visible, vocabulary(topology)))
     room = room_of(topology, places)
-    for place, held in places.items():
+    for place, uses in places.items():
         if place in room:
-            findings.error(*memory.too_large(topology, elements, place, held, room[place]))
+            findings.error(*memory.too_large(topology, elements, place, uses, room[place]))
 
 
 def vocabulary(topology: Topology) -> int:
@@ -286,7 +288,7 @@ def _refused_snapshots(topology: Topology) -> str:
             f"{format_size(limit)}; raise it, or set checkpoint.memory_every to null"
         )
     root = shm_root(topology)
-    free = shutil.disk_usage(next(each for each in (root, *root.parents) if each.exists())).free
+    free = shutil.disk_usage(next(parent for parent in (root, *root.parents) if parent.exists())).free
     left = max(free - topology.services.batch_store.memory, 0)
     if needed > left:
         return (

@@ -166,7 +166,7 @@ class AgentEnds:
     processes on the host.
     """
 
-    def __init__(self, held: bool) -> None:
+    def __init__(self, with_input: bool) -> None:
         self._supervisor: Supervisor | None = None
         self._loop: asyncio.AbstractEventLoop
         self._causes: list[str] = []
@@ -174,7 +174,7 @@ class AgentEnds:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda taken, _: self._ask(signal.Signals(taken).name))
-        if held:
+        if with_input:
             threading.Thread(target=self._watch, name="standard input", daemon=True).start()
 
     @property

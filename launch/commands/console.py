@@ -127,11 +127,11 @@ class Console:
 
     def catch_up(self) -> None:
         """Show warnings and returns to an earlier step that have not been shown yet."""
-        found = rewinds(self._run.journal)
-        for step, committed, cause in found[self._rewinds :]:
+        returns = rewinds(self._run.journal)
+        for step, committed, cause in returns[self._rewinds :]:
             deterministic = self._topology.run.deterministic
             self.notice(rewind_text(step, committed, deterministic=deterministic, cause=cause))
-        self._rewinds = max(self._rewinds, len(found))
+        self._rewinds = max(self._rewinds, len(returns))
         for line in self._warnings.new_lines():
             record = warnings.parse(line)
             if record is not None:
@@ -145,7 +145,7 @@ class Console:
             await asyncio.sleep(POLL_S)
             self.catch_up()
             states: dict[str, str] = {
-                service_name(*key): each.state for key, each in supervisor.state.processes.items()
+                service_name(*key): process.state for key, process in supervisor.state.processes.items()
             }
             states |= {service_name(row.service, row.instance): row.state for row in supervisor.rows_of_hosts()}
             on_poll()

@@ -50,7 +50,7 @@ class Unit:
     @property
     def gpus(self) -> int:
         """Number of GPUs that the unit needs."""
-        return max((gpu + 1 for each in self.processes.values() for gpu in each), default=0)
+        return max((gpu + 1 for numbers in self.processes.values() for gpu in numbers), default=0)
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,13 @@ class HostBook:
 
         They include processes that have been drained for good, because the service has fewer instances now.
         """
-        found = {key: ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()}
+        rows = {key: ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()}
         for host in self.hosts.values():
             for row in host.report.processes if host.state == HostState.JOINED and host.report is not None else ():
                 place = self._places.get((row.service, row.instance))
                 if place is None or place.host == host.name:
-                    found[row.service, row.instance] = row
-        return list(found.values())
+                    rows[row.service, row.instance] = row
+        return list(rows.values())
 
     @property
     def all_ready(self) -> bool:
@@ -221,8 +221,8 @@ class HostBook:
         if report.incarnation in host.given_up:
             raise RpcError(ErrorCode.LOST, f"host {host.name}: considered lost, because it was silent; join again")
         effects: list[HostEffect] = []
-        known = host.report
-        if host.state == HostState.JOINED and known is not None and known.incarnation != report.incarnation:
+        last = host.report
+        if host.state == HostState.JOINED and last is not None and last.incarnation != report.incarnation:
             text = f"host {host.name}: another agent of this host is alive; stop one of them"
             raise RpcError(ErrorCode.CONFLICT, text)
         if host.state != HostState.JOINED and not report.ended:
@@ -305,8 +305,8 @@ class HostBook:
                     break
             else:
                 too_large = place.unit.gpus
-            for each in full:
-                heapq.heappush(loads, each)
+            for entry in full:
+                heapq.heappush(loads, entry)
 
     def _move(self, place: _UnitPlace, host: HostEntry, first_gpu: int, effects: list[HostEffect]) -> None:
         self._remove(place)
@@ -354,6 +354,6 @@ def _units(topology: Topology) -> list[Unit]:
     units = []
     for (host, *_), keys in groups.items():
         gpus = {key: [int(gpu) for gpu in seen[key].split(",") if gpu] for key in keys}
-        base = min((gpu for each in gpus.values() for gpu in each), default=0)
-        units.append(Unit(host, {key: [gpu - base for gpu in each] for key, each in gpus.items()}))
+        base = min((gpu for numbers in gpus.values() for gpu in numbers), default=0)
+        units.append(Unit(host, {key: [gpu - base for gpu in numbers] for key, numbers in gpus.items()}))
     return units

@@ -167,8 +167,8 @@ class HostDesk:
 
     def hosts_of(self, keys: Iterable[Key]) -> list[HostEntry]:
         """Return the hosts that run the processes `keys`, except this machine."""
-        found = {host.name: host for key in keys if (host := self.book.host_of(key)) is not None}
-        return list(found.values())
+        hosts = {host.name: host for key in keys if (host := self.book.host_of(key)) is not None}
+        return list(hosts.values())
 
     async def forward(self, host: HostEntry, request: Request, deadline_s: float = FORWARD_S) -> Ack:
         """Have the agent of `host` carry out a request. Raises RpcError(not_ready) if the host has no agent now."""

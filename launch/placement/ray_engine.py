@@ -89,7 +89,7 @@ class RayEngine:
                         self.machines[news.host] = there.name
                         there = msgspec.structs.replace(there, clock_s=clock_ahead(*news.times))
                         problems = refusals(self._topology, home, news.host, there)
-                        findings.errors.extend(f"host {news.host}: {each}" for each in problems)
+                        findings.errors.extend(f"host {news.host}: {problem}" for problem in problems)
                         if there.niceness > home.niceness:
                             text = f"Ray runs its processes with niceness {there.niceness}, so others have priority"
                             remedy = "set RAY_worker_niceness=0 for `ray start`"
@@ -173,11 +173,11 @@ class RayEngine:
             news = self._read()
             if news is None:
                 raise RpcError(ErrorCode.INTERNAL, "placement: the process that speaks to Ray died; see `ray status`")
-            for each in news:
-                if each.kind == "ready":
+            for event in news:
+                if event.kind == "ready":
                     return
-                yield each
-                if each.kind == "failed":
+                yield event
+                if event.kind == "failed":
                     return
 
     def _read(self) -> list[News] | None:
@@ -206,16 +206,16 @@ class RayEngine:
         if news is None:
             self._on_end(desk)
             return
-        for each in news:
-            match each.kind:
+        for event in news:
+            match event.kind:
                 case "lost":
-                    desk.lose(each.host, each.text)
+                    desk.lose(event.host, event.text)
                 case "told" | "warning":
-                    desk.tell(each.text)
-                case "refused" if desk.book.hosts[each.host].report is None:
-                    desk.on_unable(each.text)  # another start would not help
+                    desk.tell(event.text)
+                case "refused" if desk.book.hosts[event.host].report is None:
+                    desk.on_unable(event.text)  # another start would not help
                 case "failed" | "refused" | "missing":
-                    desk.tell(each.text)
+                    desk.tell(event.text)
                 case "opened" | "checked" | "ready":
                     pass
 

@@ -416,15 +416,15 @@ def tell(news: News) -> None:
 
 def _orders() -> SimpleQueue[KeeperOrder | None]:
     """Return a queue of the orders that a thread reads from the input. None marks the end of the input."""
-    found: SimpleQueue[KeeperOrder | None] = SimpleQueue()
+    orders: SimpleQueue[KeeperOrder | None] = SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin.buffer:
-            found.put(msgspec.json.decode(line, type=KeeperOrder))
-        found.put(None)
+            orders.put(msgspec.json.decode(line, type=KeeperOrder))
+        orders.put(None)
 
     threading.Thread(target=read, name="orders", daemon=True).start()
-    return found
+    return orders
 
 
 def _closed(address: str) -> str:

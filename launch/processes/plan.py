@@ -111,16 +111,16 @@ def drain_group(service: str) -> int:
     return 0
 
 
-def select(name: str, known: Iterable[Key]) -> list[Key]:
+def select(name: str, every: Iterable[Key]) -> list[Key]:
     """Return the processes that `NAME` or `NAME/INSTANCE` stands for, in order.
 
     Raises RpcError(bad_request) for an unknown name. If the service is unknown, the error names the nearest service, or
     all services if none is near. If the instance is unknown, the error names all instances of the service.
     """
-    keys = sorted(set(known))
+    keys = sorted(set(every))
     service, instance = parse_service_name(name)
-    if service not in {each for each, _ in keys}:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service!r}{nearest(service, {each for each, _ in keys})}")
+    if service not in {other for other, _ in keys}:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service!r}{nearest(service, {other for other, _ in keys})}")
     chosen = [key for key in keys if key[0] == service and instance in (-1, key[1])]
     if not chosen:
         there = ", ".join(service_name(*key) for key in keys if key[0] == service)
@@ -134,18 +134,18 @@ def rolling_order(keys: Iterable[Key], ranks: Mapping[str, int]) -> list[list[Ke
     A group is one process, or the ranks of one model. `ranks` is the number of processes that together hold one
     model, by service; such processes end together anyway.
     """
-    known = list(keys)
+    all_keys = list(keys)
     units: list[list[Key]] = []
-    for service in dict.fromkeys([*ROLLING_ORDER, *(service for service, _ in known)]):
-        mine = [key for key in known if key[0] == service]
+    for service in dict.fromkeys([*ROLLING_ORDER, *(service for service, _ in all_keys)]):
+        mine = [key for key in all_keys if key[0] == service]
         size = ranks.get(service, 1)
         units += [mine[at : at + size] for at in range(0, len(mine), size)]
     return units
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
+def nearest(given: str, valid: Iterable[str]) -> str:
     """Return a hint such as `; did you mean 'rollout'?`, or a list of the known names."""
-    names: Sequence[str] = sorted(known)
+    names: Sequence[str] = sorted(valid)
     close = difflib.get_close_matches(given, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; available: {', '.join(names)}"
 

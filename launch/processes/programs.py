@@ -238,7 +238,7 @@ def rss_bytes(pid: int) -> int:
 def stopped_processes(pids: Mapping[Key, int]) -> list[WaitRow]:
     """Return a row for each process of the run that a signal has stopped, including processes started by services."""
     owners = {pid: key for key, pid in pids.items()}
-    processes = {each.pid: each for each in psutil.process_iter(["ppid", "status"])}
+    processes = {child.pid: child for child in psutil.process_iter(["ppid", "status"])}
     rows: list[WaitRow] = []
     for pid, process in processes.items():
         if process.info["status"] != psutil.STATUS_STOPPED:

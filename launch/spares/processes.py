@@ -72,7 +72,7 @@ class SpareProcesses:
 
     def fork(self, key: Key, resources: Resources, command: Sequence[str], output: BinaryIO) -> Child | None:
         """Fork a spare to run `command` as the process `key`. Return the fork, or None if no spare can be used."""
-        kind = next((each for each in self._kinds if key[0] in each.services), None)
+        kind = next((candidate for candidate in self._kinds if key[0] in candidate.services), None)
         if kind is None or not self._rules.usable(kind):
             return None
         spare, orders, _ = self._children[kind]
@@ -128,7 +128,7 @@ class SpareProcesses:
         """Start a spare. Return it with the socket for its orders. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "launch.spares.spare", str(theirs.fileno()), "--run", str(self._run.path)]
-        command.append("-" * max(COMMAND_BYTES - sum(len(os.fsencode(each)) + 1 for each in command), 1))
+        command.append("-" * max(COMMAND_BYTES - sum(len(os.fsencode(argument)) + 1 for argument in command), 1))
         try:
             with theirs, self._output(kind).open("ab") as output:
                 ours.send(json.dumps(kind.imports).encode())  # the socket buffers this until the spare reads it

@@ -331,21 +331,24 @@ class RunLifecycle:
         """Continue a rolling restart: tell the next group to stop once the previous one is READY again."""
         while self._rolling:
             group = [self.processes[key] for key in self._rolling[0] if key in self.processes]
-            group = [each for each in group if _is_active(each)]
+            group = [process for process in group if _is_active(process)]
             if not self._rolled:
                 if any(process.state != ProcessState.READY for process in self._active()):
                     return
                 self._rolled = {process.key: process.restarts for process in group}
                 for process in group:
                     self._tell_to_end(process, now)
-            if any(each.state != ProcessState.READY or each.restarts == self._rolled[each.key] for each in group):
+            if any(
+                process.state != ProcessState.READY or process.restarts == self._rolled[process.key]
+                for process in group
+            ):
                 return
             self._rolling.popleft()
             self._rolled = {}
 
     def _active(self) -> list[Process]:
         """Return the processes that should be running."""
-        return [each for each in self.processes.values() if _is_active(each)]
+        return [process for process in self.processes.values() if _is_active(process)]
 
     # ---- progress
 

@@ -60,8 +60,8 @@ class ProcessWaits:
         if state.phase != self._phase[0]:
             self._phase = (state.phase, now)
         for key, process in state.processes.items():
-            known = self._since.get(key)
-            if known is None or known[:2] != (process.state, process.told_to_end):
+            before = self._since.get(key)
+            if before is None or before[:2] != (process.state, process.told_to_end):
                 self._since[key] = (process.state, process.told_to_end, now)
 
     def phase_s(self, now: float) -> float:
@@ -73,9 +73,9 @@ class ProcessWaits:
         rows: list[WaitRow] = []
         for key, process in state.processes.items():
             since = self._since[key][2] if key in self._since else now
-            found = _what(process, held=key[0] in state.held)
-            if found is not None:
-                what, until = found
+            doing = _what(process, held=key[0] in state.held)
+            if doing is not None:
+                what, until = doing
                 limit_s = until - since if until is not None else 0.0
                 rows.append(WaitRow(WaitKind.PROCESS, what, now - since, max(limit_s, 0.0), service_name(*key)))
         return rows

@@ -301,15 +301,15 @@ class Service:
             self.log.info("listens", endpoint=self.endpoint)
 
     async def __find_endpoint(self, service: str, instance: int) -> str:
-        known = await self.resolve(service, instance)
-        if known.host_id == self.run.host_id:
+        registered = await self.resolve(service, instance)
+        if registered.host_id == self.run.host_id:
             return self.run.endpoint(service, instance)
-        if not is_tcp(known.endpoint):
+        if not is_tcp(registered.endpoint):
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 f"{service_name(service, instance)} answers only on its own host; start it with --listen tcp://ADDRESS:0",
             )
-        return known.endpoint
+        return registered.endpoint
 
     async def close(self) -> None:
         """Close what is in `closing`, then all sockets; the mailbox removes its file.
@@ -339,8 +339,8 @@ class Service:
             if task.done():
                 task.result()
         finally:
-            for each in (task, stop):
-                each.cancel()
+            for pending in (task, stop):
+                pending.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
     def __enter(self, state: ProcessState) -> None:

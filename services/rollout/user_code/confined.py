@@ -69,12 +69,12 @@ def limit_memory(memory_bytes: int) -> None:
     files, which are shared. Shared mappings and files in /dev/shm are not counted. The same limit applies separately to
     each process that users' code starts.
     """
-    held = 0
+    used = 0
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
-            held = int(line.split()[1]) * 1024
+            used = int(line.split()[1]) * 1024
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + memory_bytes, most))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + memory_bytes, most))
 
 
 def grow_limit(more_bytes: int) -> None:
@@ -171,9 +171,9 @@ def descendants(pid: int) -> list[int]:
                 # The format is `pid (comm) state ppid ...`, and comm may contain anything.
                 parent = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[1]
                 children[int(parent)].append(int(entry))
-    found: list[int] = []
+    pids: list[int] = []
     below = [pid]
     while below:
-        below = [each for parent in below for each in children.get(parent, ())]
-        found += below
-    return found
+        below = [child for parent in below for child in children.get(parent, ())]
+        pids += below
+    return pids

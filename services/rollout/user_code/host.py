@@ -296,8 +296,8 @@ class UserHost:
         if not self._live:
             return []
         slot = self._marks.current()
-        live = self._live.get(slot or 0) or min(self._live.values(), key=lambda each: each.began)
-        began, home = min(each.began for each in self._live.values()), self.ready.homes[live.work.function]
+        live = self._live.get(slot or 0) or min(self._live.values(), key=lambda call: call.began)
+        began, home = min(call.began for call in self._live.values()), self.ready.homes[live.work.function]
         since_s = asyncio.get_running_loop().time() - began
         at = hangs_at(await self._process.stack.read() if since_s > LOOK_S else "", home)
         text = (

@@ -97,11 +97,11 @@ def _builtin(purpose: Purpose, path: str) -> rewards.Builtin | None:
     module_name, _, name = path.partition(":")
     if module_name != _BUILTIN:
         return None
-    known = _KINDS[purpose].builtins
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1) or sorted(known)
+    builtins = _KINDS[purpose].builtins
+    if name not in builtins:
+        near = difflib.get_close_matches(name, builtins, n=1) or sorted(builtins)
         raise refused(purpose, path, f"names no builtin; use {_BUILTIN}:{near[0]}")
-    return known[name]
+    return builtins[name]
 
 
 def _checked(builtin: rewards.Builtin, purpose: Purpose, path: str, params: dict[str, Any]) -> Callable[..., Any]:

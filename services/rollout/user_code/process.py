@@ -67,9 +67,9 @@ def main(descriptor: int, marks: int, stack: int) -> None:
     threading.stack_size(TOOL_STACK_BYTES)
     limit_memory(setup.memory_bytes)
     ready = frames.Ready(
-        group=[each.group for each in functions],
-        is_async=[each.is_async for each in functions],
-        homes=[each.home for each in functions],
+        group=[function.group for function in functions],
+        is_async=[function.is_async for function in functions],
+        homes=[function.home for function in functions],
         pid=os.getpid(),
     )
     link.sendall(frame(ready, frames.TO_SERVICE_BYTES))
@@ -267,10 +267,10 @@ def _returned(slot: int, trajectory: Any, state: dict[str, Any]) -> Returned:
     try:
         sequences = [
             Sequence(
-                [int(each) for each in made.token_ids],
-                [int(each) for each in made.loss_mask],
-                [float(each) for each in made.logprobs],
-                [int(each) for each in made.versions],
+                [int(number) for number in made.token_ids],
+                [int(number) for number in made.loss_mask],
+                [float(number) for number in made.logprobs],
+                [int(number) for number in made.versions],
             )
             for made in trajectory.sequences
         ]

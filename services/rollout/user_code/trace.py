@@ -61,21 +61,23 @@ def chain(error: BaseException) -> Iterator[BaseException]:
     a urllib error is included."""
     waiting, seen = [error], set[int]()
     while waiting and len(seen) < DEPTH:
-        each = waiting.pop(0)
-        if id(each) in seen:
+        link = waiting.pop(0)
+        if id(link) in seen:
             continue
-        seen.add(id(each))
-        yield each
-        hidden = None if each.__suppress_context__ else each.__context__
-        linked = (each.__cause__, hidden, getattr(each, "reason", None))
+        seen.add(id(link))
+        yield link
+        hidden = None if link.__suppress_context__ else link.__context__
+        linked = (link.__cause__, hidden, getattr(link, "reason", None))
         waiting += [other for other in linked if isinstance(other, BaseException)]
 
 
 def raised_at(error: BaseException, home: Home) -> str:
     """Return the innermost line of the function's own file that `error` passed through, or else the function's first
     line."""
-    for each in chain(error):
-        lines = [line for frame, line in traceback.walk_tb(each.__traceback__) if frame.f_code.co_filename == home.file]
+    for cause in chain(error):
+        lines = [
+            line for frame, line in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_filename == home.file
+        ]
         if lines:
             return place(home.file, lines[-1])
     return home.place

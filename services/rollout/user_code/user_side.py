@@ -18,7 +18,7 @@ from shared.workflow import ContextFull, Message, Trajectory, Turn, WorkflowErro
 
 T = TypeVar("T")
 TOOL_STACK_BYTES = 4 << 20
-REFUSALS: dict[str, type[Exception]] = {each.__name__: each for each in (ContextFull, WorkflowError)}
+REFUSALS: dict[str, type[Exception]] = {error.__name__: error for error in (ContextFull, WorkflowError)}
 """Errors with which the service may refuse a call. Any other error is raised as a RuntimeError."""
 
 
