@@ -26,22 +26,8 @@ from launch.viewers.logs import readable
 from launch.viewers.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.viewers.samples import FEW, Color, choose, show
 from launch.viewers.samples import as_json as as_document
-from proto.messages import (
-    Ack,
-    DrainService,
-    ErrorCode,
-    GetLog,
-    GetStatus,
-    GetStory,
-    GetSupervisorState,
-    LogLines,
-    RestartService,
-    ScaleService,
-    Status,
-    StopRun,
-    Story,
-    SupervisorState,
-)
+from proto import messages
+from proto.messages import ErrorCode
 from proto.registry import Request
 from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
@@ -134,7 +120,7 @@ def restart(
     else:
         keys = select(name, _supervised_keys(run))
         service, instance = parse_service_name(name)
-    _order(context, RestartService(service=service, instance=instance), "restarting", keys, as_json=as_json)
+    _order(context, messages.RestartService(service=service, instance=instance), "restarting", keys, as_json=as_json)
 
 
 @app.command()
@@ -144,7 +130,7 @@ def drain(
     """Stop a rollout or reference once it has finished its leases. It stays down until restart or scale starts it."""
     keys = select(name, _supervised_keys(context.obj.run))
     service, instance = parse_service_name(name)
-    _order(context, DrainService(service=service, instance=instance), "draining", keys, as_json=as_json)
+    _order(context, messages.DrainService(service=service, instance=instance), "draining", keys, as_json=as_json)
 
 
 @app.command()
@@ -160,7 +146,9 @@ def scale(
     if instance != -1:
         raise RpcError(ErrorCode.BAD_REQUEST, f"scale {name}: give the name of a service and a number of instances")
     keys = [(service, instance) for instance in range(instances)]
-    _order(context, ScaleService(service=service, instances=instances), "scaling", keys, SCALE_S, as_json=as_json)
+    _order(
+        context, messages.ScaleService(service=service, instances=instances), "scaling", keys, SCALE_S, as_json=as_json
+    )
 
 
 @app.command()
@@ -182,7 +170,7 @@ def track(
 @app.command()
 def stop(context: typer.Context, as_json: Json = False) -> None:
     """Drain everything and end the run. --resume continues it."""
-    _order(context, StopRun(), "stopping", context.obj.run.name, as_json=as_json)
+    _order(context, messages.StopRun(), "stopping", context.obj.run.name, as_json=as_json)
 
 
 @app.command()
@@ -215,7 +203,9 @@ def trace(
     if isinstance(run, RunDir):
         entries = story(run, task_id)
     else:
-        entries = from_message(asyncio.run(with_client(run, SUPERVISOR, GetStory(task_id=task_id), Story, STORY_S)))
+        entries = from_message(
+            asyncio.run(with_client(run, SUPERVISOR, messages.GetStory(task_id=task_id), messages.Story, STORY_S))
+        )
     if _as_json(context, as_json):
         told = {"task_id": task_id, "trace_id": trace_id(run.name, task_id).hex(), "story": as_rows(entries)}
         print(json.dumps(told))
@@ -370,14 +360,14 @@ def _as_json(context: typer.Context, as_json: bool) -> bool:
 
 
 def _remote_page(run: Run, key: Key, lines: int, position: int) -> tuple[list[str], int]:
-    request = GetLog(service=key[0], instance=key[1], lines=lines, position=position)
-    page = asyncio.run(with_client(run, SUPERVISOR, request, LogLines))
+    request = messages.GetLog(service=key[0], instance=key[1], lines=lines, position=position)
+    page = asyncio.run(with_client(run, SUPERVISOR, request, messages.LogLines))
     return page.lines, page.position
 
 
 def _known_keys(run: Run) -> list[Key]:
     if isinstance(run, Access):
-        state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
+        state = asyncio.run(with_client(run, SUPERVISOR, messages.GetSupervisorState(), messages.SupervisorState))
         return [(process.service, process.instance) for process in state.processes]
     return [(spec.service, spec.instance) for spec in load(run.topology, check_supported=False).services_plan()]
 
@@ -392,7 +382,7 @@ def _supervised_keys(run: Run) -> list[Key]:
     keys = _known_keys(run)
     if isinstance(run, RunDir):
         try:
-            state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
+            state = asyncio.run(with_client(run, SUPERVISOR, messages.GetSupervisorState(), messages.SupervisorState))
         except RpcError:
             return keys  # The request itself will report the cause.
         keys += [(process.service, process.instance) for process in state.processes]
@@ -402,7 +392,7 @@ def _supervised_keys(run: Run) -> list[Key]:
 def _registered_keys(run: Run) -> list[Key]:
     """Return all registered processes, including those on joined hosts, or [] if the scheduler does not answer."""
     try:
-        status = asyncio.run(with_client(run, "scheduler", GetStatus(), Status))
+        status = asyncio.run(with_client(run, "scheduler", messages.GetStatus(), messages.Status))
     except RpcError as error:
         if error.code == ErrorCode.BAD_REQUEST:
             raise  # The scheduler answers, but refuses this access.
@@ -427,7 +417,7 @@ def _order(
     as_json: bool,
 ) -> None:
     """Have the supervisor carry out `request`, and print what it does and to which processes."""
-    asyncio.run(with_client(context.obj.run, SUPERVISOR, request, Ack, deadline_s))
+    asyncio.run(with_client(context.obj.run, SUPERVISOR, request, messages.Ack, deadline_s))
     names = whom if isinstance(whom, str) else [service_name(*key) for key in whom]
     if _as_json(context, as_json):
         print(json.dumps({what: names}))

@@ -414,17 +414,11 @@ def tell(news: News) -> None:
     os.write(sys.stdout.fileno(), msgspec.json.encode(news) + b"\n")
 
 
-def _orders() -> SimpleQueue[KeeperOrder | None]:
-    """Return a queue of the orders that a thread reads from the input. None marks the end of the input."""
-    orders: SimpleQueue[KeeperOrder | None] = SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin.buffer:
-            orders.put(msgspec.json.decode(line, type=KeeperOrder))
-        orders.put(None)
-
-    threading.Thread(target=read, name="orders", daemon=True).start()
-    return orders
+def _read_orders(orders: SimpleQueue[KeeperOrder | None]) -> None:
+    """Put the orders from the input into the queue. None marks the end of the input."""
+    for line in sys.stdin.buffer:
+        orders.put(msgspec.json.decode(line, type=KeeperOrder))
+    orders.put(None)
 
 
 def _closed(address: str) -> str:
@@ -472,8 +466,10 @@ def main() -> None:
     """Serve the launcher until it ends. Anything else that is printed goes to standard error."""
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    orders: SimpleQueue[KeeperOrder | None] = SimpleQueue()
+    threading.Thread(target=_read_orders, args=(orders,), name="orders", daemon=True).start()
     try:
-        _serve(_orders())
+        _serve(orders)
     except Exception as error:
         tell(News("failed", f"the keeper of the hosts on Ray failed: {type(error).__name__}: {_line(error)}"))
         raise

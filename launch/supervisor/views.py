@@ -15,27 +15,10 @@ from launch.processes.programs import ROOT, rss_bytes, stopped_processes
 from launch.supervisor.sockets import SupervisorSockets
 from launch.supervisor.state import Process, RunLifecycle, RunPhase
 from launch.viewers.story import from_rows, to_message
+from proto import messages
 from proto.errors import WireError
 from proto.ids import check_task_id
-from proto.messages import (
-    ErrorCode,
-    GetLog,
-    GetStory,
-    GetSupervisorState,
-    GetWaits,
-    LogLines,
-    Ping,
-    Pong,
-    ProcessRow,
-    Resolve,
-    Resolved,
-    SpareRow,
-    Story,
-    SupervisorState,
-    WaitKind,
-    WaitRow,
-    Waits,
-)
+from proto.messages import ErrorCode, WaitKind, WaitRow
 from shared.actor.logging import log_page
 from shared.actor.service import ProcessState
 from shared.rpc.client import Client
@@ -111,7 +94,7 @@ class Views:
         state: RunLifecycle,
         waits: ProcessWaits,
         sockets: SupervisorSockets,
-        spares: Callable[[], list[SpareRow]],
+        spares: Callable[[], list[messages.SpareRow]],
         hosts: HostBook,
     ) -> None:
         """`spares` returns the rows of the spares. `hosts` records the other hosts."""
@@ -124,16 +107,16 @@ class Views:
         self._telling = asyncio.Lock()
         """Held while a story is prepared, so that stories are prepared one at a time."""
         handle = sockets.mailbox.handle
-        handle(GetSupervisorState, self._get_state)
-        handle(Ping, self._ping)
-        handle(GetLog, self._get_log)
-        handle(GetWaits, self._get_waits)
-        handle(GetStory, self._get_story)
+        handle(messages.GetSupervisorState, self._get_state)
+        handle(messages.Ping, self._ping)
+        handle(messages.GetLog, self._get_log)
+        handle(messages.GetWaits, self._get_waits)
+        handle(messages.GetStory, self._get_story)
 
-    def rows(self) -> list[ProcessRow]:
+    def rows(self) -> list[messages.ProcessRow]:
         """Return the processes on this host."""
         return [
-            ProcessRow(
+            messages.ProcessRow(
                 service=key[0],
                 instance=key[1],
                 state=process.state,
@@ -146,15 +129,17 @@ class Views:
             for key, process in self._state.processes.items()
         ]
 
-    def _ping(self, _: Ping, call: Call) -> Pong:
+    def _ping(self, _: messages.Ping, call: Call) -> messages.Pong:
         life = self._sockets.incarnation
-        return Pong(service=SUPERVISOR, instance=0, incarnation=life, state=self._state.phase, at=time.time())
+        return messages.Pong(service=SUPERVISOR, instance=0, incarnation=life, state=self._state.phase, at=time.time())
 
-    def _get_state(self, _: GetSupervisorState, call: Call) -> SupervisorState:
+    def _get_state(self, _: messages.GetSupervisorState, call: Call) -> messages.SupervisorState:
         rows = self.rows() + self._hosts.rows()
-        return SupervisorState(run=self._run.name, phase=self._state.phase, processes=rows, spares=self._spares())
+        return messages.SupervisorState(
+            run=self._run.name, phase=self._state.phase, processes=rows, spares=self._spares()
+        )
 
-    async def _get_story(self, request: GetStory, call: Call) -> Story:
+    async def _get_story(self, request: messages.GetStory, call: Call) -> messages.Story:
         """Have another process replay the journal, because the replay would keep this process from answering."""
         try:
             check_task_id(request.task_id)
@@ -179,7 +164,7 @@ class Views:
             raise RpcError(ErrorCode.BAD_REQUEST, errors.decode(errors="replace").strip()[-1000:] or "no story")
         return to_message(from_rows(json.loads(output)["story"]))
 
-    async def _get_waits(self, _: GetWaits, call: Call) -> Waits:
+    async def _get_waits(self, _: messages.GetWaits, call: Call) -> messages.Waits:
         loop = asyncio.get_running_loop()
         now = loop.time()
         rows: list[WaitRow] = self._waits.rows(self._state, now)
@@ -187,16 +172,16 @@ class Views:
         rows += await loop.run_in_executor(None, stopped_processes, dict(self._state.pids()))
         rows += self._hosts.waits(now)
         phase, phase_s = self._state.phase, self._waits.phase_s(now)
-        return Waits(incarnation=self._sockets.incarnation, state=phase, state_s=phase_s, waits=rows)
+        return messages.Waits(incarnation=self._sockets.incarnation, state=phase, state_s=phase_s, waits=rows)
 
-    def _get_log(self, request: GetLog, call: Call) -> LogLines | Awaitable[LogLines]:
+    def _get_log(self, request: messages.GetLog, call: Call) -> messages.LogLines | Awaitable[messages.LogLines]:
         key = (request.service, request.instance)
         if key not in self._state.processes and key != (SUPERVISOR, 0):  # names from other hosts are not used as paths
             return self._log_of_joined(request)
         lines, position = log_page(self._run.log_file(*key), request.lines, request.position)
-        return LogLines(lines=lines, position=position)
+        return messages.LogLines(lines=lines, position=position)
 
-    async def _log_of_joined(self, request: GetLog) -> LogLines:
+    async def _log_of_joined(self, request: messages.GetLog) -> messages.LogLines:
         """Ask a service that the supervisor did not start, because it runs on a host that has joined, for its log.
 
         No name received from another host is turned into a path here. Raises RpcError: bad_request if no such service
@@ -204,8 +189,8 @@ class Views:
         """
         name = service_name(request.service, request.instance)
         try:
-            ask = Resolve(service=request.service, instance=request.instance)
-            where = await self._sockets.announced("scheduler").call(ask, Resolved, deadline_s=CALL_S)
+            ask = messages.Resolve(service=request.service, instance=request.instance)
+            where = await self._sockets.announced("scheduler").call(ask, messages.Resolved, deadline_s=CALL_S)
         except RpcError:
             raise RpcError(ErrorCode.BAD_REQUEST, f"no service {name}") from None
         remote = is_tcp(where.endpoint)
@@ -216,6 +201,6 @@ class Views:
             sockets.context, where.endpoint, name, sockets.incarnation, keys=sockets.keys if remote else None
         )
         try:
-            return await client.call(request, LogLines, deadline_s=CALL_S)
+            return await client.call(request, messages.LogLines, deadline_s=CALL_S)
         finally:
             client.close()
