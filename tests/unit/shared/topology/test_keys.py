@@ -214,7 +214,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     ),
     "services.monitor.samples.limit_bytes": (
         "services/recorder/server.py",
-        "self._settings.limit_bytes",
+        "settings.limit_bytes",
         "unit/recorder/test_files.py::test_the_oldest_steps_are_removed_to_stay_within_the_limit",
     ),
     "run.on_bad_step": (
