@@ -29,7 +29,7 @@ _NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
-class Proof:
+class ModelProof:
     """What is proved for a model. `cpu_s` is the processor time that it took, or None if it was known."""
 
     passes: Passes
@@ -39,7 +39,7 @@ class Proof:
     cpu_s: float | None
 
 
-def prove(topology: Topology) -> Proof:
+def prove(topology: Topology) -> ModelProof:
     """Return the proof for the topology's model. Raises OSError or ValueError if its config.json cannot be read."""
     folder = Path(topology.policy.model)
     config = json.loads((folder / "config.json").read_bytes())
@@ -51,7 +51,7 @@ def prove(topology: Topology) -> Proof:
         pass  # It is not known yet.
     verdict = compute(folder, longest)
     if isinstance(verdict, str):
-        return Proof(Passes(), "", [f"no proof: {verdict}"], folder.name, None)
+        return ModelProof(Passes(), "", [f"no proof: {verdict}"], folder.name, None)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
@@ -62,7 +62,7 @@ def prove(topology: Topology) -> Proof:
     return _proof(verdict, verdict["cpu_s"])
 
 
-def problems(proof: Proof, wanted: Passes | None) -> list[str]:
+def problems(proof: ModelProof, wanted: Passes | None) -> list[str]:
     """Return the reasons why a run cannot use the model, or the `wanted` passes."""
     if proof.refused:
         return [
@@ -75,7 +75,7 @@ def problems(proof: Proof, wanted: Passes | None) -> list[str]:
     ]
 
 
-def described(proof: Proof) -> str:
+def described(proof: ModelProof) -> str:
     """Return one line for human readers."""
     when = "known" if proof.cpu_s is None else f"proved in {proof.cpu_s:.1f} s of processor time"
     return f"{proof.model}: {proof.passes} ({when})"
@@ -101,9 +101,9 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
 
 
-def _proof(verdict: dict[str, Any], cpu_s: float | None) -> Proof:
+def _proof(verdict: dict[str, Any], cpu_s: float | None) -> ModelProof:
     passes = Passes(sequences=verdict["sequences"], head=verdict["head"], decoder=verdict["decoder"])
-    return Proof(passes, verdict["refused"], verdict["reasons"], verdict["model"], cpu_s)
+    return ModelProof(passes, verdict["refused"], verdict["reasons"], verdict["model"], cpu_s)
 
 
 def compute(folder: Path, longest: int | None) -> dict[str, Any] | str:

@@ -170,7 +170,7 @@ class HostKeeper:
 
 
 @dataclass
-class _Placed:
+class _PlacedHost:
     """A host with its actor."""
 
     name: str
@@ -188,7 +188,7 @@ class Keeper:
 
     def __init__(self, ray: Any, order: KeeperOrder, path: Path) -> None:
         self._ray, self._order, self._path = ray, order, path
-        self._placed: dict[str, _Placed] = {}
+        self._placed: dict[str, _PlacedHost] = {}
         self._access = b""
         self._again_at: dict[str, float] = {}
         self._said: dict[str, str] = {}
@@ -215,7 +215,7 @@ class Keeper:
             for news in pool.map(functools.partial(self._checked, doors=doors), list(self._placed.values())):
                 tell(news)
 
-    def _checked(self, placed: _Placed, doors: list[tuple[str, int]]) -> News:
+    def _checked(self, placed: _PlacedHost, doors: list[tuple[str, int]]) -> News:
         name = placed.name
         if text := self._begun(placed, START_S):
             return News("refused", f"host {name}: {text}", name)
@@ -297,10 +297,10 @@ class Keeper:
             ).remote(self._path.name)
         except ValueError:  # the name is taken
             return f"its node is already a host of run {self._whose(actor_name)!r}; end that run first"
-        self._placed[name] = _Placed(name, node["NodeID"], actor)
+        self._placed[name] = _PlacedHost(name, node["NodeID"], actor)
         return ""
 
-    def _try_to_start(self, placed: _Placed, now: float) -> str:
+    def _try_to_start(self, placed: _PlacedHost, now: float) -> str:
         """Start the agent of a host if its actor answers, without waiting.
 
         Return the reason why it cannot be started, or an empty string.
@@ -312,7 +312,7 @@ class Keeper:
             return ""
         return self._begun(placed, START_S if ready else 0.0) or self._start(placed)
 
-    def _begun(self, placed: _Placed, limit_s: float) -> str:
+    def _begun(self, placed: _PlacedHost, limit_s: float) -> str:
         """Wait for the actor of a host. Return the reason why it does not start, or an empty string."""
         try:
             self._ray.get(placed.answer or placed.actor.whose.remote(), timeout=limit_s)
@@ -332,7 +332,7 @@ class Keeper:
         except (ValueError, self._ray.exceptions.RayError):
             return "(unknown)"
 
-    def _start(self, placed: _Placed) -> str:
+    def _start(self, placed: _PlacedHost) -> str:
         path = str(self._path / "hosts" / placed.name)
         try:
             self._ray.get(placed.actor.start.remote(ROOT, FOLDER, placed.name, path, self._access), timeout=START_S)
@@ -345,7 +345,7 @@ class Keeper:
         self._said.pop(placed.name, None)
         return ""
 
-    def _look_at(self, placed: _Placed) -> None:
+    def _look_at(self, placed: _PlacedHost) -> None:
         ready, _ = self._ray.wait([placed.waiting], timeout=0)
         if not ready:
             return
@@ -372,11 +372,11 @@ class Keeper:
             tell(News(kind, f"host {host}: {text}", host))
         self._said[host] = text
 
-    def _give_up(self, placed: _Placed) -> None:
+    def _give_up(self, placed: _PlacedHost) -> None:
         self._ray.kill(placed.actor)
         del self._placed[placed.name]
 
-    def _lose(self, placed: _Placed, cause: str) -> None:
+    def _lose(self, placed: _PlacedHost, cause: str) -> None:
         self._give_up(placed)
         tell(News("lost", cause, placed.name))
 

@@ -17,7 +17,7 @@ from launch.processes.programs import Programs
 from launch.spares.processes import SpareNotice, SpareProcesses
 from launch.spares.state import SpareKind
 from launch.supervisor import events as e
-from launch.supervisor.operations import STATUS_CALL_S, Operations
+from launch.supervisor.requests import STATUS_CALL_S, OperatorRequests
 from launch.supervisor.runner import Runner
 from launch.supervisor.sockets import SupervisorSockets
 from launch.supervisor.state import RunLifecycle, RunPhase
@@ -89,7 +89,7 @@ class Supervisor:
         self._runner = Runner(
             run, self._sockets, processes, self._programs, self._spares, command=command, on_exit=self._exited
         )
-        self._operations = Operations(
+        self._requests = OperatorRequests(
             run, self.state, self._sockets, self._runner, self._hosts, feed=self._feed, ranks=ranks or {}, resize=resize
         )
         self._waits = ProcessWaits()
@@ -199,7 +199,7 @@ class Supervisor:
                 return [outcome]
             case e.Terminate(key, pid):
                 self._runner.signal(key, pid, signal.SIGTERM)
-            case e.Retire(key, pid):
+            case e.RetireProcess(key, pid):
                 self._background(self._runner.retire(key, pid))
             case e.Kill(key, pid, hung):
                 self._log.warning("killed", name=service_name(*key), pid=pid)

@@ -310,7 +310,7 @@ class RunLifecycle:
             return
         process.drain_by = now + RETIRE_LIMIT_S
         if process.state == ProcessState.READY:
-            self._effects.append(e.Retire(process.key, process.pid))
+            self._effects.append(e.RetireProcess(process.key, process.pid))
         else:
             self._tell_to_end(process, now)
 

@@ -205,7 +205,7 @@ Ended = Returned | Rated | Failed
 
 
 @dataclass(eq=False)
-class _Live:
+class _LiveCall:
     work: Work
     began: float
     deadline: float
@@ -223,7 +223,7 @@ class UserHost:
         self._stall_s = setup.timeout_s + GRACE_S
         if setup.purpose is Purpose.WORKFLOW:  # a workflow's code must not block the loop, which other samples share
             self._stall_s = min(STALL_S, setup.timeout_s)
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _LiveCall] = {}
         self._slot = 0
         self._left_tools = 0
         self._late_calls = 0
@@ -270,7 +270,7 @@ class UserHost:
         loop = asyncio.get_running_loop()
         # Plain functions are called one after another, so the time of each starts when the previous one ends.
         limit_s = self._setup.timeout_s + 2 * GRACE_S if self.ready.is_async[work.function] else float("inf")
-        live = _Live(work, loop.time(), loop.time() + limit_s, loop.create_future())
+        live = _LiveCall(work, loop.time(), loop.time() + limit_s, loop.create_future())
         try:
             try:
                 message = frame(work.begin(slot), TO_PROCESS_BYTES)
@@ -344,7 +344,7 @@ class UserHost:
                     live.ended.set_result(self._broken(slot, live, suspects, hung, status, stack))
             self._marks.close()
 
-    def _broken(self, slot: int, live: _Live, suspects: set[int], hung: bool, status: str, stack: str) -> Broken:
+    def _broken(self, slot: int, live: _LiveCall, suspects: set[int], hung: bool, status: str, stack: str) -> Broken:
         home = self.ready.homes[live.work.function]
         suspect, certain = slot in suspects, suspects == {slot}
         if self._no_memory is not None:
@@ -422,7 +422,7 @@ class UserHost:
                     self._fail_late(slot, live)
         return False
 
-    def _fail_late(self, slot: int, live: _Live) -> None:
+    def _fail_late(self, slot: int, live: _LiveCall) -> None:
         """Fail a call that ignored its timeout. On the first round, its answer may still be in the socket."""
         if not live.late:
             live.late = True

@@ -36,7 +36,7 @@ class UserFunction:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _FunctionKind:
     """The functions for one purpose: their name in errors, their arguments and the builtins."""
 
     what: str
@@ -46,8 +46,8 @@ class _Kind:
 
 
 _KINDS = {
-    Purpose.REWARD: _Kind("reward function", ("sample",), rewards.BUILTINS),
-    Purpose.WORKFLOW: _Kind(
+    Purpose.REWARD: _FunctionKind("reward function", ("sample",), rewards.BUILTINS),
+    Purpose.WORKFLOW: _FunctionKind(
         "workflow",
         ("row", "llm", "ctx"),
         {name: rewards.Builtin(call) for name, call in workflows.BUILTINS.items()},

@@ -73,7 +73,7 @@ def main(descriptor: int, marks: int, stack: int) -> None:
         pid=os.getpid(),
     )
     link.sendall(frame(ready, frames.TO_SERVICE_BYTES))
-    _Slots(link, Marks(marks), setup, functions).run()
+    _CallSlots(link, Marks(marks), setup, functions).run()
 
 
 def _no_memory_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class _Marked(Coroutine[Any, Any, Any]):
         return self._inner.__await__()
 
 
-class _Slots:
+class _CallSlots:
     """The calls in progress. One loop serves all calls, because clients and locks in user modules are bound to a
     loop."""
 

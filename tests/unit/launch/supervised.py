@@ -58,7 +58,7 @@ class World:
                 case e.Terminate(key, pid):
                     assert pid == self.pids[key]
                     self.terminated.append(key)
-                case e.Retire(key, pid):
+                case e.RetireProcess(key, pid):
                     assert pid == self.pids[key]
                     self.retired.append(key)
                 case e.Kill(key, pid):

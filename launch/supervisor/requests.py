@@ -37,7 +37,7 @@ FOREIGN_S = 10.0
 """Seconds of silence after which a registered process that the supervisor did not start counts as gone."""
 
 
-class Operations:
+class OperatorRequests:
     """Answers the requests of operators and of the scheduler."""
 
     def __init__(
