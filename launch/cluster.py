@@ -30,8 +30,8 @@ from launch.placement.ray_engine import RayEngine
 from launch.processes.gpus import own_gpus, resources_of
 from launch.processes.plan import SUPERVISOR, listen_endpoint, processes_at_home
 from launch.spares.heavy import spare_kinds
-from launch.supervisor import scaling
 from launch.supervisor.events import RunEnded, RunOutcome
+from launch.supervisor.scaling import Scaling
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.viewers.progress import Screen
 from shared.actor import logging
@@ -354,8 +354,7 @@ async def _supervise(
         lock=lock,
         save_limit_s=stop_limit_s(topology),
         spares=spare_kinds(topology, {service for service, _ in plan}),
-        ranks=scaling.ranks(topology),
-        resize=functools.partial(scaling.resize, run),
+        scaling=Scaling(run, topology),
         hosts=hosts,
     )
     taken = 0

@@ -6,12 +6,12 @@ Requests that concern processes on other hosts are passed on to the supervisors 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
 from launch.placement.desk import KILL_S, HostDesk
-from launch.processes.plan import EVERYTHING, LEASING, SUPERVISOR, Key, Resources, rolling_order
+from launch.processes.plan import EVERYTHING, LEASING, SUPERVISOR, Key, rolling_order
 from launch.supervisor.events import (
     DrainAsked,
     Event,
@@ -22,6 +22,7 @@ from launch.supervisor.events import (
     StopAsked,
 )
 from launch.supervisor.runner import Runner
+from launch.supervisor.scaling import Scaling
 from launch.supervisor.sockets import SupervisorSockets
 from launch.supervisor.state import RunLifecycle
 from proto.messages import Ack, DrainService, ErrorCode, KillInstance, RestartService, ScaleService, StopRun
@@ -47,20 +48,19 @@ class OperatorRequests:
         sockets: SupervisorSockets,
         runner: Runner,
         hosts: HostDesk,
+        scaling: Scaling | None,
         *,
         feed: Callable[[Event], None],
-        ranks: Mapping[str, int],
-        resize: Callable[[str, int], Mapping[Key, Resources]] | None,
     ) -> None:
-        """`feed` passes an event to the state machine. For `ranks` and `resize`, see `Supervisor`."""
+        """`feed` passes an event to the state machine. Without `scaling`, no service can be scaled."""
         self._run = run
         self._state = state
         self._sockets = sockets
         self._runner = runner
         self._hosts = hosts
         self._feed = feed
-        self._ranks = dict(ranks)
-        self._resize = resize
+        self._scaling = scaling
+        self._ranks = scaling.ranks if scaling is not None else {}
         self._log = structlog.get_logger(SUPERVISOR)
         handle = sockets.mailbox.handle
         handle(RestartService, self._on_restart)
@@ -94,11 +94,10 @@ class OperatorRequests:
 
     async def _on_scale(self, request: ScaleService, call: Call) -> Ack:
         self._refuse_at_end()
-        if self._resize is None:
+        if self._scaling is None:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{request.service} cannot be scaled in this run")
         await self._refuse_foreign(request)
-        resize = asyncio.get_running_loop().run_in_executor(None, self._resize, request.service, request.instances)
-        resized = await resize
+        resized = await asyncio.to_thread(self._scaling.resize, request.service, request.instances)
         self._refuse_at_end()
         book = self._hosts.book
         if book.hosts:

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,6 +33,11 @@ STACKS_LIMIT_BYTES = 128 << 10
 _STACKS_POLL_S = 0.05
 
 
+def program_of(service: str) -> list[str]:
+    """Return the program of a service, without its arguments."""
+    return [sys.executable, "-m", module_of(service)]
+
+
 class Runner:
     """The processes of one run on this host. For the main thread and its event loop only."""
 
@@ -44,18 +49,16 @@ class Runner:
         programs: Programs,
         spares: SpareProcesses,
         *,
-        command: Callable[[str], Sequence[str]] | None,
         on_exit: Callable[[Key, int, int], None],
     ) -> None:
-        """`resources` is what each process is given. `command` returns the program of a service; by default, a service
-        runs its module. `on_exit` is called with the key, pid and exit status of each process that has ended.
+        """`resources` is what each process is given. `on_exit` is called with the key, pid and exit status of each
+        process that has ended.
         """
         self._run = run
         self._sockets = sockets
         self._resources = dict(resources)
         self._programs = programs
         self._spares = spares
-        self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
         self._on_exit = on_exit
         self._children: dict[Key, Child] = {}
         self._ended: set[tuple[Key, int]] = set()
@@ -72,7 +75,7 @@ class Runner:
         """Start the process `key`."""
         service, instance = key
         resources = self._resources.get(key, Resources())
-        command = [*self._command(service), "--run", str(self._run.path), "--instance", str(instance)]
+        command = [*program_of(service), "--run", str(self._run.path), "--instance", str(instance)]
         command += ["--supervisor", self._sockets.endpoint, "--parent", str(os.getpid())]
         command += ["--listen", resources.listen] if resources.listen else []
         try:

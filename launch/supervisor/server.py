@@ -19,6 +19,7 @@ from launch.spares.state import SpareKind
 from launch.supervisor import events as e
 from launch.supervisor.requests import STATUS_CALL_S, OperatorRequests
 from launch.supervisor.runner import Runner
+from launch.supervisor.scaling import Scaling
 from launch.supervisor.sockets import SupervisorSockets
 from launch.supervisor.state import RunLifecycle, RunPhase
 from launch.supervisor.views import ProcessWaits, Views
@@ -48,23 +49,18 @@ class Supervisor:
         listen: str = "",
         lock: int | None = None,
         save_limit_s: float = 0.0,
-        command: Callable[[str], Sequence[str]] | None = None,
         spares: Sequence[SpareKind] = (),
-        ranks: Mapping[str, int] | None = None,
-        resize: Callable[[str, int], Mapping[Key, Resources]] | None = None,
+        scaling: Scaling | None = None,
         hosts: HostDesk | None = None,
         access: Access | None = None,
     ) -> None:
         """`processes` are the processes to run, with what each is given. A process that is not READY within
         `start_limit_s` seconds is killed and started again. `listen` is the endpoint at which the supervisor answers
         other hosts. `lock` is the descriptor of the lock on the run directory, which the guard inherits. `save_limit_s`
-        is the maximum time, in seconds, that the trainer may take to save a checkpoint at the end. `command` returns
-        the program of a service; by default, a service runs its module. `spares` are the spare processes to keep;
-        services are forked from them.
+        is the maximum time, in seconds, that the trainer may take to save a checkpoint at the end. `spares` are the
+        spare processes to keep; services are forked from them. Without `scaling`, no service can be scaled.
 
-        `ranks` is the number of processes that together hold one model, by service (default 1). `resize` checks that a
-        service can have a given number of instances and returns what they are given, or raises RpcError; if it is None,
-        nothing can be scaled. `hosts` manages the other hosts of the run. `access` provides the run's endpoints and
+        `hosts` manages the other hosts of the run. `access` provides the run's endpoints and
         keys to a supervisor on another host, which runs a part of the run.
         """
         self._run = run
@@ -86,11 +82,9 @@ class Supervisor:
             on_settled=lambda services: self._feed(e.SpareSettled(services)),
             on_notice=on_event,
         )
-        self._runner = Runner(
-            run, self._sockets, processes, self._programs, self._spares, command=command, on_exit=self._exited
-        )
+        self._runner = Runner(run, self._sockets, processes, self._programs, self._spares, on_exit=self._exited)
         self._requests = OperatorRequests(
-            run, self.state, self._sockets, self._runner, self._hosts, feed=self._feed, ranks=ranks or {}, resize=resize
+            run, self.state, self._sockets, self._runner, self._hosts, scaling, feed=self._feed
         )
         self._waits = ProcessWaits()
         self._views = Views(run, self.state, self._waits, self._sockets, self._spares.rows, self._hosts.book)

@@ -120,7 +120,7 @@ def test_without_a_proof_in_time_the_run_is_plain_and_says_so(
 def test_what_is_not_proved_is_refused_in_one_line(
     model: Path, monkeypatch: pytest.MonkeyPatch, refused: str, wanted: tuple[str, ...], line: str
 ) -> None:
-    proof = model_proof.Proof(Passes(sequences="padded"), refused, [], "Some", None)
+    proof = model_proof.ModelProof(Passes(sequences="padded"), refused, [], "Some", None)
     monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
     findings = Findings("t.yaml")
     preflight.prove(topology(model, *wanted), findings)
@@ -129,14 +129,14 @@ def test_what_is_not_proved_is_refused_in_one_line(
 
 
 def test_slower_passes_may_be_chosen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proof = model_proof.Proof(FASTEST, "", [], "Some", None)
+    proof = model_proof.ModelProof(FASTEST, "", [], "Some", None)
     monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
     chosen = preflight.prove(topology(model, "policy.passes.sequences=padded"), Findings("t.yaml"))
     assert chosen.policy.passes == Passes(sequences="padded")
 
 
 def test_whole_logits_are_part_of_the_memory_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proof = model_proof.Proof(Passes(sequences="padded"), "", [], "Some", None)
+    proof = model_proof.ModelProof(Passes(sequences="padded"), "", [], "Some", None)
     monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
     findings = Findings("t.yaml")
     found = preflight.prove(topology(model, "algorithm.kl.coef=0.1"), findings)
