@@ -16,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -65,11 +64,6 @@ class Trees:
 
     blocks: list[TreeBlock]
     scatter: Tensor
-
-    @cached_property
-    def gather(self) -> Tensor:
-        """The node in every slot of all blocks, int64 [slots]."""
-        return torch.cat([block.gather for block in self.blocks])
 
     @cached_property
     def in_order(self) -> bool:
@@ -189,35 +183,6 @@ def attend_trees(
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     nodes = joined if in_order else joined.index_select(0, trees.scatter)
     return nodes.view(1, -1, heads, dim), None
-
-
-def attend_joint(nodes: Tensor, trees: Trees, heads: list[int], scale: float) -> Tensor:
-    """Map nodes [N, (H + 2G) * D], each with its queries, keys and values, to [N, H * D]. `heads` is [H, G, G]. Layers
-    with a window are not supported."""
-    slots = cast(Tensor, cast(Any, _Slots).apply(nodes, trees.gather, trees.scatter))
-    outputs: list[Tensor] = []
-    parts = torch.split(slots, [block.rows * block.longest for block in trees.blocks])
-    for block, part in zip(trees.blocks, parts, strict=True):
-        heads_RXLD = part.view(block.rows, block.longest, sum(heads), -1).transpose(1, 2)
-        query, key, value = torch.split(heads_RXLD, heads, dim=1)
-        out_RHLD = attend(query, key, value, block.mask, scale)
-        outputs.append(out_RHLD.transpose(1, 2).reshape(len(part), -1))
-    return torch.cat(outputs).index_select(0, trees.scatter)
-
-
-class _Slots(torch.autograd.Function):
-    """Copies nodes to slots. Slots without a node have no gradient, so each node takes that of its own slot."""
-
-    @staticmethod
-    def forward(ctx: Any, nodes: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:
-        ctx.save_for_backward(scatter)
-        return nodes.index_select(0, gather)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (scatter,) = ctx.saved_tensors
-        return grad.index_select(0, scatter), None, None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:

@@ -71,20 +71,6 @@ def write_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, ou
     return torch.addmm(bias, rows, weight.t(), out=out)
 
 
-def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient [N, in] of a layer's input, given that of its output, [N, out], and its weight [out, in]."""
-    large = _uses_onednn(grad.numel() * weight.shape[1], grad, weight)
-    return product(grad, weight.t()) if large else torch.mm(grad, weight)
-
-
-def add_weight_gradient(total: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """Add the gradient of a layer's weight to `total` [out, in], given that of its output, [N, out], and its input."""
-    if _uses_onednn(grad.numel() * rows.shape[1], grad, rows):
-        total.add_(_weight_gradient(grad.contiguous(), rows.contiguous()))
-    else:
-        total.addmm_(grad.t(), rows)
-
-
 def suits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `linear` uses oneDNN. Where `USES_ONEDNN` is true, it does for large products of plain float32
     tensors on a CPU."""

@@ -241,7 +241,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "policy.passes.decoder": (
         "shared/model/plain_decoder.py",
         "passes_of(model).decoder",
-        "unit/shared/test_plain_training.py::test_only_whole_plain_models_that_are_trained_as_they_are_use_it",
+        "unit/rollout/test_plain_decoder.py::test_a_model_runs_its_own_modules_unless_its_passes_allow_the_decoder",
     ),
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
