@@ -28,14 +28,12 @@ from shared.topology import (
     hub,
     memory_plan,
     model_files,
-    monitor_traces,
-    monitor_web,
     snapshot_bytes,
     tied_weights,
 )
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import Place
-from shared.topology.monitor_web import split_address
+from shared.topology.monitor import prometheus_token_problems, split_address, web_token_problems
 from shared.topology.services import DEVICE_SERVICE
 
 NO_ROWS: Mapping[str, RowDigests] = MappingProxyType({})
@@ -382,7 +380,7 @@ def _check_page(topology: Topology, file: str, findings: Findings) -> None:
     web = topology.services.monitor.web
     if web is None:
         return
-    problems = monitor_web.token_problems(web)
+    problems = web_token_problems(web)
     findings.errors.extend(f"{file}: {'.'.join(map(str, path))}: {message}" for path, message in problems)
     _check_address(split_address(web.listen), ("services.monitor.web.listen",) * 2, file, findings)
 
@@ -392,7 +390,7 @@ def _check_exporter(topology: Topology, file: str, findings: Findings) -> None:
     findings.errors.extend(f"{file}: {line}" for line in missing_libraries(topology))
     prometheus = topology.services.monitor.prometheus
     if prometheus is not None:
-        problems = monitor_traces.token_problems(prometheus)
+        problems = prometheus_token_problems(prometheus)
         findings.errors.extend(f"{file}: {'.'.join(map(str, path))}: {message}" for path, message in problems)
         keys = ("services.monitor.prometheus.listen",) * 2
         _check_address(split_address(prometheus.listen), keys, file, findings)

@@ -13,8 +13,8 @@ from proto import codec
 from proto.errors import WireError
 from proto.messages import BatchMeta, StepBatch
 from shared.topology import load, task_bytes, weight_bytes, worst_case_bytes
+from shared.topology.algorithm_checks import MOST_SAMPLES
 from shared.topology.capacity import weight_versions
-from shared.topology.checks import MOST_SAMPLES
 from tests.unit.shared.topology.small_topology import BASE, WEIGHTS, edited, make, problems, write
 
 LISTEN = ["transport.listen=10.0.0.1"]
