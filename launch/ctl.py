@@ -156,7 +156,7 @@ def track(
     with _one_line_errors():
         if isinstance(run, Access):
             raise RpcError(ErrorCode.BAD_REQUEST, "track: needs the run directory (--run), which holds the metrics")
-        known = list(load(run.topology, check_supported=False, check_files=False).services.monitor.trackers)
+        known = list(load(run.topology, check_files=False).services.monitor.trackers)
         if not known or (name and name not in known):
             there = ", ".join(known) or "none"
             raise RpcError(ErrorCode.BAD_REQUEST, f"track {name}: no such tracker in the topology; it has {there}")
@@ -384,12 +384,12 @@ def _known_keys(run: Run) -> list[Key]:
     if isinstance(run, Access):
         state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
         return [(process.service, process.instance) for process in state.processes]
-    return [(spec.service, spec.instance) for spec in load(run.topology, check_supported=False).services_plan()]
+    return [(spec.service, spec.instance) for spec in load(run.topology).services_plan()]
 
 
 def _keys_at_home(run: RunDir) -> list[Key]:
     """Return the processes whose logs are in the run directory."""
-    return processes_at_home(load(run.topology, check_supported=False))
+    return processes_at_home(load(run.topology))
 
 
 def _supervised_keys(run: Run) -> list[Key]:

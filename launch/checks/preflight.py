@@ -32,7 +32,7 @@ from shared.topology import (
     tied_weights,
 )
 from shared.topology.fields import format_size
-from shared.topology.memory_plan import Place
+from shared.topology.memory_plan import MemoryPlace
 from shared.topology.monitor import prometheus_token_problems, split_address, web_token_problems
 from shared.topology.services import DEVICE_SERVICE
 
@@ -264,7 +264,7 @@ def vocabulary(topology: Topology) -> int:
     return size if isinstance(size, int) else 0
 
 
-def room_of(topology: Topology, places: Iterable[Place]) -> dict[Place, int]:
+def room_of(topology: Topology, places: Iterable[MemoryPlace]) -> dict[MemoryPlace, int]:
     """Return the sizes, in bytes, of those places that are on this machine, as far as they can be measured."""
     sizes = {"": host_bytes()} | (gpu_bytes() if any(place.gpu for place in places) else {})
     return {place: sizes[place.gpu] for place in places if place.host == topology.home and place.gpu in sizes}

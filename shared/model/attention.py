@@ -162,7 +162,7 @@ def attend_trees(
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, dim = query.shape[1], value.shape[3]
-    q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
+    q_NHD, k_NGD, v_NGD = (part[0].transpose(0, 1) for part in (query, key, value))
     outputs: list[Tensor] = []
     flash = _suits_flash(query, value)
     in_order = flash and trees.in_order
@@ -189,7 +189,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scali
     """Map `query` [R, H, L, D] and `key`, `value` [R, G, K, D] to [R, H, L, D]. Without a `mask`, attend causally."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and repeats_keys(query.device.type, flash=mask is None and _suits_flash(query, value)):
-        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+        key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value))
         grouped = False
     return nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -224,9 +224,9 @@ def _attend_packed(
     """Map the `query` [N, H, D] and `key`, `value` [N, G, D] of all nodes to [P, H, D] for those of a block whose
     longest row has `longest` slots. Nothing is computed for empty slots."""
     heads, groups = query.shape[1], key.shape[1]
-    query, key, value = (_picked(each, packed.nodes) for each in (query, key, value))
+    query, key, value = (_picked(part, packed.nodes) for part in (query, key, value))
     if heads != groups and not _SHARES_KEYS:
-        key, value = (each.repeat_interleave(heads // groups, dim=1) for each in (key, value))
+        key, value = (part.repeat_interleave(heads // groups, dim=1) for part in (key, value))
     kernel = partial(varlen_attn, enable_gqa=heads != groups) if _SHARES_KEYS else varlen_attn
     ends, left = packed.bounds, -1 if window is None else window - 1
     out: Any = kernel(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))

@@ -272,7 +272,7 @@ def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *,
 def _run_padded(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bool) -> Tensor:
     """Do the work of `_run_trees` for models that cannot be packed. Every row is one sequence, padded on the right if
     the micro-batch has several."""
-    scatter, *gathers = to_device([batch.scatter, *(each.gather for each in batch.blocks)], nodes.token_ids.device)
+    scatter, *gathers = to_device([batch.scatter, *(block.gather for block in batch.blocks)], nodes.token_ids.device)
     hidden: list[Tensor] = []
     for block, slots in zip(batch.blocks, gathers, strict=True):
         ids_RL = nodes.token_ids[slots].view(block.rows, block.longest)

@@ -83,9 +83,9 @@ class PlainDecoder:
 
     def __init__(self, model: nn.Module) -> None:
         """`model` must be plain (`is_plain`)."""
-        known: Any = model
-        self._model = known
-        config, attention = known.config, known.model.layers[0].self_attn
+        plain: Any = model
+        self._model = plain
+        config, attention = plain.config, plain.model.layers[0].self_attn
         self._dim = int(attention.head_dim)
         self._heads = int(config.num_attention_heads)
         self._key_heads = int(config.num_key_value_heads)
@@ -135,7 +135,7 @@ class PlainDecoder:
             past = pasts[layer]
             past.keys[:, :, length] = k
             past.values[:, :, length] = v
-            keys, values = (each.flatten(0, 1)[:, : length + 1] for each in (past.keys, past.values))
+            keys, values = (room.flatten(0, 1)[:, : length + 1] for room in (past.keys, past.values))
             # Queries that share a key head are rows of one product.
             q = q.reshape(rows * self._key_heads, groups, self._dim)
             scores = torch.baddbmm(bias_X1L, q, keys.transpose(1, 2), alpha=self._scale)

@@ -42,15 +42,15 @@ def _files(topology: Topology) -> Found:
     elif not any(model.glob("*.safetensors")):
         yield (path, f"{model} has no *.safetensors, the only supported format; save the model as safetensors")
     sources: dict[Path, str] = {("data", "train", "source"): topology.data.train.source}
-    sources |= {("data", "eval", name, "source"): each.source for name, each in topology.data.eval.items()}
+    sources |= {("data", "eval", name, "source"): evaluation.source for name, evaluation in topology.data.eval.items()}
     for where, source in sources.items():
         scheme, _, rest = source.partition(":")
         file, _ = split_parameters(rest)
         if scheme == "hub" or (scheme in ("jsonl", "parquet") and not any(map(FilePath.is_file, matching_files(file)))):
             yield where, _absent(hub.source_name(source), f"no file {file}", "put it there")
-        for each in matching_files(file):
-            if not is_text(each):
-                yield where, f"{shown(each)}: its name is not UTF-8; rename it"
+        for match in matching_files(file):
+            if not is_text(match):
+                yield where, f"{shown(match)}: its name is not UTF-8; rename it"
         if scheme == "datasets" and not FilePath(file).is_dir():
             yield where, _absent(None, f"no folder {file}", "put it there")
 
@@ -77,16 +77,16 @@ def _retry(topology: Topology) -> Found:
 def _evaluation(topology: Topology) -> Found:
     if topology.run.evaluate and not topology.data.eval:
         yield ("run", "evaluate"), "true, but data.eval has no evaluation set; add one"
-    for name, each in topology.data.eval.items():
+    for name, evaluation in topology.data.eval.items():
         if name == "train":
             yield ("data", "eval", name), "'train' is the name of the training split; use another name"
-        if each.temperature == 0 and each.samples > 1:
-            message = f"{each.samples} samples at temperature 0 are all the same; use 1, or a temperature above 0"
+        if evaluation.temperature == 0 and evaluation.samples > 1:
+            message = f"{evaluation.samples} samples at temperature 0 are all the same; use 1, or a temperature above 0"
             yield ("data", "eval", name, "samples"), message
 
-    metric, known = topology.checkpoint.keep_best, _evaluated_metrics(topology)
-    if metric is not None and metric not in known:
-        near = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)
+    metric, metrics = topology.checkpoint.keep_best, _evaluated_metrics(topology)
+    if metric is not None and metric not in metrics:
+        near = difflib.get_close_matches(metric, metrics, n=1, cutoff=0.0)
         remedy = f"use {near[0]}" if near else "there is no evaluation set in data.eval; add one"
         yield ("checkpoint", "keep_best"), f"no evaluation produces {metric!r}; {remedy}"
 
@@ -94,7 +94,7 @@ def _evaluation(topology: Topology) -> Found:
 def _evaluated_metrics(topology: Topology) -> list[str]:
     """Return the names of the evaluation metrics for which a higher value is better."""
     names = [f"eval/{name}/accuracy" for name in topology.data.eval]
-    several = [(name, each.samples) for name, each in topology.data.eval.items() if each.samples > 1]
+    several = [(name, evaluation.samples) for name, evaluation in topology.data.eval.items() if evaluation.samples > 1]
     return names + [f"eval/{name}/{kind}@{samples}" for name, samples in several for kind in ("avg", "pass")]
 
 

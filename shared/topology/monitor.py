@@ -65,7 +65,7 @@ def read_token(file: str) -> str:
         raise TokenError(f"{file}: {why}; write a token into a file: {_MAKE}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise TokenError(f"{file}: others may read it (mode {stat.S_IMODE(mode):04o}); run chmod 600 {file}")
-    if len(token) < MIN_TOKEN or not token.isascii() or any(each.isspace() for each in token):
+    if len(token) < MIN_TOKEN or not token.isascii() or any(character.isspace() for character in token):
         raise TokenError(f"{file}: {len(token)} characters; it must be one ASCII word of {MIN_TOKEN} or more: {_MAKE}")
     return token
 
@@ -88,7 +88,7 @@ class Web(Section):
 def _check_url(url: str) -> str:
     rest = next((url.removeprefix(scheme) for scheme in _SCHEMES if url.startswith(scheme)), "")
     host = rest.partition("/")[0]
-    if not host or "@" in host or any(each.isspace() for each in url):
+    if not host or "@" in host or any(character.isspace() for character in url):
         raise ValueError(f"{url!r} is not the address of a collector; write one such as http://127.0.0.1:4318")
     return url
 

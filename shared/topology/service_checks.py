@@ -20,6 +20,8 @@ from shared.topology.services import DEVICE_SERVICE, Placed, Rollout, ScorerSett
 
 PLANNED_BYTES_PER_S: Mapping[str, float] = MappingProxyType({"gloo": 0.25e9, "nccl": 2e9, "ipc": 5e9})
 """Rates used to plan transfers: conservative values for each route, none of which was measured on a GPU."""
+UNSUPPORTED = MappingProxyType({"pp": "pipeline", "cp": "context"})
+"""Kinds of parallelism that no engine of this version has, by key of services.rollout.parallel."""
 SERVED_TEMPERATURE = 2.0
 """Maximum temperature that vLLM and servers with the OpenAI interface accept."""
 _SERVER_ARGUMENTS = ("base_url", "model", "api_key_env", "weights_directory")
@@ -83,10 +85,10 @@ def _ranks_on_hosts(name: str, service: ScorerSettings, ranks: int, hosts: int) 
     if hosts < 2:
         return
     close = service.parallel.tp * service.parallel.cp
-    each = ranks // hosts
-    if ranks % hosts or each % close:
+    per_host = ranks // hosts
+    if ranks % hosts or per_host % close:
         rule = f"each host must have the same number of ranks, a multiple of tp*cp = {close}"
-        remedy = f"use {hosts * close * max(each // close, 1)} ranks, or fewer hosts"
+        remedy = f"use {hosts * close * max(per_host // close, 1)} ranks, or fewer hosts"
         yield ("services", name, "host"), f"{hosts} hosts for {ranks} rank{'s' * (ranks > 1)}: {rule}; {remedy}"
 
 
@@ -158,9 +160,9 @@ def _gpus_needed(topology: Topology) -> Counter[str | None]:
     separate: Counter[str | None] = Counter()
     together: Counter[str | None] = Counter()
     for key, service in topology.services.placed.items():
-        each = service.gpus if key == "rollout" else min(service.gpus, 1)
+        gpus = service.gpus if key == "rollout" else min(service.gpus, 1)
         hosts = [spec.host for spec in topology.services_plan() if spec.service == DEVICE_SERVICE[key]]
-        mine = Counter({host: each * hosts.count(host) for host in hosts})
+        mine = Counter({host: gpus * hosts.count(host) for host in hosts})
         if key in topology.placement.colocate:
             together |= mine
         else:
@@ -190,8 +192,8 @@ def _colocated(topology: Topology) -> Found:
 
 
 def _same_place(topology: Topology) -> Found:
-    known = topology.services.placed
-    placed = [(name, known[name]) for name in topology.placement.colocate if name in known]
+    services = topology.services.placed
+    placed = [(name, services[name]) for name in topology.placement.colocate if name in services]
     for name, service in placed[1:]:
         first, other = placed[0]
         here, there = _named_hosts(topology, service), _named_hosts(topology, other)
@@ -234,11 +236,15 @@ def _engine(topology: Topology) -> Found:
     if rollout.parallel.tp > 1 and rollout.engine != "vllm":
         message = f"{rollout.parallel.tp} is for the vllm engine; {rollout.engine} has no tensor parallelism; use 1"
         yield ("services", "rollout", "parallel", "tp"), message
+    for key, kind in UNSUPPORTED.items():
+        if getattr(rollout.parallel, key) > 1:
+            message = f"not available in this version: {kind} parallelism {getattr(rollout.parallel, key)}; use 1"
+            yield ("services", "rollout", "parallel", key), message
     yield from _gpus(rollout)
     if rollout.engine == "vllm":
         yield from _family(topology.policy.model)
     hottest = {("sampling", "temperature"): topology.sampling.temperature} | {
-        ("data", "eval", name, "temperature"): each.temperature for name, each in topology.data.eval.items()
+        ("data", "eval", name, "temperature"): evaluation.temperature for name, evaluation in topology.data.eval.items()
     }
     for path, temperature in hottest.items():
         if rollout.engine != "transformers" and temperature > SERVED_TEMPERATURE:

@@ -199,7 +199,7 @@ Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
-class Host(Section):
+class HostSettings(Section):
     gpus: int = Field(default=0, ge=0, description="GPUs of this host, 0 or more")
     address: Address | None = Field(
         default=None, description="address at which other hosts reach this one; default: that of its route to home"
@@ -211,7 +211,7 @@ class Placement(Section):
         default="local",
         description="what starts the agents of other hosts: a person or a job script (`python -m launch.host`), or Ray",
     )
-    hosts: dict[HostName, Host] = Field(
+    hosts: dict[HostName, HostSettings] = Field(
         default_factory=dict,
         description="hosts by name; those that no service names are spares; default: this machine",
     )

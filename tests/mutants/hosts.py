@@ -183,7 +183,7 @@ HOSTS = [
     Mutation(
         "tensor-parallel ranks are on two hosts",
         "shared/topology/service_checks.py",
-        "if ranks % hosts or each % close:",
+        "if ranks % hosts or per_host % close:",
         "if ranks % hosts:",
         "tests/unit/shared/topology/test_refusals.py::test_hosts_that_cannot_run_their_services_are_refused",
     ),

@@ -60,7 +60,7 @@ def test_nccl_and_ipc_need_vllm_on_gpus(folder: Path) -> None:
     ],
 )
 def test_an_unsupported_route_is_refused(folder: Path, overrides: list[str], why: str) -> None:
-    lines = problems(write(folder), *overrides, check_supported=False)
+    lines = problems(write(folder), *overrides)
     assert [line for line in lines if "services.rollout.weights: " in line and why in line], lines
 
 
