@@ -182,8 +182,8 @@ HOSTS = [
     ),
     Mutation(
         "tensor-parallel ranks are on two hosts",
-        "shared/topology/split_checks.py",
-        "if ranks % hosts or each % close:",
+        "shared/topology/service_checks.py",
+        "if ranks % hosts or per_host % close:",
         "if ranks % hosts:",
         "tests/unit/shared/topology/test_refusals.py::test_hosts_that_cannot_run_their_services_are_refused",
     ),

@@ -141,7 +141,7 @@ STORE = [
     Mutation(
         "a reader accepts a row with a wrong checksum",
         "shared/dataplane/stream_arrival.py",
-        "if found != checksums[mine]:",
+        "if computed != checksums[mine]:",
         "if False:",
         f"{WIRE}::test_one_wrong_bit_anywhere_is_detected",
     ),

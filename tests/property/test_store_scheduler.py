@@ -43,7 +43,7 @@ from proto.messages import (
     WeightsRef,
 )
 from services.batch_store import spares
-from services.batch_store.room import Retire, Tier, held_bytes
+from services.batch_store.room import Removal, Tier, held_bytes
 from services.batch_store.state import GRANT_S, StoreState
 from services.scheduler import snapshot
 from services.scheduler.events import (
@@ -212,7 +212,7 @@ class Both(RuleBasedStateMachine):
     def register_store(self) -> None:
         self.register("batch-store", self.life, self.store.room.limit_bytes)
 
-    def retire(self, effects: list[Retire]) -> None:
+    def retire(self, effects: list[Removal]) -> None:
         for effect in effects:
             put_id, _, kind = effect.source.partition(".")
             if kind == "tmp":
