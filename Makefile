@@ -122,11 +122,12 @@ docs: setup-docs ## the documentation site, in build/docs, which can be read wit
 
 # ------------------------------------------------------------------------------------------------ check
 .PHONY: lint format check test test-long
-lint: setup-dev ## ruff, mypy --strict, the import contracts
+lint: setup-dev ## ruff, mypy --strict, the import contracts, no import circle, no class name twice
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy $(TYPED)
 	.venv/bin/lint-imports
+	$(PY) -m tests.lint
 
 format: setup-dev ## format the code and apply the fixes that ruff knows
 	$(PY) -m ruff check --fix .
