@@ -24,7 +24,7 @@ from shared.dataplane.client import DataClient
 from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
 from shared.samples.record import FOLDER, SampleState
-from shared.stages import ADVANTAGES, ROLLOUT, TEXT, TRAIN_LOGPROBS
+from shared.stages import RECORD, ROLLOUT, SAMPLE_ADVANTAGES, TEXT
 from shared.topology import load_resolved
 
 ASK_S = 4.0
@@ -151,18 +151,19 @@ class RecorderService(Service):
 
     async def _read(self, due: SamplesDue, found: Shards) -> None:
         """Put the tasks' shards into `found`. Shards that cannot be read are omitted."""
+        recorded = [key.name for key in ROLLOUT.keys if key.recorded]
         groups: dict[tuple[str, tuple[str, ...]], list[EndedTask]] = {}
         for task in due.tasks:
             if task.store:
-                keys = (*ROLLOUT.makes, TEXT) if task.samples else (TEXT,)
+                keys = (*recorded, TEXT) if task.samples else (TEXT,)
                 groups.setdefault((task.store, keys), []).append(task)
         await asyncio.gather(*(self._fetch(tasks, store, keys, found) for (store, keys), tasks in groups.items()))
         left = [task for task in due.tasks if task.state == SampleState.TRAINED and task.task_id in found]
         for pause_s in (0.0, *LATE_S):
             await asyncio.sleep(pause_s if left else 0)
             for store in due.trainer_stores:
-                await self._fetch(left, store, (ADVANTAGES, TRAIN_LOGPROBS), found)
-                left = [task for task in left if ADVANTAGES not in found[task.task_id]]
+                await self._fetch(left, store, RECORD.makes, found)
+                left = [task for task in left if SAMPLE_ADVANTAGES not in found[task.task_id]]
 
     async def _fetch(self, tasks: Sequence[EndedTask], store: str, keys: tuple[str, ...], found: Shards) -> None:
         """Add a store's readable shards to `found`: all at once or, if the store lacks some of them, task by task."""

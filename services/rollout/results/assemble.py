@@ -15,7 +15,7 @@ from services.rollout.results.trajectory import Rolled
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.sampling.tasks import ReadyTask, drop
 from shared.dataplane.client import Receipt
-from shared.stages import ROLLOUT
+from shared.stages import declared
 
 _NO_MASK, _NO_VERSIONS = np.zeros(0, np.uint8), np.zeros(0, np.int32)
 _NEWEST = np.int32(np.iinfo(np.int32).max)
@@ -71,17 +71,17 @@ def assemble(
 
 
 def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
-    """Return the rollout stage's shards for one task (see `shared.stages`), in the order of the stage's keys."""
-    sequences = [(index, sequence) for index, sample in enumerate(samples) for sequence in sample.sequences]
-    made: dict[str, Array] = {
-        "token_ids": np.concatenate([each.token_ids for _, each in sequences]),
-        "lengths": np.array([len(each.token_ids) for _, each in sequences], np.int32),
-        "sample_index": np.array([index for index, _ in sequences], np.int32),
-        "loss_mask": np.concatenate([each.loss_mask for _, each in sequences]),
-        "rollout_logprobs": np.concatenate([each.logprobs for _, each in sequences]),
-        "versions": np.concatenate([each.versions for _, each in sequences]),
-    }
-    return {key: made[key] for key in ROLLOUT.makes}
+    """Return the rollout stage's shards for one task, in the order in which `shared.stages` declares their keys.
+
+    Raises ValueError if a key is not declared.
+    """
+    sequences = [sequence for sample in samples for sequence in sample.sequences]
+    by_key = [sequence.by_key() for sequence in sequences]
+    made = {name: np.concatenate([arrays[name] for arrays in by_key]) for name in by_key[0]}
+    made["lengths"] = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
+    made["sample_index"] = np.repeat(np.arange(len(samples), dtype=np.int32), [len(s.sequences) for s in samples])
+    keys = list(declared())
+    return {name: made[name] for name in sorted(made, key=keys.index)}
 
 
 def in_files(block: Assembled, *, filters: bool) -> list[list[int]]:
