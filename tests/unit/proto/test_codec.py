@@ -27,8 +27,8 @@ NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 def header(**fields: Any) -> bytes:
     values = {
-        "magic": b"RLBS", "major": 1, "minor": envelope.MINOR, "type": Ack.TYPE, "flags": 0, "reserved": 0, "remaining": 0,
-        "request": 1, "incarnation": 2, "body": 1, "frames": 0, "table": 0, "reserved2": 0, "total": 1,
+        "magic": b"RLBS", "major": 1, "minor": envelope.MINOR, "type": Ack.TYPE, "flags": 0, "reserved": 0,
+        "remaining": 0, "request": 1, "incarnation": 2, "body": 1, "frames": 0, "table": 0, "reserved2": 0, "total": 1,
         **fields,
     }  # fmt: skip
     head = HEAD.pack(*values.values())
@@ -89,14 +89,11 @@ def test_newer_major_version_is_reported_even_with_another_kind_of_checksum() ->
 def test_newer_minor_version_may_set_unknown_flags_and_fields() -> None:
     assert codec.decode([header(minor=3, flags=0x4000, reserved=9, reserved2=9), b"\x80"]).envelope.minor == 3
     body = msgpack.packb({"cursor": 4, "hint": {"a": [1, b"x", None]}})
-    decoded = codec.decode(
-        [header(minor=envelope.MINOR + 1, type=GetInventory.TYPE, body=len(body), total=len(body)), body]
-    )
+    newer = envelope.MINOR + 1
+    decoded = codec.decode([header(minor=newer, type=GetInventory.TYPE, body=len(body), total=len(body)), body])
     assert decoded.body == GetInventory(cursor=4)
     longer = msgpack.packb({"tasks": [["train/0/0", 1, "new", 2.5]], "cursor": 0})
-    decoded = codec.decode(
-        [header(minor=envelope.MINOR + 1, type=Inventory.TYPE, body=len(longer), total=len(longer)), longer]
-    )
+    decoded = codec.decode([header(minor=newer, type=Inventory.TYPE, body=len(longer), total=len(longer)), longer])
     assert decoded.body == Inventory(tasks=[PutTask("train/0/0", 1)], cursor=0)
 
 
