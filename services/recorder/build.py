@@ -48,7 +48,7 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Re
     Raises ValueError, KeyError, IndexError or msgspec.DecodeError if the shards are inconsistent.
     """
     text = unpack(shards[TEXT]) if TEXT in shards else TaskText("", [])
-    rewards = [_bounded(each.reward) for each in text.samples if each.reward is not None]
+    rewards = [_bounded(sample.reward) for sample in text.samples if sample.reward is not None]
     group = msgspec.structs.replace(
         bare(ended, at),
         samples=max(ended.samples + len(text.failed), 1),
@@ -78,7 +78,7 @@ def _alive(group: Record, text: TaskText, shards: Mapping[str, Array], samples: 
         said = text.samples[number] if number < len(text.samples) else SampleText("", "", 0.0)
         advantage = None if advantages is None else round(_bounded(advantages[number]), 6)
         tokens = {
-            key: [each for at, end in spans[number] for each in column[at:end]] for key, column in columns.items()
+            key: [value for at, end in spans[number] for value in column[at:end]] for key, column in columns.items()
         }
         made.append(_record(group, number, said, advantage, tokens))
     return made
@@ -131,11 +131,11 @@ def _failed(group: Record, number: int, said: SampleText) -> Record:
 def _spans(samples: list[int], lengths: list[int], mask: list[int]) -> dict[int, list[tuple[int, int]]]:
     """Return the start and end positions (the end is exclusive) of each sequence by sample, starting at its first
     sampled token."""
-    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for sample, length, end in zip(samples, lengths, accumulate(lengths), strict=True):
         given = mask[end - length : end]
-        found[sample].append((end - length + (given.index(1) if 1 in given else 0), end))
-    return found
+        spans[sample].append((end - length + (given.index(1) if 1 in given else 0), end))
+    return spans
 
 
 def _listed(values: Array) -> list[Any]:

@@ -97,9 +97,9 @@ def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     group, tokens = topology.algorithm.group_size, max_sample_tokens(topology, max_prompt_tokens)
     trained = _stage_bytes(RECORD, topology, max_prompt_tokens)
     one = text_limit_bytes(group * tokens, group) + _SHARD_BYTES + trained
-    held, waiting = held_tasks(topology), hold_tasks(topology)
-    mean = held * min(samples.per_step / topology.algorithm.tasks_per_step, 1.0)
-    chosen = min(math.ceil(mean + 6 * math.sqrt(mean)), held)
+    in_stores, waiting = held_tasks(topology), hold_tasks(topology)
+    mean = in_stores * min(samples.per_step / topology.algorithm.tasks_per_step, 1.0)
+    chosen = min(math.ceil(mean + 6 * math.sqrt(mean)), in_stores)
     return (chosen + waiting) * one + waiting * task_bytes(topology, max_prompt_tokens)
 
 

@@ -108,15 +108,15 @@ ROLLOUT = [
     Mutation(
         "the last token, which ends the answer, is not trained on",
         TRAJECTORY,
-        "np.ones(len(each.token_ids), np.uint8)",
-        "np.arange(len(each.token_ids)) < len(each.token_ids) - 1",
+        "np.ones(len(answer.token_ids), np.uint8)",
+        "np.arange(len(answer.token_ids)) < len(answer.token_ids) - 1",
         SHARDS,
     ),
     Mutation(
         "log-probs are attributed to the previous token",
         TRAJECTORY,
-        "np.concatenate((no_logprobs, each.logprobs))",
-        "np.roll(np.concatenate((no_logprobs, each.logprobs)), -1)",
+        "np.concatenate((no_logprobs, answer.logprobs))",
+        "np.roll(np.concatenate((no_logprobs, answer.logprobs)), -1)",
         SHARDS,
     ),
     Mutation(
@@ -136,7 +136,7 @@ ROLLOUT = [
     Mutation(
         "a failed sample is trained on",
         "services/rollout/results/assemble.py",
-        "made = task_shards([each for each, _ in alive])",
+        "made = task_shards([sample for sample, _ in alive])",
         "made = task_shards(group)",
         "tests/unit/rollout/test_assemble.py::test_failed_samples_are_left_out_and_counted",
     ),

@@ -55,13 +55,13 @@ def single_turns(prompt_ids: Sequence[int], answers: Sequence[Completion]) -> li
         Rolled(
             [
                 SequenceTokens(
-                    np.concatenate((prompt, each.token_ids)),
-                    np.concatenate((not_sampled, np.ones(len(each.token_ids), np.uint8))),
-                    np.concatenate((no_logprobs, each.logprobs)),
-                    np.concatenate((no_versions, each.versions)),
+                    np.concatenate((prompt, answer.token_ids)),
+                    np.concatenate((not_sampled, np.ones(len(answer.token_ids), np.uint8))),
+                    np.concatenate((no_logprobs, answer.logprobs)),
+                    np.concatenate((no_versions, answer.versions)),
                 )
             ],
-            truncated=each.finish_reason == FinishReason.LENGTH,
+            truncated=answer.finish_reason == FinishReason.LENGTH,
         )
-        for each in answers
+        for answer in answers
     ]
