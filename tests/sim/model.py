@@ -311,8 +311,12 @@ class SimTasks:
         ready = [ReadyTask(task, {"prompt": ""}, [number_of(task.task_id)]) for task in grant.batch.tasks]
         return PreparedTasks(ready, [], sampling, min(2, grant.group_size) if grant.split == TRAIN else 1)
 
-    def texts(self, token_ids: Sequence[list[int]], sampling: SamplingParams) -> list[str]:
-        return ["" for _ in token_ids]
+
+class SimPrompts:
+    """Replacement for the tokenizer."""
+
+    def completion(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        return ""
 
 
 class SimRewards:

@@ -16,39 +16,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from proto.tensors import Array
-from services.rollout.engine import FinishReason, Generation
-from services.rollout.weights.versions import BlockVersions
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A completion so far. `token_ids` int32 [N]; `logprobs` float32 [N]; `versions` int32 [N], the policy version that
-    sampled each token."""
-
-    token_ids: Array
-    logprobs: Array
-    versions: Array
-    finish_reason: FinishReason
-
-
-def answers_of(groups: Sequence[Sequence[Generation]], versions: BlockVersions) -> list[list[Completion]]:
-    """Return an engine's generations as completions, with the policy version of each token."""
-    swaps = [each.swaps for group in groups for each in group]
-    known = versions.of(np.concatenate(swaps))  # one call, because for short answers a call costs more than its work
-    ends = accumulate(len(each) for each in swaps)
-    found = (known[end - len(each) : end] for each, end in zip(swaps, ends, strict=True))
-    return [
-        [Completion(each.token_ids, each.logprobs, next(found), each.finish_reason) for each in group]
-        for group in groups
-    ]
-
+from services.rollout.engine import FinishReason
+from services.rollout.sampling.trajectory import Completion
 
 NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.UNFINISHED)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,16 @@ import numpy as np
 from proto.messages import Trouble, TroubleKind
 from proto.tensors import Array
 from services.rollout.engine import Engine, FinishReason, GenerationCancelled
-from services.rollout.results.trajectory import Rolled, SequenceTokens
 from services.rollout.rewards.score import WORKFLOW, Score, failed
 from services.rollout.sampling.prompts import PromptBuilder
-from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
+from services.rollout.sampling.tasks import OnText, PreparedTasks, ReadyTask
+from services.rollout.sampling.trajectory import BlockVersions, Made, Rolled, SequenceTokens
 from services.rollout.user_code.failing import Failing
 from services.rollout.user_code.frames import Failed, Returned
 from services.rollout.user_code.pool import UserPool
-from services.rollout.weights.versions import BlockVersions
 from services.rollout.workflows.attempt import Attempt
 from services.rollout.workflows.batching import CallBatcher
-from services.rollout.workflows.calls import OnText, SampleCalls
+from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.conversation import Conversation
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from shared.lease import Lease, LeaseLost
@@ -34,16 +33,6 @@ from shared.sample import Sample
 from shared.workflow import Sequence, WorkflowError
 
 WATCH_S = 0.25
-
-
-@dataclass(frozen=True)
-class Made:
-    """One finished sample: its tokens, the `sample` for reward functions, and the workflow's own score, if any."""
-
-    rolled: Rolled
-    sample: Sample
-    score: Score | None
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class WorkflowRunner:
@@ -83,7 +72,7 @@ class WorkflowRunner:
 
     async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Made]]:
         """Return every sample of the lease's tasks, in the shape [tasks][samples]. For `versions`, see
-        `InFlight.begin`.
+        `Versions.bring`.
 
         Raises LeaseLost.
         """
