@@ -248,8 +248,7 @@ def sync_device(device: str) -> Measured:
     from msgspec.msgpack import encode
 
     from proto.messages import TransferOffer
-    from services.policy_trainer.worker.weights.channels import open_channel
-    from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
+    from services.policy_trainer.worker.weights.channels import LiveWeights, OutgoingWeights, open_channel
     from shared.ranks.meeting import LOOPBACK, Meeting
     from shared.weights.table import described, in_parts
 

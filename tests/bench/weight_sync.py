@@ -29,8 +29,7 @@ from launch.supervisor.programs import child_environment
 from proto.messages import Ack, Clear, Publish, PutTask, WeightsRef
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.weights.publish import Canaries, put_weights, weights_ref
-from services.policy_trainer.worker.weights.staging import Staging
+from services.policy_trainer.worker.weights.publish import Canaries, Staging, put_weights, weights_ref
 from services.rollout.engine import Engine
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.engines.vllm_engine import VllmEngine

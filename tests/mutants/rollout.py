@@ -6,7 +6,7 @@ from tests.mutants.mutation import Mutation
 
 SYNC = "services/rollout/weights/sync.py"
 SCORE = "services/rollout/rewards/score.py"
-TRAJECTORY = "services/rollout/results/trajectory.py"
+TRAJECTORY = "services/rollout/sampling/trajectory.py"
 WEIGHTS = "tests/unit/rollout/test_weights.py"
 VERSIONS = "tests/unit/rollout/test_versions.py"
 REWARDS = "tests/unit/rollout/test_rewards.py"
@@ -86,8 +86,8 @@ ROLLOUT = [
     ),
     Mutation(
         "a token of unverified weights gets a version",
-        "services/rollout/weights/versions.py",
-        "if (known[at] != swaps).any():",
+        TRAJECTORY,
+        "if (counts[at] != swaps).any():",
         "if False:",
         f"{VERSIONS}::test_no_token_is_sampled_with_weights_that_fail_verification",
     ),
@@ -108,22 +108,22 @@ ROLLOUT = [
     Mutation(
         "the last token, which ends the answer, is not trained on",
         TRAJECTORY,
-        "np.ones(len(each.token_ids), np.uint8)",
-        "np.arange(len(each.token_ids)) < len(each.token_ids) - 1",
+        "np.ones(len(answer.token_ids), np.uint8)",
+        "np.arange(len(answer.token_ids)) < len(answer.token_ids) - 1",
         SHARDS,
     ),
     Mutation(
         "log-probs are attributed to the previous token",
         TRAJECTORY,
-        "np.concatenate((no_logprobs, each.logprobs))",
-        "np.roll(np.concatenate((no_logprobs, each.logprobs)), -1)",
+        "np.concatenate((no_logprobs, answer.logprobs))",
+        "np.roll(np.concatenate((no_logprobs, answer.logprobs)), -1)",
         SHARDS,
     ),
     Mutation(
         "every sample gets the versions of the first one",
-        "services/rollout/sampling/partial.py",
-        "known[end - len(each) : end]",
-        "known[: len(each)]",
+        TRAJECTORY,
+        "steps[end - len(counts) : end]",
+        "steps[: len(counts)]",
         "tests/unit/rollout/test_in_flight.py::test_every_token_carries_the_version_that_sampled_it",
     ),
     Mutation(

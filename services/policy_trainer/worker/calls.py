@@ -47,9 +47,7 @@ from shared.topology import Topology
 if TYPE_CHECKING:
     from services.policy_trainer.worker.backend import Backend, OptimizerUpdate
     from services.policy_trainer.worker.losses.policy import PolicyLoss
-    from services.policy_trainer.worker.weights.earlier import EarlierVersions
-    from services.policy_trainer.worker.weights.publish import Canaries
-    from services.policy_trainer.worker.weights.staging import Staging
+    from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions, Staging
 
 T = TypeVar("T")
 
@@ -140,9 +138,7 @@ class Calls:
         # The imports run on the compute thread, so that the mailbox keeps answering during the seconds that they take.
         from services.policy_trainer.worker.losses.own import own_policy_loss
         from services.policy_trainer.worker.start import make_backend
-        from services.policy_trainer.worker.weights.earlier import EarlierVersions
-        from services.policy_trainer.worker.weights.publish import Canaries
-        from services.policy_trainer.worker.weights.staging import Staging
+        from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions, Staging
         from shared.model.load import require_deterministic_algorithms
 
         deterministic = self._topology.run.deterministic

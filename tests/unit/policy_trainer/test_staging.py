@@ -12,8 +12,7 @@ from torch import Tensor
 
 from proto.messages import ErrorCode, Publish
 from proto.tensors import Array
-from services.policy_trainer.worker.weights.publish import put_and_digested, put_weights
-from services.policy_trainer.worker.weights.staging import Staging
+from services.policy_trainer.worker.weights.publish import Staging, put_and_digested, put_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_torch
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from proto.messages import DeviceMemory, TransferOffer
 from services.policy_trainer.worker.weights import outgoing
-from services.policy_trainer.worker.weights.channels import MemoryChannel
-from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
+from services.policy_trainer.worker.weights.channels import LiveWeights, MemoryChannel, OutgoingWeights
 from shared.weights import memory
 from shared.weights.table import described, in_parts
 

@@ -157,7 +157,7 @@ def test_the_calls_of_a_workflow_are_sampled_by_one_version() -> None:
     class Calls:
         """Two calls to the policy, one after the other."""
 
-        generate_s = 0.0
+        generate_s, lost_processes = 0.0, 0
 
         def __init__(self, made: Rig) -> None:
             self._engine = made.engine

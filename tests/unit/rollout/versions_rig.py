@@ -143,7 +143,8 @@ def rewards() -> RewardPool:
 
 def worker_of(made: Rig, *, workflow: Any = None, source: Any = None, prepare: Any = None) -> RolloutWorker:
     service: Any = SimpleNamespace(telemetry=TelemetrySender("rollout", 0, 1))
-    made.versions._source = source
+    if source is not None:
+        made.versions._source = source
     results = LeaseResults(
         service,
         made.leases,

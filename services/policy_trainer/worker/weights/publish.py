@@ -1,10 +1,18 @@
 """Puts a policy version into a store, with the log-probs and digests that verify its loading. The weights must not
-change in the meantime."""
+change in the meantime.
+
+With `run.deterministic`, the last few versions are kept alongside the version in training: step s is sampled with
+version s - 1 - staleness. A run that goes back to the checkpoint of step c after losing samples needs the versions from
+c - staleness onwards, which later training does not reproduce. They are therefore kept here, saved in the checkpoint,
+and published again.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +24,9 @@ from proto.ids import make_task_id
 from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, Sequences
+from services.policy_trainer.worker.weights.channels import SideStream
 from services.policy_trainer.worker.weights.drill import make_drill
-from services.policy_trainer.worker.weights.side_stream import SideStream
-from services.policy_trainer.worker.weights.staging import Staging
+from shared.colocation.locked import LockedMemory
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.rpc.errors import RpcError
@@ -39,6 +47,8 @@ MEDIAN = 0.5
 SIGNAL = 2.0
 """Minimum number of tolerances by which the drill moves the median log-prob. This bounds the calibrated tolerance."""
 PUT_S = 300.0
+_CANARY = "canary"
+_EARLIER_NAME = re.compile(r"(\d+)/(.+)")
 
 
 class Canaries:
@@ -88,8 +98,8 @@ class Canaries:
         if not self._with_digests:
             return []
         with self._stream.after_training(next(iter(weights.values())).device):
-            found = digests_of(weights)
-        return [found[name] for name in sorted(found)]
+            digests = digests_of(weights)
+        return [digests[name] for name in sorted(digests)]
 
     def _canary(self, text: Sequences, logprobs: Array, digests: list[int]) -> Canary:
         return Canary(
@@ -106,6 +116,88 @@ def _sequence(vocab_size: int, seed: int, length: int) -> Sequences:
     mask = np.ones(length, np.uint8)
     mask[0] = 0  # the first token has no prediction
     return Sequences(canary_tokens(vocab_size, seed, length), np.array([length], np.int32), mask)
+
+
+@dataclass(frozen=True)
+class EarlierVersion:
+    """A policy version: its weights by Hugging Face name, on the CPU, and the log-probs with which their loading is
+    verified."""
+
+    weights: dict[str, Tensor]
+    canary: Canary
+
+
+class EarlierVersions:
+    """The newest version and at most `depth` versions before it. Ranks other than 0 hold none."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._versions: dict[int, EarlierVersion] = {}
+
+    def get(self, step: int) -> EarlierVersion | None:
+        return self._versions.get(step)
+
+    def record(self, step: int, weights: dict[str, Tensor], canary: Canary) -> None:
+        """Store a copy of `weights` as version `step`.
+
+        Drop versions from `step` onwards and those before `step - depth`.
+        """
+        if weights and self._depth:
+            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+            self._versions = {
+                old: version for old, version in self._versions.items() if step - self._depth <= old < step
+            }
+            self._versions[step] = EarlierVersion(copies, canary)
+
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        """Return the versions before `step` as tensors `<version>/<name>` and `<version>/canary`, for a checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        for old, version in self._versions.items():
+            if old < step:
+                tensors |= {f"{old}/{name}": tensor for name, tensor in version.weights.items()}
+                tensors[f"{old}/{_CANARY}"] = torch.from_numpy(version.canary.logprobs.copy())
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor], canaries: Canaries) -> None:
+        """Replace all versions with those in `tensors`, which the method `tensors` returned."""
+        weights: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            match = _EARLIER_NAME.fullmatch(key)
+            if match is not None:
+                weights.setdefault(int(match[1]), {})[match[2]] = tensor
+        self._versions = {
+            step: EarlierVersion(named, canaries.of(to_numpy(named.pop(_CANARY))))
+            for step, named in sorted(weights.items())
+        }
+
+
+class Staging:
+    """The weights of a version in host memory, from which they are put into a store.
+
+    Weights are copied from a GPU into page-locked memory, which is kept from version to version.
+
+    Any thread may call it, but only one at a time. The arrays of a version are valid until the next call.
+    """
+
+    def __init__(self) -> None:
+        self._locked: LockedMemory | None = None
+        self._stream = SideStream()
+
+    def arrays(self, weights: dict[str, Tensor]) -> dict[str, Array]:
+        """Return the weights by name, bit for bit unchanged. Arrays of tensors in host memory share that memory."""
+        on_device = {name: tensor for name, tensor in weights.items() if tensor.device.type != "cpu"}
+        if not on_device:
+            return {name: to_numpy(tensor) for name, tensor in weights.items()}
+        sizes = [tensor.nbytes for tensor in on_device.values()]
+        if self._locked is None or self._locked.sizes != sizes:
+            self._locked = None  # frees the old memory first
+            self._locked = LockedMemory(sizes)
+        host = dict(weights)
+        with self._stream.after_training(next(iter(on_device.values())).device):
+            for (name, tensor), piece in zip(on_device.items(), self._locked.pieces, strict=True):
+                host[name] = piece.view(tensor.dtype).view(tensor.shape)
+                host[name].copy_(tensor, non_blocking=True)
+        return {name: to_numpy(tensor) for name, tensor in host.items()}
 
 
 async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Publish, staging: Staging) -> Receipt:

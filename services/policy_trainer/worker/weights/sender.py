@@ -22,7 +22,6 @@ import structlog
 from proto import messages
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, WeightsRef
-from services.policy_trainer.worker.weights.channels import Channel, open_channel
 from services.policy_trainer.worker.weights.transfers import (
     AbortTransfer,
     CommunicatorBroke,
@@ -45,7 +44,7 @@ from shared.topology.services import WeightsRoute
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
+    from services.policy_trainer.worker.weights.channels import Channel, LiveWeights, OutgoingWeights
 
 KEPT = 8
 """Number of published versions to remember. The store has deleted older ones or will delete them."""
@@ -107,7 +106,7 @@ class WeightsSender:
 
     def published(self, ref: WeightsRef, weights: Mapping[str, Tensor]) -> None:
         """Remember a version that engines will request. Its `weights` are live until `changing` is called."""
-        from services.policy_trainer.worker.weights.outgoing import LiveWeights
+        from services.policy_trainer.worker.weights.channels import LiveWeights
 
         self._live = self._live or LiveWeights()
         self._live.show((ref.lineage, ref.step), weights)
@@ -124,6 +123,8 @@ class WeightsSender:
 
     async def ask(self, request: messages.AskTransfer, _: Call) -> messages.TransferOffer:
         """Begin to send the requested version and return the offer. Raises RpcError: missing, conflict."""
+        from services.policy_trainer.worker.weights.channels import open_channel
+
         here = request.host_id == self._run.host_id
         if not here and (self._route == "ipc" or not self._listen()):
             text = f"route {self._route} works only within one host; fetch the shards instead"
@@ -194,7 +195,7 @@ class WeightsSender:
         return weights if same else None
 
     async def _outgoing(self, request: messages.AskTransfer) -> OutgoingWeights:
-        from services.policy_trainer.worker.weights.outgoing import OutgoingWeights
+        from services.policy_trainer.worker.weights.channels import OutgoingWeights
         from shared.weights.table import described
 
         ref = self._published.get((request.lineage, request.step))
@@ -216,8 +217,8 @@ class WeightsSender:
             loop = asyncio.get_running_loop()
             stored = functools.cache(lambda: self._on_loop(self._stored(ref), loop))
             return OutgoingWeights(parameters, stored, self._live, version)
-        found = await self._stored(ref)
-        return OutgoingWeights(described(found), lambda: found)
+        weights = await self._stored(ref)
+        return OutgoingWeights(described(weights), lambda: weights)
 
     def _on_loop(
         self, reading: Coroutine[Any, Any, dict[str, Tensor]], loop: asyncio.AbstractEventLoop
@@ -228,8 +229,8 @@ class WeightsSender:
     async def _stored(self, ref: WeightsRef) -> dict[str, Tensor]:
         from shared.tensors_torch import to_torch
 
-        (found,) = await self._data.fetch(weights_meta(ref), (), deadline_s=self._deadline_s)
-        return {name: to_torch(values) for name, values in found.items()}
+        (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=self._deadline_s)
+        return {name: to_torch(values) for name, values in weights.items()}
 
     # ---- decisions
 
@@ -279,7 +280,7 @@ def _part(
     from shared.weights.table import in_parts
 
     table = weights.parameters
-    part = next((each for each in in_parts(table, limit_bytes) if each.start == request.first), None)
+    part = next((part for part in in_parts(table, limit_bytes) if part.start == request.first), None)
     if part is None:
         raise ValueError(f"no transfer of the {len(table)} tensors begins with tensor {request.first}")
     offer = messages.TransferOffer(
