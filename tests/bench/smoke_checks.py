@@ -246,7 +246,7 @@ def nccl_one_rank(device: str) -> Measured:
     from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
     from shared.ranks.meeting import LOOPBACK
     from shared.weights.gloo import TransferLost
-    from shared.weights.table import described
+    from shared.weights.weight_set import described
 
     size = GIB // 64
     weights = {f"{number}": torch.ones(size, dtype=torch.float32, device=device) for number in range(64)}

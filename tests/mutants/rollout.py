@@ -72,15 +72,15 @@ ROLLOUT = [
     ),
     Mutation(
         "an update with parameters that the engine does not have is accepted",
-        "services/rollout/engines/proof/weights.py",
+        "shared/weights/weight_set.py",
         "if missing or unexpected:",
         "if False:",
         f"{WEIGHTS}::test_missing_and_unexpected_parameters_are_reported_and_no_weight_changes",
     ),
     Mutation(
         "a parameter of a different type or shape is accepted",
-        "services/rollout/engines/proof/weights.py",
-        "if tensors[name].dtype != dtype or tensors[name].shape != shape:",
+        "shared/weights/weight_set.py",
+        "if other != parameter:",
         "if False:",
         f"{WEIGHTS}::test_a_parameter_of_the_wrong_shape_is_reported",
     ),

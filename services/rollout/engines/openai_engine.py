@@ -35,11 +35,10 @@ from torch import Tensor
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import FinishReason, Generation, GenerationWatch, Prompt, SamplingParams
+from services.rollout.engine import FULL_ONLY, FinishReason, Generation, GenerationWatch, Prompt, SamplingParams
 from services.rollout.engines.compute import ComputeThread, given_up
 from services.rollout.engines.proof.load_trace import Proof
 from services.rollout.engines.proof.weights import (
-    Expected,
     check_proofs,
     expected_weights,
     fitting,
@@ -53,6 +52,7 @@ from shared.model.load import load_model, named_weights
 from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.weights.digests import digests_of
+from shared.weights.weight_set import WeightSet
 
 T = TypeVar("T")
 STOP_S = 10.0
@@ -84,7 +84,7 @@ class OpenAIEngine:
         self._who = "engine openai"
         self._http = HttpClient(str(engine_args["base_url"]), headers, self._who, SILENCE_S)
         self._compute = ComputeThread()
-        self._expected: Expected = {}
+        self._expected = WeightSet(())
         self._eos_ids: list[int] = []
         self._sizes = (0, 0)
         self._mark = ""
@@ -99,6 +99,8 @@ class OpenAIEngine:
     @property
     def swaps(self) -> int:
         return self._swaps
+
+    loads = FULL_ONLY
 
     @property
     def side_by_side(self) -> bool:

@@ -28,13 +28,13 @@ import torch
 
 from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
-from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
 from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.proof.load_trace import Part, Proof
-from services.rollout.engines.proof.weights import Expected, check_proofs, expected_weights, fitting, memory_file
+from services.rollout.engines.proof.weights import check_fits, check_proofs, expected_weights, fitting, memory_file
 from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
-from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker, check_offer
+from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker
 from services.rollout.engines.vllm_outputs import generation, under_way
 from services.rollout.engines.vllm_setup import (
     TRANSFER_EXTENSION,
@@ -51,6 +51,7 @@ from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.services import WeightsRoute
 from shared.weights.digests import digests_of
+from shared.weights.weight_set import WeightSet
 
 T = TypeVar("T")
 STOP_S = 10.0
@@ -108,7 +109,7 @@ class VllmEngine:
         self._taker = OfferTaker(route, ranks=tensor_parallel)
         self._compute = ComputeThread()
         self._llm: Any = None
-        self._expected: Expected = {}
+        self._expected = WeightSet(())
         self._eos_ids: list[int] = []
         self._calls = SideBySide(self._compute, self)
         self._held: dict[EngineCall, _Requests] = {}
@@ -135,6 +136,8 @@ class VllmEngine:
     @property
     def swaps(self) -> int:
         return self._swaps
+
+    loads = FULL_ONLY
 
     @property
     def side_by_side(self) -> bool:
@@ -397,7 +400,7 @@ class VllmEngine:
         self._compute.progress += 1
 
     def _receive(self, offer: TransferOffer, meeting: Meeting) -> None:
-        check_offer(self._expected, offer.parameters)
+        check_fits(self._expected, WeightSet(offer.parameters))
         try:
             self._taker.take(self._llm.collective_rpc, offer, meeting)
         except HalfTaken as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -25,6 +25,7 @@ from shared.dataplane.client import DataClient
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.rpc.errors import RpcError
 from shared.weights.drill import noise_factors, perturb
+from shared.weights.weight_set import WeightSet
 
 SHARDS = "shards"
 FETCH_S = 120.0
@@ -46,19 +47,18 @@ class Entry(StrEnum):
 class Loaded:
     """The weights that were set in an engine, the route by which they arrived, and how they entered the engine.
 
-    `names` lists the weights; `given` holds the arrays that were set, and is empty if the engine received the weights
-    itself.
+    `given` holds the arrays that were set, and is empty if the engine received the weights itself.
     """
 
     route: str
     entry: Entry
-    names: Collection[str]
-    nbytes: int
+    weights: WeightSet
     given: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
-        return len(self.names)
+        """Number of tensors."""
+        return len(self.weights.parameters)
 
 
 @runtime_checkable
@@ -103,8 +103,7 @@ class Arrays:
 
     async def load(self, engine: Engine) -> Loaded:
         await engine.set_weights(self.weights)
-        nbytes = sum(each.nbytes for each in self.weights.values())
-        return Loaded(self.route, self.entry, self.weights.keys(), nbytes, self.weights)
+        return Loaded(self.route, self.entry, WeightSet.of(self.weights), self.weights)
 
 
 async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
@@ -264,8 +263,6 @@ class _IntoEngine:
             self.transfers.decline(asked.result(), self.receiver)
 
     async def load(self, engine: Engine) -> Loaded:
-        from shared.weights.table import nbytes
-
         began = time.perf_counter()
         asked, self._asked = self._asked, None
         try:
@@ -278,6 +275,6 @@ class _IntoEngine:
             if not self.is_drill:
                 raise
             return await (await own_drill(engine, self.ref)).load(engine)
-        size = nbytes(offer.parameters)
-        route = self.source.arrived(self.ref, size, time.perf_counter() - began)
-        return Loaded(route, self.entry, [parameter.name for parameter in offer.parameters], size)
+        weights = WeightSet(offer.parameters)
+        route = self.source.arrived(self.ref, weights.nbytes, time.perf_counter() - began)
+        return Loaded(route, self.entry, weights)

@@ -30,7 +30,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.tensors_torch import to_torch
 from shared.weights.drill import perturb
-from shared.weights.table import described
+from shared.weights.weight_set import described
 from tests.unit.rollout.rollout_engine import MODEL
 from tests.unit.rollout.test_weights import SEED, base, version
 

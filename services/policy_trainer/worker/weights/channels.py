@@ -25,7 +25,7 @@ from proto.messages import DeviceMemory, TransferOffer, TransferParameter
 from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
 from shared.ranks.meeting import Meeting
 from shared.topology.services import WeightsRoute
-from shared.weights import memory, table
+from shared.weights import memory, weight_set
 from shared.weights.gloo import GlooGroup, TransferLost
 
 PART_BYTES = 1 << 30
@@ -101,7 +101,7 @@ class LiveWeights:
     def parameters(self, version: Version) -> list[TransferParameter] | None:
         """Return the parameter table of `version`, or None if `version` is not here."""
         with self._lock:
-            return table.described(self._weights) if version == self._version else None
+            return weight_set.described(self._weights) if version == self._version else None
 
     def copies(self, version: Version, names: Sequence[str], device: str) -> list[Tensor] | None:
         """Return finished copies on `device` of the tensors called `names`, or None if `version` is not here."""
@@ -125,7 +125,7 @@ class OutgoingWeights:
 
     def chunks(self, device: str) -> Iterator[list[Tensor]]:
         """Yield the tensors in order: live ones as copies on `device`, stored ones where they are."""
-        for chunk in table.in_parts(self.parameters, CHUNK_BYTES):
+        for chunk in weight_set.in_parts(self.parameters, CHUNK_BYTES):
             names = [parameter.name for parameter in self.parameters[chunk]]
             copies = self.live.copies(self.version, names, device)
             yield [self.stored()[name] for name in names] if copies is None else copies
@@ -268,7 +268,8 @@ class MemoryChannel:
             if self._offered is not None:
                 self.close()  # the engine has left a version unfinished
             largest = max(
-                table.nbytes(offer.parameters[part]) for part in table.in_parts(offer.parameters, self.part_bytes)
+                weight_set.nbytes(offer.parameters[part])
+                for part in weight_set.in_parts(offer.parameters, self.part_bytes)
             )
             with self._stream.at_once(device):  # the stream that fills the memory must also allocate it
                 self._copy = memory.room(largest, self._device)

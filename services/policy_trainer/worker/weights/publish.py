@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor
 from proto.ids import make_task_id
 from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
-from services.policy_trainer.worker.backend import Backend, Sequences
+from services.policy_trainer.worker.backend import Backend, PublishedWeights, Sequences
 from services.policy_trainer.worker.weights.channels import SideStream
 from services.policy_trainer.worker.weights.drill import make_drill
 from shared.colocation.locked import LockedMemory
@@ -34,6 +34,7 @@ from shared.stages import WEIGHTS
 from shared.tensors_torch import to_numpy
 from shared.weights.digests import digests_of
 from shared.weights.drill import canary_error, canary_length, canary_tokens
+from shared.weights.weight_set import WeightSet
 
 TOLERANCE = 1e-4
 """Maximum absolute difference between the trainer's and the engine's log-prob of a canary token, for float32 weights.
@@ -90,16 +91,17 @@ class Canaries:
         """Return the canary of a version with known log-probs (from the second token onwards)."""
         return self._canary(self._text, logprobs, [])
 
-    def digests(self, weights: dict[str, Tensor]) -> list[int]:
-        """Return the digests of a version in the order of the sorted names, or [] if engines use the arrays themselves.
+    def weight_set(self, weights: PublishedWeights) -> WeightSet:
+        """Return the record of a version, with digests unless engines use the arrays themselves.
 
         This may run on any thread. It reads all weights on the device where they are.
         """
+        record = WeightSet.of(weights.tensors, weights.kind, weights.base)
         if not self._with_digests:
-            return []
-        with self._stream.after_training(next(iter(weights.values())).device):
-            digests = digests_of(weights)
-        return [digests[name] for name in sorted(digests)]
+            return record
+        with self._stream.after_training(next(iter(weights.tensors.values())).device):
+            digests = digests_of(weights.tensors)
+        return replace(record, digests=[digests[name] for name in sorted(digests)])
 
     def _canary(self, text: Sequences, logprobs: Array, digests: list[int]) -> Canary:
         return Canary(
@@ -120,10 +122,10 @@ def _sequence(vocab_size: int, seed: int, length: int) -> Sequences:
 
 @dataclass(frozen=True)
 class EarlierVersion:
-    """A policy version: its weights by Hugging Face name, on the CPU, and the log-probs with which their loading is
+    """A policy version: its weights, on the CPU, and the log-probs with which their loading is
     verified."""
 
-    weights: dict[str, Tensor]
+    weights: PublishedWeights
     canary: Canary
 
 
@@ -137,24 +139,24 @@ class EarlierVersions:
     def get(self, step: int) -> EarlierVersion | None:
         return self._versions.get(step)
 
-    def record(self, step: int, weights: dict[str, Tensor], canary: Canary) -> None:
+    def record(self, step: int, weights: PublishedWeights, canary: Canary) -> None:
         """Store a copy of `weights` as version `step`.
 
         Drop versions from `step` onwards and those before `step - depth`.
         """
-        if weights and self._depth:
-            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+        if weights.tensors and self._depth:
+            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.tensors.items()}
             self._versions = {
                 old: version for old, version in self._versions.items() if step - self._depth <= old < step
             }
-            self._versions[step] = EarlierVersion(copies, canary)
+            self._versions[step] = EarlierVersion(replace(weights, tensors=copies), canary)
 
     def tensors(self, step: int) -> dict[str, Tensor]:
         """Return the versions before `step` as tensors `<version>/<name>` and `<version>/canary`, for a checkpoint."""
         tensors: dict[str, Tensor] = {}
         for old, version in self._versions.items():
             if old < step:
-                tensors |= {f"{old}/{name}": tensor for name, tensor in version.weights.items()}
+                tensors |= {f"{old}/{name}": tensor for name, tensor in version.weights.tensors.items()}
                 tensors[f"{old}/{_CANARY}"] = torch.from_numpy(version.canary.logprobs.copy())
         return tensors
 
@@ -166,7 +168,7 @@ class EarlierVersions:
             if match is not None:
                 weights.setdefault(int(match[1]), {})[match[2]] = tensor
         self._versions = {
-            step: EarlierVersion(named, canaries.of(to_numpy(named.pop(_CANARY))))
+            step: EarlierVersion(PublishedWeights(named), canaries.of(to_numpy(named.pop(_CANARY))))
             for step, named in sorted(weights.items())
         }
 
@@ -226,15 +228,15 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
 
 
 async def put_and_digested(
-    put: asyncio.Future[Receipt], digests: asyncio.Future[list[int]]
-) -> tuple[Receipt, list[int]]:
+    put: asyncio.Future[Receipt], record: asyncio.Future[WeightSet]
+) -> tuple[Receipt, WeightSet]:
     """Return the results of both, or raise the error of one, once neither reads the weights any longer."""
-    await asyncio.gather(put, digests, return_exceptions=True)
-    return put.result(), digests.result()
+    await asyncio.gather(put, record, return_exceptions=True)
+    return put.result(), record.result()
 
 
 def weights_ref(
-    receipt: Receipt, canaries: Canaries, canary: Canary, digests: list[int], request: Publish
+    receipt: Receipt, canaries: Canaries, canary: Canary, record: WeightSet, request: Publish
 ) -> WeightsRef:
     """Return the reference by which engines find and verify the version that was put."""
     if canaries.drill is None:
@@ -246,8 +248,10 @@ def weights_ref(
         fence=receipt.fence,
         store=request.store,
         nbytes=receipt.nbytes,
-        canary=structs.replace(canary, digests=digests),
+        canary=structs.replace(canary, digests=list(record.digests)),
         drill=canaries.drill,
         drill_seed=canaries.drill_seed,
         drill_factors=canaries.drill_factors,
+        kind=record.kind,
+        base=record.base,
     )

@@ -196,7 +196,7 @@ class WeightsSender:
 
     async def _outgoing(self, request: messages.AskTransfer) -> OutgoingWeights:
         from services.policy_trainer.worker.weights.channels import OutgoingWeights
-        from shared.weights.table import described
+        from shared.weights.weight_set import described
 
         ref = self._published.get((request.lineage, request.step))
         if ref is None:
@@ -277,7 +277,7 @@ def _part(
     deadline_s: float,
 ) -> tuple[messages.TransferOffer, OutgoingWeights]:
     """Return the offer of the part that begins with tensor `request.first`, and the weights in that part."""
-    from shared.weights.table import in_parts
+    from shared.weights.weight_set import in_parts
 
     table = weights.parameters
     part = next((part for part in in_parts(table, limit_bytes) if part.start == request.first), None)
