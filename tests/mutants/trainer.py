@@ -200,8 +200,8 @@ TRAINER = [
     Mutation(
         "memory exported for the parts of a version is kept forever if the engine does not ask for the next one",
         f"{WORKER}/weights/transfers.py",
-        "(now + self.deadline_s if event.more else None), event.more",
-        "None, event.more",
+        "(now + self.deadline_s if more else None), more",
+        "None, more",
         "tests/unit/policy_trainer/test_weights_sender.py"
         "::test_an_engine_that_does_not_ask_for_the_next_part_in_time_loses_its_communicator",
     ),

@@ -241,7 +241,12 @@ class TransformersEngine:
             source = to_torch(given[name]) if name in given else None
             if source is not None and tied[0].device.type != source.device.type and digest is None:
                 digest = as_int(digest_whole(source))
-            same_place = len({(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tied}) == 1
+            same_place = (
+                len(
+                    {(parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype) for parameter in tied}
+                )
+                == 1
+            )
             same_bits = source is None or tied[0].device != source.device or _same_bits(tied[0], source)
             if not same_place or not same_bits or (digest is not None and digest != as_int(digest_whole(tied[0]))):
                 wrong.add(name)

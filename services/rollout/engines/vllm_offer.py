@@ -54,7 +54,7 @@ class OfferTaker:
 
 def _check(failures: Sequence[str], what: str) -> None:
     if any(failures):
-        raise TransferFailed(f"{what}: {next(each for each in failures if each)}")
+        raise TransferFailed(f"{what}: {next(failure for failure in failures if failure)}")
 
 
 def joining(route: WeightsRoute, offer: TransferOffer, meeting: Meeting, *, ranks: int) -> dict[str, Any]:
@@ -82,11 +82,11 @@ def announcing(offer: TransferOffer) -> dict[str, Any]:
     """Return the `update_info`, which lists what will arrive, in order."""
     parameters = offer.parameters[offer.first : len(offer.parameters) - offer.left]
     announced: dict[str, Any] = {
-        "names": [each.name for each in parameters],
-        "dtype_names": [each.dtype for each in parameters],
-        "shapes": [list(each.shape) for each in parameters],
+        "names": [parameter.name for parameter in parameters],
+        "dtype_names": [parameter.dtype for parameter in parameters],
+        "shapes": [list(parameter.shape) for parameter in parameters],
     }
     if offer.memory is not None:
         announced["ipc_handles"] = {offer.memory.gpu: opening(offer.memory)}
-        announced["tensor_sizes"] = [nbytes([each]) for each in parameters]
+        announced["tensor_sizes"] = [nbytes([parameter]) for parameter in parameters]
     return announced

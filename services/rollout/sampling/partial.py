@@ -114,14 +114,14 @@ class PartialJournal:
         """
         try:
             record = msgspec.msgpack.decode(self._file(task_id).read_bytes(), type=_TaskNotes)
-            answers = [_answer(each) for each in record.samples]
+            answers = [_answer(note) for note in record.samples]
         except (OSError, ValueError):
             return None
-        known = (record.task_id, record.lineage, record.temperature, len(answers))
-        if known != (task_id, wanted.lineage, wanted.temperature, wanted.samples):
+        of = (record.task_id, record.lineage, record.temperature, len(answers))
+        if of != (task_id, wanted.lineage, wanted.temperature, wanted.samples):
             return None
-        kept = [each if _fits(each, wanted) else NOTHING for each in answers]
-        return kept if any(len(each.token_ids) for each in kept) else None
+        kept = [answer if _fits(answer, wanted) else NOTHING for answer in answers]
+        return kept if any(len(answer.token_ids) for answer in kept) else None
 
     def close(self) -> None:
         """Write the pending notes and stop. If the directory does not respond, wait at most CLOSE_S."""
@@ -144,12 +144,12 @@ class PartialJournal:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         with contextlib.suppress(OSError):  # the disk may be full
-            for each in waiting.values():
-                target = self._file(each.task_id)
+            for note in waiting.values():
+                target = self._file(note.task_id)
                 written = target.with_suffix(f".{os.getpid()}")
-                notes = [_note(answer) for answer in each.answers]
+                notes = [_note(answer) for answer in note.answers]
                 written.write_bytes(
-                    msgspec.msgpack.encode(_TaskNotes(each.task_id, each.lineage, each.temperature, notes))
+                    msgspec.msgpack.encode(_TaskNotes(note.task_id, note.lineage, note.temperature, notes))
                 )
                 written.rename(target)
 

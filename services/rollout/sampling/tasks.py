@@ -101,7 +101,9 @@ class TaskSets:
         self._recites = topology.algorithm.loss.name == "cross_entropy"
         self._sources: dict[str, Source] = {}
         self._checks: dict[str, RowCheck] = {}
-        named = {TRAIN: topology.data.train.source} | {name: each.source for name, each in topology.data.eval.items()}
+        named = {TRAIN: topology.data.train.source} | {
+            name: chosen.source for name, chosen in topology.data.eval.items()
+        }
         for split, source in named.items():
             key = "data.train.source" if split == TRAIN else f"data.eval.{split}.source"
             try:

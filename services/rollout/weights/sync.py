@@ -108,8 +108,8 @@ class WeightsSync:
     def needs(self, ref: WeightsRef, *, exact: bool) -> bool:
         """Return whether the engine must load `ref` first: it holds an older version or, if `exact`, any other one."""
         wanted = (ref.lineage, ref.step)
-        held = (self.holds.lineage, self.holds.step)
-        return held != wanted if exact else held < wanted
+        version = (self.holds.lineage, self.holds.step)
+        return version != wanted if exact else version < wanted
 
     def is_drilled(self, entry: Entry) -> bool:
         """Return whether this entry has been proved to reach every parameter."""

@@ -166,15 +166,15 @@ def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_t
     """Return the finished sample. Raises WorkflowError if its trajectory cannot be trained on."""
     if returned.score is not None and returned.score.value is None:
         raise WorkflowError(returned.score.failure)
-    sequences = [tokens_of(each) for each in returned.sequences]
-    if not any(each.loss_mask.any() for each in sequences):
+    sequences = [tokens_of(sequence) for sequence in returned.sequences]
+    if not any(sequence.loss_mask.any() for sequence in sequences):
         raise WorkflowError("returned a trajectory without a sampled token")
-    if any(each.token_ids.min() < 0 or each.token_ids.max() >= vocab_size for each in sequences):
+    if any(sequence.token_ids.min() < 0 or sequence.token_ids.max() >= vocab_size for sequence in sequences):
         raise WorkflowError(f"returned token ids outside the vocabulary of {vocab_size}")
-    tokens = sum(len(each.token_ids) for each in sequences)
+    tokens = sum(len(sequence.token_ids) for sequence in sequences)
     if tokens > max_tokens:
         raise WorkflowError(f"returned a trajectory of {tokens} tokens, but workflow.max_tokens allows {max_tokens}")
-    sampled = [int(token) for each in sequences for token in each.token_ids[each.loss_mask == 1]]
+    sampled = [int(token) for sequence in sequences for token in sequence.token_ids[sequence.loss_mask == 1]]
     sample = replace(_so_far(task, conversation, sampled), state=returned.state)
     metrics = {name: value for name, value in returned.metrics.items() if math.isfinite(value)}
     rolled = Rolled(sequences, truncated=conversation.finish_reason == FinishReason.LENGTH)
@@ -197,7 +197,10 @@ def _so_far(task: ReadyTask, conversation: Conversation, sampled: list[int]) -> 
 def _sampled(sequences: list[Sequence]) -> list[int]:
     """Return the sampled tokens. An abandoned call may append tokens at the same time."""
     return [
-        token for each in sequences for token, sampled in zip(each.token_ids, each.loss_mask, strict=False) if sampled
+        token
+        for sequence in sequences
+        for token, sampled in zip(sequence.token_ids, sequence.loss_mask, strict=False)
+        if sampled
     ]
 
 
@@ -212,7 +215,7 @@ def tokens_of(sequence: Sequence) -> SequenceTokens:
         )
     except OverflowError as error:
         raise WorkflowError(f"a sequence's lists hold invalid tokens, masks or versions ({error})") from None
-    sizes = {each.shape for each in (made.token_ids, made.loss_mask, made.logprobs, made.versions)}
+    sizes = {array.shape for array in (made.token_ids, made.loss_mask, made.logprobs, made.versions)}
     if len(sizes) != 1 or not len(made.token_ids) or made.token_ids.ndim != 1:
         raise WorkflowError(
             f"a sequence's lists have the shapes {sorted(sizes)}, but must be equally long and not empty"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,13 +24,8 @@ from proto.ids import new_incarnation
 from proto.messages import ErrorCode, WeightsRef
 from services.policy_trainer.worker.weights.transfers import (
     AbortTransfer,
-    CommunicatorBroke,
-    DeadlinePassed,
-    Event,
     GrantTransfer,
-    RefuseTransfer,
-    TransferAsked,
-    TransferEnded,
+    TransferRefused,
     TransferState,
 )
 from shared.batch import weights_meta
@@ -130,10 +125,11 @@ class WeightsSender:
             text = f"route {self._route} works only within one host; fetch the shards instead"
             raise RpcError(ErrorCode.MISSING, text)
         whole = self._unfinished(request) or await self._outgoing(request)
-        life = TransferAsked(request.instance, request.incarnation, request.communicator)
-        grant = self._handle(life)
-        if grant is None:
-            raise RpcError(ErrorCode.INTERNAL, f"transfer to rollout/{request.instance} neither granted nor refused")
+        try:
+            aborts, grant = self._transfers.ask(request, asyncio.get_running_loop().time())
+        except TransferRefused as error:
+            raise RpcError(ErrorCode.CONFLICT, str(error)) from None
+        self._carry_out(aborts)
         if grant.new:
             meeting = self._meeting(grant.communicator, here=here)
             channel = open_channel(
@@ -148,7 +144,7 @@ class WeightsSender:
             sending = loop.run_in_executor(line.thread, line.channel.send, weights)
         except Exception as error:
             why = _one_line(error)
-            self._handle(CommunicatorBroke(grant.communicator, why))
+            self._carry_out(self._transfers.broke(grant.communicator, why))
             raise RpcError(ErrorCode.MISSING, f"route {self._route}: {why}") from None
         sending.add_done_callback(functools.partial(self._sent, grant.communicator))
         return offer
@@ -156,16 +152,8 @@ class WeightsSender:
     async def end(self, request: messages.EndTransfer, _: Call) -> messages.Ack:
         """Record that the engine has received everything, or has failed."""
         line = self._lines.get(request.communicator)
-        self._handle(
-            TransferEnded(
-                request.instance,
-                request.incarnation,
-                request.communicator,
-                request.number,
-                request.failure,
-                more=line is not None and line.unfinished is not None,
-            )
-        )
+        more = line is not None and line.unfinished is not None
+        self._carry_out(self._transfers.end(request, asyncio.get_running_loop().time(), more=more))
         line = self._lines.get(request.communicator)
         if line is not None:
             line.thread.submit(line.channel.ended)
@@ -234,28 +222,20 @@ class WeightsSender:
 
     # ---- decisions
 
-    def _handle(self, event: Event) -> GrantTransfer | None:
-        """Apply the effects of `event`, but send nothing. Return the grant, if any. Raises RpcError(conflict)."""
-        granted: GrantTransfer | None = None
-        loop = asyncio.get_running_loop()
-        for effect in self._transfers.handle(event, loop.time()):
-            match effect:
-                case GrantTransfer():
-                    granted = effect
-                case AbortTransfer():
-                    self._abort(effect)
-                case RefuseTransfer():
-                    raise RpcError(ErrorCode.CONFLICT, effect.why)
+    def _carry_out(self, aborts: Sequence[AbortTransfer]) -> None:
+        """Close the communicators of aborted transfers, and wait for the next deadline."""
+        for abort in aborts:
+            self._log.warning("transfer aborted", engine=abort.engine, route=self._route, why=abort.why)
+            self._emit("weights/aborted", {"engine": abort.engine, "route": self._route, "why": abort.why[:200]})
+            self._drop(abort.communicator)
         if self._timer is not None:
             self._timer.cancel()
         deadline = self._transfers.next_deadline()
-        self._timer = None if deadline is None else loop.call_at(deadline, self._handle, DeadlinePassed())
-        return granted
+        loop = asyncio.get_running_loop()
+        self._timer = None if deadline is None else loop.call_at(deadline, self._give_up_late)
 
-    def _abort(self, effect: AbortTransfer) -> None:
-        self._log.warning("transfer aborted", engine=effect.engine, route=self._route, why=effect.why)
-        self._emit("weights/aborted", {"engine": effect.engine, "route": self._route, "why": effect.why[:200]})
-        self._drop(effect.communicator)
+    def _give_up_late(self) -> None:
+        self._carry_out(self._transfers.expired(asyncio.get_running_loop().time()))
 
     def _drop(self, communicator: int) -> None:
         self._lines.pop(communicator).close()
@@ -266,7 +246,7 @@ class WeightsSender:
             return
         error = sending.exception()
         if error is not None:
-            self._handle(CommunicatorBroke(communicator, _one_line(error)))
+            self._carry_out(self._transfers.broke(communicator, _one_line(error)))
 
 
 def _part(

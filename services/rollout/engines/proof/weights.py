@@ -65,13 +65,13 @@ def check_proofs(proofs: Sequence[Proof], expected: WeightSet, digests: Mapping[
     them. Raises WeightsMismatch.
     """
     faults = sorted({fault for proof in proofs for fault in proof.faults})
-    held: dict[str, dict[Part, int]] = {name: {} for name in expected.names}
-    wrong = held.keys() ^ digests.keys()
-    for part, digest in (each for proof in proofs for each in proof.parts):
-        if held.setdefault(part.name, {}).setdefault(part, digest) != digest:
+    parts_of: dict[str, dict[Part, int]] = {name: {} for name in expected.names}
+    wrong = parts_of.keys() ^ digests.keys()
+    for part, digest in (pair for proof in proofs for pair in proof.parts):
+        if parts_of.setdefault(part.name, {}).setdefault(part, digest) != digest:
             wrong.add(part.name)
     for parameter in expected.parameters:
-        parts = held[parameter.name]
+        parts = parts_of[parameter.name]
         elements = sum(part.rows * part.columns for part in parts)
         if elements != math.prod(parameter.shape) or sum(parts.values()) % (1 << 64) != digests.get(parameter.name):
             wrong.add(parameter.name)
