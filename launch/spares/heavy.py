@@ -41,7 +41,6 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
             "services.policy_trainer.worker.start",
             "services.policy_trainer.worker.checkpoint",
             "services.policy_trainer.worker.batch_loss",
-            "services.policy_trainer.worker.weights.earlier",
             "services.policy_trainer.worker.weights.publish",
             "services.policy_trainer.worker.losses.own",
             *(("services.policy_trainer.worker.megatron.backend",) if trainer.backend == "megatron" else ()),

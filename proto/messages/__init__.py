@@ -95,6 +95,7 @@ from proto.messages.tasks import (
     ReportShards,
     TaskHandle,
     TaskResult,
+    WeightsKind,
     WeightsRef,
 )
 from proto.messages.telemetry import (

@@ -242,11 +242,11 @@ def nccl_one_rank(device: str) -> Measured:
     With one rank, NCCL's broadcast moves nothing. The rate is that of the copies which the trainer makes of its live
     weights, a chunk at a time, before NCCL sends them.
     """
+    from services.policy_trainer.worker.weights.channels import LiveWeights, OutgoingWeights
     from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
-    from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
     from shared.ranks.meeting import LOOPBACK
     from shared.weights.gloo import TransferLost
-    from shared.weights.table import described
+    from shared.weights.weight_set import described
 
     size = GIB // 64
     weights = {f"{number}": torch.ones(size, dtype=torch.float32, device=device) for number in range(64)}
@@ -303,7 +303,7 @@ def _updates(device: str, dtype: str, *, backend: Any, large: bool) -> Measured:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from services.policy_trainer.worker.backend import BackendOptions
-    from services.policy_trainer.worker.weights.staging import Staging
+    from services.policy_trainer.worker.weights.publish import Staging
     from shared.ranks.layout import Layout
     from shared.ranks.process_group import own_device
     from shared.topology.algorithm import Optimizer

@@ -29,8 +29,7 @@ from launch.processes.programs import child_environment
 from proto.messages import Ack, Clear, Publish, PutTask, WeightsRef
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.weights.publish import Canaries, put_weights, weights_ref
-from services.policy_trainer.worker.weights.staging import Staging
+from services.policy_trainer.worker.weights.publish import Canaries, Staging, put_weights, weights_ref
 from services.rollout.engine import Engine
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.engines.vllm_engine import VllmEngine
@@ -114,13 +113,13 @@ class Trainer:
         async def timed(work: Awaitable[T]) -> tuple[T, float]:
             return await work, time.perf_counter() - began
 
-        weights = self.backend.weights()
+        weights = self.backend.published()
         proof = asyncio.get_running_loop().run_in_executor(self._compute, self.canaries.current)
-        digests = asyncio.to_thread(self.canaries.digests, weights)
-        (receipt, put_s), (found, digests_s), (canary, canary_s) = await asyncio.gather(
-            timed(put_weights(data, weights, request, self._staging)), timed(digests), timed(proof)
+        record = asyncio.to_thread(self.canaries.weight_set, weights)
+        (receipt, put_s), (weight_set, digests_s), (canary, canary_s) = await asyncio.gather(
+            timed(put_weights(data, weights.tensors, request, self._staging)), timed(record), timed(proof)
         )
-        ref = weights_ref(receipt, self.canaries, canary, found, request)
+        ref = weights_ref(receipt, self.canaries, canary, weight_set, request)
         return ref, canary_s, max(put_s, digests_s)
 
 

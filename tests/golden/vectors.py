@@ -43,6 +43,7 @@ from proto.messages import (
     Telemetry,
     TopicRow,
     Update,
+    WeightsKind,
     WeightsRef,
 )
 from proto.registry import Message
@@ -130,6 +131,8 @@ def _lease() -> LeaseGrant:
             drill=_canary(3),
             drill_seed=2**63 - 1,
             drill_factors=[1.0, 7.5],
+            kind=WeightsKind.ADAPTER,
+            base="weights/1/0",
         ),
     )
 

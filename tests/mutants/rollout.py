@@ -7,7 +7,7 @@ from tests.mutants.promises import Promise
 
 SYNC = "services/rollout/weights/sync.py"
 SCORE = "services/rollout/rewards/score.py"
-TRAJECTORY = "services/rollout/results/trajectory.py"
+TRAJECTORY = "services/rollout/sampling/trajectory.py"
 WEIGHTS = "tests/unit/rollout/test_weights.py"
 VERSIONS = "tests/unit/rollout/test_versions.py"
 REWARDS = "tests/unit/rollout/test_rewards.py"

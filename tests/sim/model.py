@@ -21,10 +21,11 @@ from torch import nn
 
 from proto.ids import make_task_id, split_task_id
 from proto.messages import Canary, LeaseGrant
-from services.policy_trainer.worker.backend import Backend, OptimizerUpdate, Sequences, TrainingState
+from services.policy_trainer.worker.backend import Backend, OptimizerUpdate, PublishedWeights, Sequences, TrainingState
 from services.policy_trainer.worker.colocation.devices import device_parts
 from services.policy_trainer.worker.colocation.shelves import PartShelves
 from services.rollout.engine import (
+    FULL_ONLY,
     FinishReason,
     Generation,
     GenerationCancelled,
@@ -37,6 +38,7 @@ from services.rollout.rewards.score import Score
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from shared.colocation.devices import ENGINE, NOTHING, WEIGHTS, Parts
 from shared.stages import TRAIN
+from shared.weights.weight_set import WeightSet
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -162,6 +164,9 @@ class SimBackend:
         self._use("parameters")
         return {NAME: torch.tensor([self.chain])} if self.place.rank == 0 else {}
 
+    def published(self) -> PublishedWeights:
+        return PublishedWeights(self.weights())
+
     def state(self) -> TrainingState:
         self._use("parameters", "optimizer")
         if self.place.rank:
@@ -214,14 +219,15 @@ class SimCanaries:
     def of(self, logprobs: Array) -> Canary:
         return Canary(token_ids=CANARY_TOKENS, logprobs=logprobs, tolerance=1e-6)
 
-    def digests(self, weights: dict[str, torch.Tensor]) -> list[int]:
-        return []
+    def weight_set(self, weights: PublishedWeights) -> WeightSet:
+        return WeightSet.of(weights.tensors)
 
 
 class SimEngine:
     """An inference engine whose samples are digests of its weights and the task."""
 
     side_by_side = False
+    loads = FULL_ONLY
     vocab_size = VOCABULARY
     context_tokens = 64
 
@@ -311,8 +317,12 @@ class SimTasks:
         ready = [ReadyTask(task, {"prompt": ""}, [number_of(task.task_id)]) for task in grant.batch.tasks]
         return PreparedTasks(ready, [], sampling, min(2, grant.group_size) if grant.split == TRAIN else 1)
 
-    def texts(self, token_ids: Sequence[list[int]], sampling: SamplingParams) -> list[str]:
-        return ["" for _ in token_ids]
+
+class SimPrompts:
+    """Replacement for the tokenizer."""
+
+    def completion(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        return ""
 
 
 class SimRewards:

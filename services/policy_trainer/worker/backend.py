@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from proto.messages import ErrorCode
+from proto.messages import ErrorCode, WeightsKind
 from proto.tensors import Array
 from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.colocation.shelves import PartShelves
@@ -88,6 +88,16 @@ class TrainingState:
     optimizer: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class PublishedWeights:
+    """The tensors of a version by name, on the rank that publishes; none elsewhere. They may share the model's memory.
+    For `kind` and `base`, see `shared.weights.weight_set.WeightSet`."""
+
+    tensors: dict[str, Tensor]
+    kind: WeightsKind = WeightsKind.FULL
+    base: str = ""
+
+
 class Backend(Protocol):
     """A model in training. Constructors of backends take (model_dir, dtype, Optimizer, BackendOptions, Place)."""
 
@@ -144,6 +154,10 @@ class Backend(Protocol):
     def weights(self) -> dict[str, Tensor]:
         """Return weights in the form of `TrainingState.weights` on rank 0 and {} elsewhere. They may share the model's
         memory."""
+        ...
+
+    def published(self) -> PublishedWeights:
+        """Return what engines need of the current version. It need not be what a checkpoint or an export holds."""
         ...
 
     def state(self) -> TrainingState:

@@ -20,6 +20,7 @@ from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
     OptimizerUpdate,
+    PublishedWeights,
     Sequences,
     TokenLoss,
     TrainingState,
@@ -232,6 +233,10 @@ class TorchBackend:
     def weights(self) -> dict[str, Tensor]:
         """Return the current weights on rank 0 and {} elsewhere."""
         return self._trained.weights()
+
+    def published(self) -> PublishedWeights:
+        """Return the current weights on rank 0."""
+        return PublishedWeights(self.weights())
 
     def state(self) -> TrainingState:
         """Return copies of the weights and the AdamW state on rank 0."""

@@ -47,9 +47,7 @@ from shared.topology import Topology
 if TYPE_CHECKING:
     from services.policy_trainer.worker.backend import Backend, OptimizerUpdate
     from services.policy_trainer.worker.losses.policy import PolicyLoss
-    from services.policy_trainer.worker.weights.earlier import EarlierVersions
-    from services.policy_trainer.worker.weights.publish import Canaries
-    from services.policy_trainer.worker.weights.staging import Staging
+    from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions, Staging
 
 T = TypeVar("T")
 
@@ -140,9 +138,7 @@ class Calls:
         # The imports run on the compute thread, so that the mailbox keeps answering during the seconds that they take.
         from services.policy_trainer.worker.losses.own import own_policy_loss
         from services.policy_trainer.worker.start import make_backend
-        from services.policy_trainer.worker.weights.earlier import EarlierVersions
-        from services.policy_trainer.worker.weights.publish import Canaries
-        from services.policy_trainer.worker.weights.staging import Staging
+        from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions, Staging
         from shared.model.load import require_deterministic_algorithms
 
         deterministic = self._topology.run.deterministic
@@ -279,7 +275,7 @@ class Calls:
     def _record(self, step: int) -> None:
         """Keep this version in deterministic mode. Every rank calls this as part of a collective."""
         if self._topology.run.deterministic:
-            self._earlier.record(step, self._backend.weights(), self._canaries.current())
+            self._earlier.record(step, self._backend.published(), self._canaries.current())
 
     def _ready_at(self, step: int) -> messages.WorkerReady:
         self.step, self.dirty = step, False
@@ -440,10 +436,10 @@ class Calls:
         if version is not None:
             weights = version.weights
         elif not earlier:
-            weights = await self._together("Publish", self._backend.weights)
+            weights = await self._together("Publish", self._backend.published)
         leads = self._place.rank == 0
-        put = [asyncio.ensure_future(put_weights(self._data, weights, request, self._staging))] if leads else []
-        digests = [asyncio.ensure_future(asyncio.to_thread(self._canaries.digests, weights))] if leads else []
+        put = [asyncio.ensure_future(put_weights(self._data, weights.tensors, request, self._staging))] if leads else []
+        record = [asyncio.ensure_future(asyncio.to_thread(self._canaries.weight_set, weights))] if leads else []
         try:
             if version is not None:
                 canary = version.canary
@@ -451,20 +447,20 @@ class Calls:
                 canary = await self._together("Publish", self._canaries.current)
         except BaseException:
             if leads:
-                await asyncio.wait([*put, *digests])
+                await asyncio.wait([*put, *record])
             raise
         if not put:
             return messages.Published(seconds=time.perf_counter() - began)
 
         async def answer() -> None:
             try:
-                receipt, found = await put_and_digested(put[0], digests[0])
-                ref = weights_ref(receipt, self._canaries, canary, found, request)
+                receipt, weight_set = await put_and_digested(put[0], record[0])
+                ref = weights_ref(receipt, self._canaries, canary, weight_set, request)
             except Exception as error:
                 # The weights have not changed, so later calls may proceed.
                 self.refuse(request, call, error)
             else:
-                self.on_published(ref, weights)
+                self.on_published(ref, weights.tensors)
                 call.reply(messages.Published(ref=ref, seconds=time.perf_counter() - began))
 
         self._putting = asyncio.ensure_future(answer())

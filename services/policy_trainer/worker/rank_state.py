@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from services.policy_trainer.worker.backend import Backend
-from services.policy_trainer.worker.weights.earlier import EarlierVersions
-from services.policy_trainer.worker.weights.publish import Canaries
+from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions
 
 _OWN, _EARLIER, _RANDOM = "own", "earlier", "random"
 _CPU, _DEVICE = "cpu", "cuda"

@@ -24,7 +24,7 @@ from shared.model.load import named_weights, unfilled
 from shared.model.logprobs import LogprobScorer
 from shared.os_limits import host_bytes
 from shared.topology.model_memory import keeps_whole_gradients
-from shared.weights.table import described, nbytes
+from shared.weights.weight_set import described, nbytes
 
 _LOW = (torch.bfloat16, torch.float16)
 

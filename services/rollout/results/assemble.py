@@ -1,4 +1,4 @@
-"""Builds the shards and results of a lease block from samples and scores. The functions are pure."""
+"""Builds the shards, results and columns of a lease block from samples and scores. The functions are pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import structlog
 
 from proto.messages import DropReason, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
-from services.rollout.results.trajectory import Rolled
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.sampling.tasks import ReadyTask, drop
+from services.rollout.sampling.trajectory import Rolled
 from shared.dataplane.client import Receipt
 from shared.stages import declared
 
 _NO_MASK, _NO_VERSIONS = np.zeros(0, np.uint8), np.zeros(0, np.int32)
 _NEWEST = np.int32(np.iinfo(np.int32).max)
+_PART, _METRIC = "reward/part/", "workflow/"
+MOST_NAMES = 64
+"""Maximum number of names per process. Each name adds a column to every later task."""
+NAME_CHARS = 64
 
 
 @dataclass(frozen=True)
@@ -134,4 +139,44 @@ def _scalars(samples: Sequence[tuple[Rolled, float]], shards: Sequence[dict[str,
         "truncated": np.array([sample.truncated for sample, _ in samples], np.uint8),
         "version_min": np.minimum.reduceat(np.where(mask == 1, versions, _NEWEST), begins),
         "version_max": np.maximum.reduceat(np.where(mask == 1, versions, -1), begins),
+    }
+
+
+class NamedValues:
+    """Collects the names seen so far, so that all leases of a process get the same columns in the same order."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+        self._refused = False
+        self._log = structlog.get_logger("rollout")
+
+    def columns(self, samples: Sequence[Mapping[str, float]]) -> dict[str, Array]:
+        """Return a float32 [samples] column per name, with NaN for samples without a finite value of that name."""
+        for values in samples:
+            for name in values:
+                self._learn(name)
+        if not samples:
+            return {}
+        with np.errstate(over="ignore"):
+            columns = {
+                name: np.array([values.get(name, np.nan) for values in samples], np.float64).astype(np.float32)
+                for name in self._names
+            }
+        return {name: np.where(np.isfinite(column), column, np.float32(np.nan)) for name, column in columns.items()}
+
+    def _learn(self, name: str) -> None:
+        if name in self._names:
+            return
+        if len(self._names) < MOST_NAMES and len(name) <= NAME_CHARS:
+            self._names[name] = None
+        elif not self._refused:
+            self._refused = True
+            limits = f"{MOST_NAMES} names of at most {NAME_CHARS} characters"
+            self._log.warning("a name is left out of metrics.jsonl", name=name[:NAME_CHARS], limits=limits)
+
+
+def named(parts: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return one sample's values under their names in metrics.jsonl."""
+    return {f"{_PART}{name}": value for name, value in parts.items()} | {
+        f"{_METRIC}{name}": value for name, value in metrics.items()
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import structlog
@@ -108,8 +108,8 @@ class WeightsSync:
     def needs(self, ref: WeightsRef, *, exact: bool) -> bool:
         """Return whether the engine must load `ref` first: it holds an older version or, if `exact`, any other one."""
         wanted = (ref.lineage, ref.step)
-        held = (self.holds.lineage, self.holds.step)
-        return held != wanted if exact else held < wanted
+        version = (self.holds.lineage, self.holds.step)
+        return version != wanted if exact else version < wanted
 
     def is_drilled(self, entry: Entry) -> bool:
         """Return whether this entry has been proved to reach every parameter."""
@@ -136,6 +136,13 @@ class WeightsSync:
         Raises RpcError(conflict) if the weights do not fit, after which the engine must not continue. Raises
         TransferFailed if they do not arrive, which leaves the engine unchanged.
         """
+        if ref.kind not in self._engine.loads:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"{self._who}: version {ref.step} of lineage {ref.lineage} is of kind {ref.kind} over "
+                f"{ref.base or 'no base'}; this engine loads only {', '.join(sorted(self._engine.loads))}: use an "
+                "engine that loads this kind (services.rollout.engine)",
+            )
         self.holds = HeldVersion()  # the engine holds neither the old version nor the new one until `prove` succeeds
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
         self._coming = _Coming(ref, delivery, time.perf_counter())
@@ -162,7 +169,7 @@ class WeightsSync:
             step=ref.step,
             lineage=ref.lineage,
             parameters=loaded.parameters,
-            nbytes=loaded.nbytes,
+            nbytes=loaded.weights.nbytes,
             seconds=time.perf_counter() - coming.started,
             verify_s=verify_s,
             canary_error=error,
@@ -209,7 +216,7 @@ class WeightsSync:
     async def _verify(self, canary: Canary, loaded: Loaded, what: str) -> float:
         """Check every bit of every parameter and return how long this took, in seconds. Raises RpcError(conflict)."""
         began = time.perf_counter()
-        announced = dict(zip(sorted(loaded.names), canary.digests, strict=False))
+        announced = replace(loaded.weights, digests=canary.digests).digest_of
         try:
             if canary.digests and len(canary.digests) != loaded.parameters:
                 raise WeightsMismatch(f"{len(canary.digests)} digests announced for {loaded.parameters} parameters")

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,13 @@ from proto.ids import new_incarnation
 from proto.messages import AskTransfer, Canary, EndTransfer, TransferOffer, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.weights.sender import WeightsSender
-from services.rollout.weights.in_flight import InFlight
-from services.rollout.weights.source import ShardSource, TransferSource
+from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.transfer import EngineTransfers, HostMemory, TransferFailed
+from services.rollout.weights.versions import Versions
+from shared.colocation.turns import OwnDevices
 from shared.dataplane.client import DataClient, TaskShards
+from shared.lease import LeaseBook
 from shared.ranks.meeting import Meeting
 from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
@@ -175,19 +178,25 @@ class UnderWay:
 
     def __init__(self, transfers: EngineTransfers, data: DataClient) -> None:
         self._engine = Sampler()
-        self._source = TransferSource(
-            transfers, ShardSource(data), route="gloo", emit=lambda *_: None, engine=self._engine
-        )
+        self._source = WeightsSource(data, transfers=transfers, route="gloo", emit=lambda *_: None, engine=self._engine)
         self._sync = WeightsSync(self._engine, "rollout/0", lambda *_: None, self._source)
-        self._in_flight = InFlight(self._engine, self._sync, self._source, lambda *_: None)
+        service: Any = SimpleNamespace()
+        self._versions = Versions(
+            LeaseBook(service, "rollout", lambda: 0),
+            engine=self._engine,
+            sync=self._sync,
+            source=self._source,
+            turns=OwnDevices(),
+            emit=lambda *_: None,
+        )
         self._work: list[asyncio.Task[None]] = []
 
     async def begin(self, step: int) -> None:
         """Begin with version `step` after it has arrived by both routes."""
         for fetch in (self._source.from_store, self._source.fetch):
             await self._sync.load(reference(step), await fetch(reference(step)))
-        self._in_flight.begin(step, exact=False)
-        self._work = [asyncio.create_task(self._engine.sample()), asyncio.create_task(self._in_flight.run())]
+        self._versions._begin(exact=False)
+        self._work = [asyncio.create_task(self._engine.sample()), asyncio.create_task(self._versions.run())]
 
     async def go_on(self, newest: int, within_s: float) -> dict[str, Any]:
         """Wait until the block continues with `newest`; return its longest pause and the route by which that version
@@ -195,7 +204,7 @@ class UnderWay:
         self._engine.longest_s = 0.0
         async with asyncio.timeout(within_s):
             while self._sync.holds.step != newest or self._engine.is_held:
-                self._in_flight.announce(reference(newest))
+                self._versions.announce(reference(newest))
                 await asyncio.sleep(HEARTBEAT_S)
         await asyncio.sleep(HEARTBEAT_S)
         route = self._sync.last.route if self._sync.last is not None else ""

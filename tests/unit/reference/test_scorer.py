@@ -22,9 +22,7 @@ from services.reference.scorer import BEGINNING, FrozenScorer
 from services.reference.scoring import Scoring
 from services.rollout.engine import Generation
 from services.rollout.results.assemble import task_shards
-from services.rollout.results.trajectory import single_turns
-from services.rollout.sampling.partial import answers_of
-from services.rollout.weights.versions import BlockVersions
+from services.rollout.sampling.trajectory import BlockVersions, answers_of, single_turns
 from shared.colocation.turns import OwnDevices
 from shared.lease import Lease, LeaseLost
 from shared.model.load import load_model, named_weights

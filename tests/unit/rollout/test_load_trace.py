@@ -14,6 +14,7 @@ from services.rollout.engine import WeightsMismatch
 from services.rollout.engines.proof.load_trace import LoadTrace, Part, Proof
 from services.rollout.engines.proof.weights import check_proofs
 from shared.weights.digests import digests_of
+from shared.weights.weight_set import WeightSet
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +96,7 @@ def loaded(model: Half, weights: dict[str, Tensor]) -> Proof:
 
 
 def check(proofs: list[Proof], weights: dict[str, Tensor]) -> None:
-    check_proofs(proofs, {name: (each.dtype, each.shape) for name, each in weights.items()}, digests_of(weights))
+    check_proofs(proofs, WeightSet.of(weights), digests_of(weights))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

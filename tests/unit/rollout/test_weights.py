@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from msgspec import structs
 
-from proto.messages import Canary, ErrorCode, WeightsRef
+from proto.messages import Canary, ErrorCode, WeightsKind, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
@@ -318,6 +319,20 @@ def test_a_version_that_differs_from_the_announced_one_by_a_bit_is_refused() -> 
     with pytest.raises(RpcError, match=f"does not hold version 1 .*: 1 of 46 .* bits: {name};"):
         asyncio.run(sync.load(ref, {**weights, name: flipped(weights[name])}))
     assert sync.holds == HeldVersion()
+    asyncio.run(engine.stop())
+
+
+def test_an_engine_refuses_a_kind_of_version_that_it_cannot_load_and_keeps_its_version() -> None:
+    engine = started(deterministic=False)
+    sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
+    ref, weights = version(1)
+    asyncio.run(sync.load(ref, weights))
+    ref, weights = version(2)
+    adapter = msgspec.structs.replace(ref, kind=WeightsKind.ADAPTER, base="weights/1/0")
+    swaps = engine.swaps
+    with pytest.raises(RpcError, match=r"version 2 of lineage 1 is of kind adapter over weights/1/0; .* only full"):
+        asyncio.run(sync.load(adapter, weights))
+    assert (sync.holds, engine.swaps) == (HeldVersion(1, 1), swaps)
     asyncio.run(engine.stop())
 
 

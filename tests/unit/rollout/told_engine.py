@@ -13,7 +13,7 @@ import numpy as np
 
 from proto.messages import BatchMeta, Canary, WeightsRef
 from proto.tensors import Array
-from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
+from services.rollout.engine import FULL_ONLY, Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
 from shared.colocation.devices import Parts
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.weights.drill import perturb
@@ -64,6 +64,7 @@ class ToldEngine:
         self.steps = 0
         self.vocab_size, self.context_tokens = 100, 1000
         self.side_by_side = True
+        self.loads = FULL_ONLY
         self._loaded = 0.0
         self._running = asyncio.Event()
         self._running.set()

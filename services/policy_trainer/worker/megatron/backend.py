@@ -18,6 +18,7 @@ from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
     OptimizerUpdate,
+    PublishedWeights,
     Sequences,
     TokenLoss,
     TrainingState,
@@ -171,6 +172,10 @@ class MegatronBackend:
     def weights(self) -> dict[str, Tensor]:
         """Return the full weights on rank 0 and {} elsewhere."""
         return self._trained.weights()
+
+    def published(self) -> PublishedWeights:
+        """Return the full weights on rank 0."""
+        return PublishedWeights(self.weights())
 
     @in_megatron
     def state(self) -> TrainingState:
