@@ -10,8 +10,8 @@ from typing import Any, assert_never
 
 import structlog
 
-from launch.placement.book import HostBook
-from launch.placement.desk import HostDesk
+from launch.placement.book import Told
+from launch.placement.desk import HostDesk, OtherHosts
 from launch.processes.plan import DRIVER, SUPERVISOR, Key, Resources
 from launch.processes.programs import Programs
 from launch.spares.processes import SpareNotice, SpareProcesses
@@ -32,7 +32,7 @@ from shared.rundir import RunDir, service_name
 from shared.security.access import Access
 
 SOCKETS_DELETED = "the folder of the run's sockets, was deleted; continue the run with --resume"
-EVENTS = e.Died | e.GivenUp | e.Spawned | e.Reported | SpareNotice
+EVENTS = e.Died | e.GivenUp | e.Spawned | e.Reported | SpareNotice | Told
 """The events passed to `on_event`."""
 
 
@@ -51,7 +51,7 @@ class Supervisor:
         save_limit_s: float = 0.0,
         spares: Sequence[SpareKind] = (),
         scaling: Scaling | None = None,
-        hosts: HostDesk | None = None,
+        hosts: OtherHosts | None = None,
         access: Access | None = None,
     ) -> None:
         """`processes` are the processes to run, with what each is given. A process that is not READY within
@@ -60,19 +60,27 @@ class Supervisor:
         is the maximum time, in seconds, that the trainer may take to save a checkpoint at the end. `spares` are the
         spare processes to keep; services are forked from them. Without `scaling`, no service can be scaled.
 
-        `hosts` manages the other hosts of the run. `access` provides the run's endpoints and
-        keys to a supervisor on another host, which runs a part of the run.
+        `hosts` are the other hosts of the run. `access` provides the run's endpoints and keys to a supervisor on
+        another host, which runs a part of the run.
         """
+        hosts = hosts or OtherHosts()
         self._run = run
         self._on_event = on_event
         self._listen = listen
         self._outcome_due = access is None
-        self._hosts = hosts or HostDesk(HostBook(), lambda host, facts: [], on_notice=lambda text: None)
         forked = {service for kind in spares for service in kind.services}
         self.state = RunLifecycle(
-            list(processes), save_limit_s, start_limit_s=start_limit_s, hosts=bool(self._hosts.book.hosts), held=forked
+            list(processes), save_limit_s, start_limit_s=start_limit_s, hosts=bool(hosts.book.hosts), held=forked
         )
         self._sockets = SupervisorSockets(run, access)
+        self.hosts = HostDesk(
+            hosts,
+            self._sockets.mailbox,
+            lambda: self._sockets.announced("scheduler"),
+            lambda name, endpoint: self._sockets.client(name, endpoint, self._sockets.keys),
+            on_notice=on_event,
+            on_unable=lambda cause: self._feed(e.HostUnable(cause)),
+        )
         self._programs = Programs(run, lock=lock, drain_limit_s=self.state.drain_limit_s)
         self._spares = SpareProcesses(
             run,
@@ -84,10 +92,10 @@ class Supervisor:
         )
         self._runner = Runner(run, self._sockets, processes, self._programs, self._spares, on_exit=self._exited)
         self._requests = OperatorRequests(
-            run, self.state, self._sockets, self._runner, self._hosts, scaling, feed=self._feed
+            run, self.state, self._sockets, self._runner, self.hosts, scaling, feed=self._feed
         )
         self._waits = ProcessWaits()
-        self._views = Views(run, self.state, self._waits, self._sockets, self._spares.rows, self._hosts.book)
+        self._views = Views(run, self.state, self._waits, self._sockets, self._spares.rows, self.hosts.book)
         self._watch = MailboxWatch(
             run,
             self._sockets,
@@ -105,12 +113,7 @@ class Supervisor:
         """Start everything, keep it running and return how the run ended. Leaves no process behind, even on errors."""
         try:
             self._sockets.open(self._listen)
-            self._hosts.on_unable = lambda cause: self._feed(e.HostUnable(cause))
-            self._hosts.open(
-                self._sockets.mailbox,
-                lambda: self._sockets.announced("scheduler"),
-                lambda name, endpoint: self._sockets.client(name, endpoint, self._sockets.keys),
-            )
+            self.hosts.begin()
             self._run.outcome.unlink(missing_ok=True)
             self._programs.start_guard()
             self._feed(e.TimePassed())
@@ -152,12 +155,12 @@ class Supervisor:
 
     def rows_of_hosts(self) -> list[ProcessRow]:
         """Return the processes on the other hosts."""
-        return self._hosts.book.rows()
+        return self.hosts.book.rows()
 
     @property
     def all_ready(self) -> bool:
         """Whether every process here has been READY, and so are the processes that other hosts need to run."""
-        return self._hosts.book.all_ready and self.state.phase == RunPhase.RUNNING
+        return self.hosts.book.all_ready and self.state.phase == RunPhase.RUNNING
 
     async def scheduler_status(self, deadline_s: float) -> Status | None:
         """Return the status of the run, or None if the scheduler does not answer."""
@@ -216,14 +219,14 @@ class Supervisor:
 
     def _end_hosts(self) -> None:
         """Stop the other hosts once the driver has ended. Until then, the driver may need what is on those hosts."""
-        book = self._hosts.book
+        book = self.hosts.book
         if not book.hosts or book.ending or any(key[0] == DRIVER for key, _ in self.state.pids()):
             return
-        self._hosts.end()
+        self.hosts.end()
         self._background(self._hosts_ended())
 
     async def _hosts_ended(self) -> None:
-        await self._hosts.ended()
+        await self.hosts.ended()
         self._feed(e.HostsEnded())
 
     def _write_outcome(self) -> None:
@@ -283,6 +286,6 @@ class Supervisor:
             task.cancel()
         await self._watch.close()
         self._runner.close()
-        await self._hosts.close()
+        await self.hosts.close()
         await self._sockets.close()
         await self._programs.close_guard()
