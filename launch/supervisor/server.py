@@ -17,6 +17,7 @@ from launch.processes.programs import Programs
 from launch.spares.processes import SpareNotice, SpareProcesses
 from launch.spares.state import SpareKind
 from launch.supervisor import events as e
+from launch.supervisor.events import RunOutcome
 from launch.supervisor.requests import STATUS_CALL_S, OperatorRequests
 from launch.supervisor.runner import Runner
 from launch.supervisor.scaling import Scaling
@@ -79,7 +80,7 @@ class Supervisor:
             lambda: self._sockets.announced("scheduler"),
             lambda name, endpoint: self._sockets.client(name, endpoint, self._sockets.keys),
             on_notice=on_event,
-            on_unable=lambda cause: self._feed(e.HostUnable(cause)),
+            on_unable=lambda cause: self._feed(e.EndAsked(cause, RunOutcome.FAILED)),
         )
         self._programs = Programs(run, lock=lock, drain_limit_s=self.state.drain_limit_s)
         self._spares = SpareProcesses(
@@ -101,7 +102,7 @@ class Supervisor:
             self._sockets,
             ready=self._ready_processes,
             on_silent=lambda key, pid, seconds: self._feed(e.Silent(key, pid, seconds)),
-            on_unreachable=lambda: self._feed(e.HostUnable(f"{run.sockets}, {SOCKETS_DELETED}")),
+            on_unreachable=lambda: self._feed(e.EndAsked(f"{run.sockets}, {SOCKETS_DELETED}", RunOutcome.FAILED)),
         )
         self._sockets.mailbox.handle(ServiceReport, self._on_report)
         self._timer: asyncio.TimerHandle | None = None
@@ -125,7 +126,7 @@ class Supervisor:
 
     def stop(self, cause: str) -> None:
         """Drain everything and end the run."""
-        self._feed(e.StopAsked(cause))
+        self._feed(e.EndAsked(cause))
 
     def add(self, key: Key, resources: Resources) -> None:
         """Run one more process."""
@@ -138,7 +139,7 @@ class Supervisor:
 
     def kill(self, cause: str = "killed") -> None:
         """Kill everything at once."""
-        self._feed(e.KillAsked(cause))
+        self._feed(e.EndAsked(cause, at_once=True))
 
     @property
     def draining(self) -> bool:
