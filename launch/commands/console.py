@@ -148,14 +148,14 @@ class Console:
             states: dict[str, str] = {
                 service_name(*key): process.state for key, process in supervisor.state.processes.items()
             }
-            states |= {service_name(row.service, row.instance): row.state for row in supervisor.rows_of_hosts()}
+            states |= {service_name(row.service, row.instance): row.state for row in supervisor.hosts.book.rows()}
             on_poll()
-            if supervisor.draining:
+            if supervisor.state.ending:
                 left = [name for name, process in states.items() if process not in _OVER]
                 self._screen.progress(f"ending: {', '.join(left)}")
                 continue
             if states.get("scheduler/0") == ProcessState.READY:
-                status = await supervisor.scheduler_status(STATUS_DEADLINE_S)
+                status = await supervisor.sockets.status(STATUS_DEADLINE_S)
                 for notice in troubles.take(status) if status is not None else ():
                     self.notice(notice)
             self._metrics.poll(time.monotonic())

@@ -25,7 +25,7 @@ from launch.supervisor.sockets import SupervisorSockets
 from launch.supervisor.state import RunLifecycle, RunPhase
 from launch.supervisor.views import ProcessWaits, Views
 from launch.supervisor.watch import MailboxWatch
-from proto.messages import Ack, ErrorCode, ProcessRow, ServiceReport, Status
+from proto.messages import Ack, ErrorCode, ServiceReport
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
@@ -73,12 +73,12 @@ class Supervisor:
         self.state = RunLifecycle(
             list(processes), save_limit_s, start_limit_s=start_limit_s, hosts=bool(hosts.book.hosts), held=forked
         )
-        self._sockets = SupervisorSockets(run, access)
+        self.sockets = SupervisorSockets(run, access)
         self.hosts = HostDesk(
             hosts,
-            self._sockets.mailbox,
-            lambda: self._sockets.announced("scheduler"),
-            lambda name, endpoint: self._sockets.client(name, endpoint, self._sockets.keys),
+            self.sockets.mailbox,
+            lambda: self.sockets.announced("scheduler"),
+            lambda name, endpoint: self.sockets.client(name, endpoint, self.sockets.keys),
             on_notice=on_event,
             on_unable=lambda cause: self._feed(e.EndAsked(cause, RunOutcome.FAILED)),
         )
@@ -91,20 +91,20 @@ class Supervisor:
             on_settled=lambda services: self._feed(e.SpareSettled(services)),
             on_notice=on_event,
         )
-        self._runner = Runner(run, self._sockets, processes, self._programs, self._spares, on_exit=self._exited)
+        self._runner = Runner(run, self.sockets, processes, self._programs, self._spares, on_exit=self._exited)
         self._requests = OperatorRequests(
-            run, self.state, self._sockets, self._runner, self.hosts, scaling, feed=self._feed
+            run, self.state, self.sockets, self._runner, self.hosts, scaling, feed=self._feed
         )
         self._waits = ProcessWaits()
-        self._views = Views(run, self.state, self._waits, self._sockets, self._spares.rows, self.hosts.book)
+        self.views = Views(run, self.state, self._waits, self.sockets, self._spares.rows, self.hosts.book)
         self._watch = MailboxWatch(
             run,
-            self._sockets,
+            self.sockets,
             ready=self._ready_processes,
             on_silent=lambda key, pid, seconds: self._feed(e.Silent(key, pid, seconds)),
             on_unreachable=lambda: self._feed(e.EndAsked(f"{run.sockets}, {SOCKETS_DELETED}", RunOutcome.FAILED)),
         )
-        self._sockets.mailbox.handle(ServiceReport, self._on_report)
+        self.sockets.mailbox.handle(ServiceReport, self._on_report)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[e.RunEnded] = asyncio.Queue()
@@ -113,7 +113,7 @@ class Supervisor:
     async def run(self) -> e.RunEnded:
         """Start everything, keep it running and return how the run ended. Leaves no process behind, even on errors."""
         try:
-            self._sockets.open(self._listen)
+            self.sockets.open(self._listen)
             self.hosts.begin()
             self._run.outcome.unlink(missing_ok=True)
             self._programs.start_guard()
@@ -142,30 +142,9 @@ class Supervisor:
         self._feed(e.EndAsked(cause, at_once=True))
 
     @property
-    def draining(self) -> bool:
-        return self.state.ending
-
-    @property
-    def door(self) -> str:
-        """Endpoint at which the supervisor answers other hosts, or an empty string."""
-        return self._sockets.door
-
-    def rows(self) -> list[ProcessRow]:
-        """Return the processes on this host."""
-        return self._views.rows()
-
-    def rows_of_hosts(self) -> list[ProcessRow]:
-        """Return the processes on the other hosts."""
-        return self.hosts.book.rows()
-
-    @property
     def all_ready(self) -> bool:
         """Whether every process here has been READY, and so are the processes that other hosts need to run."""
         return self.hosts.book.all_ready and self.state.phase == RunPhase.RUNNING
-
-    async def scheduler_status(self, deadline_s: float) -> Status | None:
-        """Return the status of the run, or None if the scheduler does not answer."""
-        return await self._sockets.status(deadline_s)
 
     # ---- events and effects
 
@@ -180,7 +159,7 @@ class Supervisor:
             self._timer.cancel()
         deadline = self.state.next_deadline() if self.state.phase != RunPhase.ENDED else None
         self._timer = loop.call_at(deadline, self._feed, e.TimePassed()) if deadline is not None else None
-        if self.draining:
+        if self.state.ending:
             self._spares.close()
             self._end_hosts()
             self._write_outcome()
@@ -244,7 +223,7 @@ class Supervisor:
             self._log.warning("the outcome cannot be written", error=str(error))
 
     def _exited(self, key: Key, pid: int, status: int) -> None:
-        if key[0] == DRIVER and status == 0 and not self.draining:
+        if key[0] == DRIVER and status == 0 and not self.state.ending:
             self._background(self._driver_exited(key, pid))
         else:
             self._feed(e.Exited(key, pid, status))
@@ -252,7 +231,7 @@ class Supervisor:
     async def _driver_exited(self, key: Key, pid: int) -> None:
         """Report the exit. A driver that drains after a SIGTERM from outside also exits with 0, so the run is complete
         only after its last step. An evaluation has no steps and exports nothing: it is complete once it has a row."""
-        status = await self._sockets.status(STATUS_CALL_S)
+        status = await self.sockets.status(STATUS_CALL_S)
         complete = self._run.export.is_dir() and (status is None or status.step >= status.steps)
         if status is not None and status.steps == 0:
             complete = bool(status.last_row)
@@ -270,7 +249,7 @@ class Supervisor:
         return Ack()
 
     def _ready_processes(self) -> Iterator[tuple[Key, int]]:
-        if not self.draining:
+        if not self.state.ending:
             for key, process in self.state.processes.items():
                 if process.state == ProcessState.READY:
                     yield key, process.pid
@@ -288,5 +267,5 @@ class Supervisor:
         await self._watch.close()
         self._runner.close()
         await self.hosts.close()
-        await self._sockets.close()
+        await self.sockets.close()
         await self._programs.close_guard()
