@@ -147,18 +147,14 @@ class RunLifecycle:
                     self._begin(self.processes.setdefault(key, Process(key)), now)
             case e.KillOrdered(key, pid, cause):
                 self._kill(self.processes[key], pid, cause)
-            case e.StopAsked(cause):
-                self._drain(RunOutcome.STOPPED, cause, None)
-            case e.HostUnable(cause):
-                self._drain(RunOutcome.FAILED, cause, None)
+            case e.EndAsked(cause, outcome, at_once):
+                self._drain(outcome, cause, None)
+                if at_once:
+                    self._hosts = False  # the keepers of the other hosts kill their processes
+                    for process in self.processes.values():
+                        process.kill_at = now if process.alive else process.kill_at
             case e.HostsEnded():
                 self._hosts = False
-            case e.KillAsked(cause):
-                self._hosts = False  # the keepers of the other hosts kill their processes
-                self._drain(RunOutcome.STOPPED, cause, None)
-                for process in self.processes.values():
-                    if process.alive:
-                        process.kill_at = now
             case _:
                 assert_never(event)
         self._advance(now)

@@ -411,12 +411,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     ),
     "services.monitor.traces.otlp": (
         EXPORTER,
-        "settings.otlp",
+        "_traces.otlp",
         "integration/exporter/test_exporter.py::test_spans_reach_the_file_and_a_collector_that_is_absent_at_first",
     ),
     "services.monitor.traces.file": (
         EXPORTER,
-        "settings.file",
+        "_traces.file",
         "integration/exporter/test_exporter.py::test_spans_reach_the_file_and_a_collector_that_is_absent_at_first",
     ),
     "services.monitor.traces.file_limit": (
