@@ -11,7 +11,6 @@ from pydantic import Field
 from shared.topology.fields import Count, LocalPath, Seconds, Section, Size, Strings
 from shared.topology.monitor import Monitor
 
-ServiceName = Literal["policy-trainer", "reference", "rollout", "batch-store", "monitor", "scheduler"]
 Backend = Literal["torch", "megatron"]
 WeightsRoute = Literal["shards", "gloo", "nccl", "ipc"]
 DEVICE_SERVICE: Mapping[str, str] = MappingProxyType(
