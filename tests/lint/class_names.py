@@ -14,21 +14,16 @@ TOLERATED = frozenset(
         "Head",
         "Held",
         "History",
-        "Host",
-        "Order",
         "Part",
         "Passes",
         "Place",
-        "Proof",
         "Record",
         "Refused",
-        "Retire",
         "Selection",
         "Source",
         "Table",
         "Unusable",
         "_Line",
-        "_Slots",
     }
 )
 """Names that are still defined more than once. This set may only become smaller."""

@@ -19,12 +19,7 @@ from services.batch_store.stream_source import SealedFile, StreamSource, pin
 from shared.dataplane import mapping
 from shared.dataplane.mapping import MappingCache
 from shared.dataplane.write import copy_block, write_block
-from tests.unit.shared.stream_rig import SIZE, source_of, table_of
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> StreamSource:
-    return source_of(tmp_path)
+from tests.unit.shared.stream_rig import SIZE, table_of
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path, source: StreamSource) -> None:

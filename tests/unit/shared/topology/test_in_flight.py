@@ -7,14 +7,9 @@ from pathlib import Path
 import pytest
 
 from shared.topology import load
-from tests.unit.shared.topology.small_topology import make, problems, write
+from tests.unit.shared.topology.small_topology import problems, write
 
 KEEP = "services.rollout.in_flight=keep"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
 
 
 def test_weights_change_only_between_blocks_unless_the_topology_sets_keep(folder: Path) -> None:

@@ -15,14 +15,9 @@ from proto.messages import BatchMeta, StepBatch
 from shared.topology import load, task_bytes, weight_bytes, worst_case_bytes
 from shared.topology.algorithm_checks import MOST_SAMPLES
 from shared.topology.capacity import weight_versions
-from tests.unit.shared.topology.small_topology import BASE, WEIGHTS, edited, make, problems, write
+from tests.unit.shared.topology.small_topology import BASE, WEIGHTS, edited, problems, write
 
 LISTEN = ["transport.listen=10.0.0.1"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------ keys and types

@@ -20,15 +20,10 @@ from shared.topology import (
     weight_bytes,
     worst_case_bytes,
 )
-from tests.unit.shared.topology.small_topology import BASE, edited, make, problems, write
+from tests.unit.shared.topology.small_topology import BASE, edited, problems, write
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 EXAMPLES = REPOSITORY / "launch" / "topologies"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
 
 
 def test_defaults_are_derived_from_the_given_keys(folder: Path) -> None:

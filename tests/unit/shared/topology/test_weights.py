@@ -8,7 +8,7 @@ import pytest
 
 from shared.topology import load, service_checks
 from shared.topology.service_checks import transfer_floor_s
-from tests.unit.shared.topology.small_topology import make, problems, write
+from tests.unit.shared.topology.small_topology import problems, write
 
 ON_GPUS = [
     "services.rollout.engine=vllm",
@@ -17,11 +17,6 @@ ON_GPUS = [
     "services.policy-trainer.gpus=1",
 ]
 TOGETHER = ["staleness=0", "placement.colocate=[policy-trainer, rollout]"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
 
 
 def route(name: str) -> str:
