@@ -86,7 +86,7 @@ SAMPLES = [
     Mutation(
         "a failed sample is recorded without the failure",
         "services/recorder/build.py",
-        "        failure=said.failure,\n",
+        ", failure=said.failure",
         "",
         f"{BUILT}::test_failed_samples_come_last_without_a_reward_and_do_not_count_for_the_group",
     ),
