@@ -138,8 +138,8 @@ def _key_numbers(tables: Sequence[Table], names: Sequence[str], file_of: Array, 
     translate = np.full((len(tables), max(len(table.keys) for table in tables)), -1, np.int64)
     for number, table in enumerate(tables):
         translate[number, : len(table.keys)] = [place.get(key, -1) for key in table.keys]
-    found: Array = translate[file_of, rows["key"]]
-    return found
+    keys: Array = translate[file_of, rows["key"]]
+    return keys
 
 
 def _in_order(key_of: Array, pick_of: Array, names: int, count: int) -> bool:
@@ -154,8 +154,8 @@ def _dims(rows: Array, dims: Array, kept: Array | slice) -> Array:
     """Return the dimensions of the kept rows, in order."""
     ndim = rows["ndim"].astype(np.int64)
     begins = np.cumsum(ndim) - ndim
-    found: Array = dims[_spread(begins[kept], ndim[kept])]
-    return found
+    of_rows: Array = dims[_spread(begins[kept], ndim[kept])]
+    return of_rows
 
 
 def _cut(rows: Array, pick_of: Array, picks: int, max_bytes: int) -> int:

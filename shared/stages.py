@@ -30,8 +30,8 @@ WEIGHTS = "weights"
 """Split name of weight shards. The task id is `weights/<lineage>/<step>`, with one key per parameter."""
 
 TEXT = "text"
-"""Key of the text of a task's samples (`shared.samples.text`), for recorded tasks only. It is no array of numbers per
-token, sequence or sample, and its size is bounded by `shared.samples.limits`."""
+"""Key of the text of a task's samples, for recorded tasks only. It does not hold numbers per token, sequence or sample.
+`shared.samples.text` limits its size."""
 
 REFERENCE_SCALAR = "reference_step"
 """Scalar with the policy version of the reference, present with `algorithm.kl.refresh_every`."""

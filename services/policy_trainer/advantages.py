@@ -82,8 +82,8 @@ def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:
         return deviations
     squares = np.bincount(groups, weights=deviations**2)
     std = np.sqrt(squares / np.maximum(counts - 1, 1))
-    found: Array = deviations / (std + std_epsilon)[groups]
-    return found
+    advantages: Array = deviations / (std + std_epsilon)[groups]
+    return advantages
 
 
 def rloo(rewards: Array, groups: Array) -> Array:
@@ -93,8 +93,8 @@ def rloo(rewards: Array, groups: Array) -> Array:
     baseline for free!", 2019.
     """
     counts = np.bincount(groups)
-    found: Array = (rewards - _mean(rewards, groups)[groups]) * (counts / np.maximum(counts - 1, 1))[groups]
-    return found
+    advantages: Array = (rewards - _mean(rewards, groups)[groups]) * (counts / np.maximum(counts - 1, 1))[groups]
+    return advantages
 
 
 def opo(rewards: Array, groups: Array, loss_tokens: Array) -> Array:
@@ -107,8 +107,8 @@ def opo(rewards: Array, groups: Array, loss_tokens: Array) -> Array:
     total = np.bincount(groups, weights=lengths)
     weighted = np.bincount(groups, weights=lengths * rewards)
     baseline = np.where(total > 0, weighted / np.maximum(total, 1), _mean(rewards, groups))
-    found: Array = rewards - baseline[groups]
-    return found
+    advantages: Array = rewards - baseline[groups]
+    return advantages
 
 
 def reinforce_pp(rewards: Array, loss_tokens: Array) -> Array:
@@ -126,8 +126,8 @@ def reinforce_pp(rewards: Array, loss_tokens: Array) -> Array:
         return np.zeros_like(rewards)
     deviations = rewards - (lengths * rewards).sum() / tokens
     variance = (lengths * deviations**2).sum() / (tokens - 1)
-    found: Array = deviations / np.sqrt(variance + WHITEN_EPSILON)
-    return found
+    advantages: Array = deviations / np.sqrt(variance + WHITEN_EPSILON)
+    return advantages
 
 
 def _mean(rewards: Array, groups: Array) -> Array:

@@ -90,10 +90,7 @@ def _record(
     """Return the record of one sample."""
     mask, trained = tokens["loss_mask"], tokens.get(TRAIN_LOGPROBS, [])
     return msgspec.structs.replace(
-        group,
-        sample=number,
-        completion=said.completion,
-        messages=said.messages,
+        _spoken(group, number, said),
         pieces=said.pieces if len(said.pieces) == len(mask) else [],
         token_ids=tokens["token_ids"],
         logprobs=tokens["rollout_logprobs"],
@@ -105,23 +102,23 @@ def _record(
         metrics=_finite(said.metrics),
         advantage=advantage,
         length=sum(mask),
-        finish_reason=said.finish_reason,
         versions=sorted({version for version, sampled in zip(tokens["versions"], mask, strict=True) if sampled}),
-        turns=said.turns,
-        tool_calls=said.tool_calls,
     )
 
 
 def _failed(group: Record, number: int, said: SampleText) -> Record:
     """Return the record of a sample without a reward. Its tokens are not in the store."""
+    spoken = _spoken(group, number, said)
+    return msgspec.structs.replace(spoken, reward=None, failure=said.failure, length=said.length)
+
+
+def _spoken(group: Record, number: int, said: SampleText) -> Record:
+    """Return a record with the fields that every sample has."""
     return msgspec.structs.replace(
         group,
         sample=number,
         completion=said.completion,
         messages=said.messages,
-        reward=None,
-        failure=said.failure,
-        length=said.length,
         finish_reason=said.finish_reason,
         turns=said.turns,
         tool_calls=said.tool_calls,

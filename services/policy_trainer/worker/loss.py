@@ -21,7 +21,7 @@ from proto.messages import ErrorCode, LossSpec
 from services.policy_trainer.worker.losses import mismatch
 from services.policy_trainer.worker.losses.kl import KL_LOSSES
 from services.policy_trainer.worker.losses.policy import POLICY_LOSSES, PolicyLoss
-from services.policy_trainer.worker.losses.tokens import Term, TokenData, weighted
+from services.policy_trainer.worker.losses.tokens import TokenData, weighted
 from shared.rpc.errors import RpcError
 
 RATIO_MASKS = ("", "token", "sequence", "geometric")
@@ -77,11 +77,11 @@ def token_loss(
     if spec.anchor != "rollout":
         counted = mismatch.kept(spec, anchor, data)
         policy = torch.where(counted, policy * mismatch.importance_weight(spec, anchor, data), torch.zeros_like(policy))
-    terms = {"policy": Term(policy)}
+    terms = {"policy": (1.0, policy)}
     if data.ref is not None and spec.kl_estimator:
-        terms["kl"] = Term(KL_LOSSES[spec.kl_estimator](cur, data.ref), spec.kl_coef)
+        terms["kl"] = (spec.kl_coef, KL_LOSSES[spec.kl_estimator](cur, data.ref))
     if spec.entropy_coef:
-        terms["bonus"] = Term(entropy, -spec.entropy_coef)
+        terms["bonus"] = (-spec.entropy_coef, entropy)
     loss, sums = weighted(data, terms)
     with torch.no_grad():
         sums |= {

@@ -10,10 +10,9 @@ from proto.messages import EndedTask
 from proto.tensors import Array
 from services.recorder.build import bare, records
 from services.recorder.files import SampleFiles
-from shared.samples.limits import text_limit_bytes
 from shared.samples.reader import read
 from shared.samples.record import SampleState, group_scores, split_of
-from shared.samples.text import SampleText, TaskText, pack, unpack
+from shared.samples.text import SampleText, TaskText, pack, text_limit_bytes, unpack
 
 
 def shards() -> dict[str, Array]:

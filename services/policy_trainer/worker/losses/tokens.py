@@ -82,23 +82,15 @@ class TokenData:
         return self.add_up(values.new_zeros(self.sequence_count).index_add(0, self.sequences, values))
 
 
-@dataclass(frozen=True)
-class Term:
-    """One term of a loss: `values` [M], and the factor with which it counts."""
+def weighted(data: TokenData, terms: Mapping[str, tuple[float, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of `terms`, each a factor and values [M]: the sum of factor * W * value over terms and tokens, a
+    scalar with a gradient.
 
-    values: Tensor
-    factor: float = 1.0
-
-
-def weighted(data: TokenData, terms: Mapping[str, Term]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, which is the sum of W * (factor * term) over tokens and terms, and the sums from which any
-    per-token loss is reported: 1 (`tokens`), W * loss (`loss`), and W * term under the name of each term.
-
-    The loss is a scalar with a gradient. Nothing is normalised.
+    Also return the sums that are reported for any per-token loss: 1 (`tokens`), W * loss (`loss`), and W * value under
+    the name of each term. Nothing is normalised.
     """
-    sums = {name: (data.weights * term.values).sum() for name, term in terms.items()}
-    parts = [sums[name] if term.factor == 1.0 else term.factor * sums[name] for name, term in terms.items()]
-    loss = reduce(torch.add, parts)
+    sums = {name: (data.weights * values).sum() for name, (_, values) in terms.items()}
+    loss = reduce(torch.add, (factor * sums[name] for name, (factor, _) in terms.items()))
     return loss, {"tokens": loss.new_full((), float(len(data.weights))), "loss": loss, **sums}
 
 
