@@ -136,7 +136,7 @@ ROLLOUT = [
     Mutation(
         "a failed sample is trained on",
         "services/rollout/results/assemble.py",
-        "made = task_shards([each for each, _ in alive])",
+        "made = task_shards([sample for sample, _ in alive])",
         "made = task_shards(group)",
         "tests/unit/rollout/test_assemble.py::test_failed_samples_are_left_out_and_counted",
     ),

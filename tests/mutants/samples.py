@@ -58,7 +58,7 @@ SAMPLES = [
     Mutation(
         "a task is written twice",
         FILES,
-        "if first.task in known:",
+        "if first.task in tasks:",
         "if False:",
         f"{WRITTEN}::test_a_task_is_written_only_once_even_after_a_restart",
     ),

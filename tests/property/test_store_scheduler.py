@@ -67,7 +67,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.state import Scheduler
 from services.scheduler.stores import replayable
 from shared.rpc.errors import RpcError
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from tests.property import scheduler_view as view
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ PLAN = Plan(
     shuffle=True,
     deterministic=False,
     rows=range(5),
-    stages=train_graph(with_reference=True),
+    stages=(ROLLOUT, REFERENCE),
     task_bytes=3 * PAGE,
     overhead_bytes=3 * PAGE,
     replay_bytes=2 * PAGE,

@@ -5,7 +5,7 @@ Versions are never guessed: unproved weights have no version, and neither do the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -81,12 +81,26 @@ def answers_of(groups: Sequence[Sequence[Generation]], versions: BlockVersions) 
 @dataclass(frozen=True, slots=True)
 class SequenceTokens:
     """One sequence of N tokens: `token_ids` int32, `loss_mask` uint8 (1: sampled by the policy), `logprobs` float32
-    (0 where not sampled), `versions` int32 (-1 where not sampled), each [N]."""
+    (0 where not sampled), `versions` int32 (-1 where not sampled), each [N].
+
+    `others` holds the arrays of further keys that the rollout stage declares per token (`shared.stages`).
+    """
 
     token_ids: Array
     loss_mask: Array
     logprobs: Array
     versions: Array
+    others: Mapping[str, Array] = field(default_factory=dict)
+
+    def by_key(self) -> dict[str, Array]:
+        """Return all arrays by key."""
+        return {
+            "token_ids": self.token_ids,
+            "loss_mask": self.loss_mask,
+            "rollout_logprobs": self.logprobs,
+            "versions": self.versions,
+            **self.others,
+        }
 
 
 @dataclass(frozen=True, slots=True)
