@@ -111,6 +111,7 @@ from proto.messages.telemetry import (
     Update,
 )
 from proto.messages.trainer import (
+    AdamW,
     Forward,
     ForwardBackward,
     ForwardBackwardDone,

@@ -42,6 +42,7 @@ from shared.ranks.meeting import reach_hosts_by_nccl
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 from shared.samples.choice import Choice
+from shared.topology.models import POLICY_WORKER
 
 if TYPE_CHECKING:
     from shared.topology import Topology
@@ -172,7 +173,7 @@ class RolloutService(Service):
             return shards
         transfers = EngineTransfers(
             self.run,
-            self.client("policy-trainer-worker"),
+            self.client(POLICY_WORKER),
             instance=self.instance,
             incarnation=self.incarnation,
             deadline_s=settings.transfer_s,

@@ -401,7 +401,7 @@ def memory(how: str) -> dict[str, Any]:
         parameter.grad = torch.zeros_like(parameter)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for part in logprobs.score(model, ids, lengths, mask, 1.0, TOKENS, entropy="value"):
-        part.logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        part.outputs.sum().backward()  # type: ignore[no-untyped-call]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak_bytes": (peak - before) * 1024}
 

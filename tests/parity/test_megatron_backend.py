@@ -88,7 +88,7 @@ def what_is_wrong_is_refused(model: Path, place: Place) -> None:
     sequences = every_next_token()
 
     def broken(local: LocalScores) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return local.scores.logprobs.sum() * float("nan"), {}
+        return local.scores.outputs.sum() * float("nan"), {}
 
     backend.forward_backward(sequences, 1.0, broken, entropy="none")
     with pytest.raises(RpcError, match="weights untouched: gradient norm is nan"):

@@ -41,7 +41,7 @@ class SampleRecords:
         self._store = store
         self._put: dict[tuple[str, int], None] = {}
         self._jobs: set[asyncio.Task[None]] = set()
-        self._log = structlog.get_logger("policy-trainer-worker")
+        self._log = structlog.get_logger("worker")
 
     def wanted(self, batch: BatchMeta) -> list[int]:
         """Return the positions of the call's tasks that are recorded and have not been put before.
