@@ -39,7 +39,7 @@ class Checkpoints:
 
     def prune(self, newest: int, keep: Collection[int] = ()) -> list[int]:
         """Delete the checkpoints before step `newest`, of which every model has one, that need not be kept. Return the
-        steps that remain.
+        steps that remain, up to `newest`.
 
         Kept are the newest `keep_last` steps of which every model has a checkpoint, the multiples of `keep_every`, and
         the steps in `keep`. A checkpoint that was saved because the run was stopping does not count towards
@@ -51,7 +51,7 @@ class Checkpoints:
         for folder in self._folders:
             older = [step for step in checkpoint_steps(folder) if step < newest and step not in kept]
             self._remove(folder, [step for step in older if not self._keep_every or step % self._keep_every])
-        return self.steps()
+        return [step for step in self.steps() if step <= newest]
 
     def _made_at_stop(self, step: int) -> bool:
         return made_at_stop(self._folders[0] / f"{CHECKPOINT_PREFIX}{step}")
