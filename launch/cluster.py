@@ -357,7 +357,7 @@ async def _supervise(
         lock=lock,
         save_limit_s=stop_limit_s(topology),
         spares=spare_kinds(topology, {service for service, _ in plan}),
-        ranks=scaling.ranks(topology),
+        ranks=topology.ranks,
         resize=functools.partial(scaling.resize, run),
         hosts=hosts,
     )

@@ -9,7 +9,7 @@ from shared.rundir import service_name
 from shared.topology import Topology
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import ALWAYS, Phase, Place, Use, gpus_that_fit, peak, vllm_share
-from shared.topology.services import DEVICE_SERVICE
+from shared.topology.models import POLICY_WORKER
 
 _HERE = "this machine"
 
@@ -94,7 +94,7 @@ def _that_fits(topology: Topology, elements: int, place: Place, held: Sequence[U
     missing = f"{format_size(most - limit)} more would fit"
     if not place.gpu:
         return f"{missing}; use a smaller model, or a machine with more memory"
-    others = [use for use in held if use.key[0] != DEVICE_SERVICE["policy-trainer"]]
+    others = [use for use in held if use.key[0] != POLICY_WORKER]
     if len(others) < len(held) and peak(others).nbytes <= limit:
         apart = sum(use.nbytes for use in others if not use.turns)
         count = gpus_that_fit(topology, elements, limit - apart)

@@ -35,8 +35,8 @@ from shared.topology import (
 )
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import Place
+from shared.topology.models import DEVICE_SERVICE
 from shared.topology.monitor_web import split_address
-from shared.topology.services import DEVICE_SERVICE
 
 NO_ROWS: Mapping[str, RowDigests] = MappingProxyType({})
 SHOWN_ROWS = 3

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from launch.supervisor.gpus import visible_gpus
-from launch.supervisor.plan import RANK, Key
+from launch.supervisor.plan import Key
 from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow, WaitKind, WaitRow
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
@@ -337,10 +337,7 @@ class HostBook:
 def _units(topology: Topology) -> list[Unit]:
     """Return the units that the topology places on other hosts, except the stores."""
     seen = visible_gpus(topology)
-    services = topology.services
-    ranks = {RANK: services.policy_trainer.world_size, "rollout": 1}
-    if services.reference is not None:
-        ranks["reference"] = services.reference.parallel.model_ranks
+    ranks = {**topology.ranks, "rollout": 1}
     groups: dict[tuple[str, str, int], list[Key]] = {}
     for spec in topology.away_plan():
         if spec.service in ranks:

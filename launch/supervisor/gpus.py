@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from launch.supervisor.plan import Key
 from shared.topology import Topology
-from shared.topology.services import DEVICE_SERVICE
+from shared.topology.models import DEVICE_SERVICE
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,6 @@ THREADS_PER_CPU = 4
 """Maximum number of CPU threads of all instances together per CPU that this process may use."""
 
 
-def ranks(topology: Topology) -> dict[str, int]:
-    """Return the number of processes that together hold one model, by service."""
-    services = topology.services
-    reference = services.reference.parallel.model_ranks if services.reference is not None else 1
-    return {"policy-trainer-worker": services.policy_trainer.world_size, "reference": reference}
-
-
 def resize(run: RunDir, service: str, instances: int) -> Resized:
     """Return the resources that `instances` of a service need, and write the number into the resolved topology of the
     run.
@@ -75,7 +68,7 @@ def _check(topology: Topology, service: str, instances: int) -> None:
         raise _refused(service, instances, "run.deterministic fixes the plan; start a new run with that number")
     if service in topology.colocated_services:
         raise _refused(service, instances, "it takes turns on devices (placement.colocate), in a fixed plan")
-    size = ranks(topology).get(service, 1)
+    size = topology.ranks.get(service, 1)
     if instances < 1 or instances % size:
         raise _refused(
             service, instances, f"use a multiple of {size}, at least {size}" if size > 1 else "use 1 or more"

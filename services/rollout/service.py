@@ -47,6 +47,7 @@ from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 from shared.samples.choice import Choice
 from shared.stages import ROLLOUT
+from shared.topology.models import POLICY_WORKER
 
 if TYPE_CHECKING:
     from shared.topology import Topology
@@ -229,7 +230,7 @@ class RolloutService(Service):
             return WeightsSource(self._data, store, emit=self.telemetry.emit)
         transfers = EngineTransfers(
             self.run,
-            self.client("policy-trainer-worker"),
+            self.client(POLICY_WORKER),
             instance=self.instance,
             incarnation=self.incarnation,
             deadline_s=settings.transfer_s,

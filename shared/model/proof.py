@@ -233,8 +233,8 @@ def _own(model: nn.Module, text: Text) -> Result:
         def run() -> None:
             for batch in batches:
                 scores = scorer.score(batch, 1.0, "none")
-                found[scores.tokens] = scores.logprobs.detach()
-                cast(Any, (scores.logprobs * text.weights[scores.tokens]).sum()).backward()
+                found[scores.tokens] = scores.outputs.detach()
+                cast(Any, (scores.outputs * text.weights[scores.tokens]).sum()).backward()
 
         return _with_gradients(model, lambda: found, run)
 

@@ -26,9 +26,9 @@ from shared.topology import (
 from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
 from shared.topology.fields import format_size
 from shared.topology.model_files import read_config
+from shared.topology.models import DEVICE_SERVICE
 from shared.topology.problem import Found, Path
 from shared.topology.schema import Topology
-from shared.topology.services import DEVICE_SERVICE
 
 MOST_SAMPLES = MAX_INLINE_BYTES // 4
 """Maximum number of samples in a step, because each of their scalars, with four bytes per sample, is one array in a

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from shared.topology.models import DEVICE_SERVICE
 from shared.topology.problem import Found
 from shared.topology.schema import Topology
-from shared.topology.services import DEVICE_SERVICE, Placed
+from shared.topology.services import Placed
 
 _COLOCATE = ("placement", "colocate")
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from shared.topology.capacity import DTYPE_BYTES
 from shared.topology.model_memory import LAST_A_STEP, Key, holds_none, per_process, saved_bytes, training_parts
+from shared.topology.models import DEVICE_SERVICE, WORKERS
 from shared.topology.schema import Topology
-from shared.topology.services import DEVICE_SERVICE
 
 MOST_GPUS = 1024
 """Maximum number of GPUs that `gpus_that_fit` considers."""
@@ -70,9 +70,9 @@ def uses(topology: Topology, elements: int, gpus: Mapping[Key, str], vocabulary:
     found: list[Use] = []
     for key, nbytes in per_process(topology, elements).items():
         names = [each for each in gpus.get(key, "").split(",") if each]
-        turns = any(DEVICE_SERVICE[name] == key[0] for name in topology.placement.colocate)
+        turns = key[0] in topology.colocated_services
         for place in [Place(hosts[key], name) for name in names or [""]]:
-            if key[0] == DEVICE_SERVICE["policy-trainer"]:
+            if key[0] in WORKERS.values():
                 found += _trained(topology, elements, place, key, turns=turns)
             elif nbytes:
                 found.append(Use(place, key, "weights", math.ceil(nbytes / max(len(names), 1)), ALWAYS, turns))
@@ -157,7 +157,7 @@ def _copies(topology: Topology, elements: int, host: Place, key: Key, *, on_gpu:
         yield Use(host, key, "loading", whole, frozenset({Phase.START}))
     if key[0] == "reference" and on_gpu and reference is not None and reference.backend == "torch":
         yield Use(host, key, "loading", whole, frozenset({Phase.START}))
-    if key[0] != DEVICE_SERVICE["policy-trainer"]:
+    if key[0] not in WORKERS.values():
         return
     if on_gpu and turns:
         gone = LAST_A_STEP[trainer.backend]

@@ -13,8 +13,8 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from shared.topology.capacity import DTYPE_BYTES
+from shared.topology.models import DEVICE_SERVICE
 from shared.topology.schema import Topology
-from shared.topology.services import DEVICE_SERVICE
 
 Key = tuple[str, int]
 """Service and instance."""

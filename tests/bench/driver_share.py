@@ -30,6 +30,7 @@ from shared.stages import ROLLOUT
 from tests.integration.policy_trainer.test_trainer_worker import Bench, bench_of
 from tests.integration.policy_trainer.trainer_group import WorkerGroup, driver_of, group_of
 from tests.integration.store_process import REPOSITORY, STORE
+from tests.unit.policy_trainer.training import adamw
 
 RANKS, TASKS, GROUP, PROMPT, LONGEST = 8, 64, 8, 16, 200
 STEPS = 3
@@ -105,7 +106,7 @@ async def measure(run: RunDir, group: WorkerGroup) -> dict[str, float]:
         driver = theirs = 0.0
         for step, each in enumerate(batches):
             before, group_before = time.process_time(), cpu_s(group)
-            await asyncio.gather(workers.forward_backward(each, LOSS), workers.optim_step())
+            await asyncio.gather(workers.forward_backward(each, LOSS), workers.optim_step(adamw()))
             if step:
                 driver += time.process_time() - before
                 theirs += cpu_s(group) - group_before

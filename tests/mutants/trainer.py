@@ -294,7 +294,7 @@ TRAINER = [
     Mutation(
         "a checkpoint is visible before it is written",
         f"{WORKER}/checkpoint.py",
-        'partial = folder / f".{target.name}.partial"',
+        'partial = folder / f".{target.name}{_PARTIAL}"',
         "partial = target",
         "tests/unit/policy_trainer/test_checkpoint_interrupted.py",
     ),
@@ -336,8 +336,8 @@ TRAINER = [
     Mutation(
         "a rank returns to a newer snapshot than another rank",
         "services/policy_trainer/dispatch.py",
-        "if all(each in state.snapshots for state in states)]",
-        "if each]",
+        "if all(snapshot in state.snapshots for state in states)]",
+        "if snapshot]",
         "tests/unit/policy_trainer/test_dispatch_orders.py::test_a_snapshot_counts_only_if_every_rank_holds_it",
     ),
     Mutation(

@@ -170,9 +170,10 @@ class SimReference(Service):
             here().holds(NOTHING)
             return parts
 
-        if self.NAME in topologies.load(self.run.topology).colocated_services:
+        (model,) = topologies.load(self.run.topology).frozen
+        if model.shares_devices:
             self._scoring.turns = take_turns(self, leave)
-        self._worker = ReferenceWorker(self, self._scoring, self._data, self._scoring, STORE)
+        self._worker = ReferenceWorker(self, model, self._scoring, self._data, self._scoring, STORE)
 
     async def serve(self) -> None:
         assert self._worker is not None

@@ -29,6 +29,7 @@ from proto.messages import (
     WeightsRef,
 )
 from proto.registry import Message, Request
+from services.policy_trainer.checkpoints import Checkpoints
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.publisher import Publisher
@@ -128,7 +129,7 @@ def _answer(request: Request) -> Message:
             )
             return messages.Published(ref=ref, seconds=0.0)
         case SaveCheckpoint() | SaveModel():
-            return messages.Saved(path="", seconds=0.0, kept=[])
+            return messages.Saved(path="", seconds=0.0)
         case messages.WaitEvals():
             return messages.EvalsDone(step=request.step, accuracy={})
     return messages.Ack()
@@ -151,6 +152,7 @@ def train(topology: Topology, recorder: Recorder, standing: ResumePoint, stop: S
             newest_checkpoint=standing.checkpoint,
             last_step=topology.run.steps,
             on_stop=said.append,
+            checkpoints=Checkpoints([Path("no checkpoints")], keep_last=1, keep_every=None),
         )
         try:
             driver = Driver(

@@ -30,7 +30,6 @@ from shared.model.logprobs import token_logprobs
 from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 from shared.weights.digests import as_int, digest_whole
 from shared.weights.drill import (
@@ -479,7 +478,7 @@ def test_the_trainers_canary_has_the_production_tolerance_and_its_drill_reveals_
 ) -> None:
     """Log-probs alone reveal all 46 weights in float32 and float16, and all but 4 in bfloat16. Digests reveal all."""
     options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=tmp_path, passes=FASTEST)
-    backend = TorchBackend(MODEL, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
+    backend = TorchBackend(MODEL, dtype, options, Layout(1).place(0))
     canaries = Canaries(backend, MODEL, dtype, SEED, with_digests=True)
     canary, drill = canaries.current(), canaries.drill
     assert drill is not None

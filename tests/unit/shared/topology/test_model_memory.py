@@ -17,12 +17,12 @@ from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from shared.ranks.layout import Layout
 from shared.topology import Topology, load
-from shared.topology.algorithm import Optimizer
 from shared.topology.memory_plan import Phase, Place, by_place, gpus_that_fit, peak, uses
 from shared.topology.model_files import parameter_count
 from shared.topology.model_memory import Part, keeps_whole_gradients, per_process, saved_bytes, training_parts
 from shared.topology.passes import FASTEST
 from tests.unit.policy_trainer.test_host_waits import gradient
+from tests.unit.policy_trainer.training import adamw
 from tests.unit.tiny_models import make_model
 
 TOPOLOGIES = Path(__file__).resolve().parents[4] / "launch" / "topologies"
@@ -102,13 +102,13 @@ def test_the_calculated_parts_of_one_rank_equal_those_that_the_backend_holds(tmp
         made = make_model("qwen3", head_dim=16).to(getattr(__import__("torch"), dtype))
         made.save_pretrained(model)
         options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded", passes=FASTEST)
-        backend = TorchBackend(model, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
+        backend = TorchBackend(model, dtype, options, Layout(1).place(0))
         loaded = sum(each.nbytes for each in [*backend.model.parameters(), *backend._trained.own_masters()])
         scores = load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}", "run.evaluate=true"])
         assert loaded == backend.parameters * sum(training_parts(scores).values())
         gradient(backend)
         gradients = sum(each.grad.nbytes for each in backend._trained.masters.values() if each.grad is not None)
-        backend.step(1)
+        backend.step(1, adamw())
         held = sum(each.nbytes for each in backend.model.parameters())
         held += sum(each.nbytes for each in backend._trained.own_masters())
         held += sum(
@@ -278,9 +278,9 @@ def test_the_copy_for_a_checkpoint_is_as_large_as_the_plan_says(tmp_path: Path) 
     for dtype in ("float32", "bfloat16"):
         make_model("qwen3", head_dim=16).to(getattr(__import__("torch"), dtype)).save_pretrained(tmp_path)
         options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded", passes=FASTEST)
-        backend = TorchBackend(tmp_path, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
+        backend = TorchBackend(tmp_path, dtype, options, Layout(1).place(0))
         gradient(backend)
-        backend.step(1)
+        backend.step(1, adamw())
         state = backend.state()
         held = [each for each in (*state.weights.values(), *state.optimizer.values()) if each.numel() > 1]
         given = load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}"])
