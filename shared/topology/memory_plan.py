@@ -14,8 +14,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shared.topology.capacity import DTYPE_BYTES
-from shared.topology.model_memory import LAST_A_STEP, Key, holds_none, per_process, saved_bytes, training_parts
-from shared.topology.models import DEVICE_SERVICE, WORKERS
+from shared.topology.model_memory import LAST_A_STEP, Key, Part, holds_none, per_process, saved_bytes, training_parts
+from shared.topology.models import DEVICE_SERVICE, TrainedModel
 from shared.topology.schema import Topology
 
 MOST_GPUS = 1024
@@ -67,13 +67,15 @@ class Peak(NamedTuple):
 def uses(topology: Topology, elements: int, gpus: Mapping[Key, str], vocabulary: int = 0) -> list[Use]:
     """Return everything that the run's processes hold of the model. `vocabulary` is the number of its tokens."""
     hosts = {(spec.service, spec.instance): spec.host for spec in topology.services_plan()}
+    trained = {model.service: model for model in topology.trained}
     found: list[Use] = []
     for key, nbytes in per_process(topology, elements).items():
-        names = [each for each in gpus.get(key, "").split(",") if each]
+        names = [name for name in gpus.get(key, "").split(",") if name]
         turns = key[0] in topology.colocated_services
         for place in [Place(hosts[key], name) for name in names or [""]]:
-            if key[0] in WORKERS.values():
-                found += _trained(topology, elements, place, key, turns=turns)
+            if key[0] in trained:
+                parts = training_parts(trained[key[0]], evaluate=topology.run.evaluate)
+                found += _trained(parts, trained[key[0]], elements, place, key, turns=turns)
             elif nbytes:
                 found.append(Use(place, key, "weights", math.ceil(nbytes / max(len(names), 1)), ALWAYS, turns))
         found += _copies(topology, elements, Place(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
@@ -126,7 +128,8 @@ def gpus_that_fit(topology: Topology, elements: int, limit_bytes: int) -> int | 
     for count in range(step, MOST_GPUS + 1, step):
         trainer = services.policy_trainer.model_copy(update={"gpus": count})
         changed = topology.model_copy(update={"services": services.model_copy(update={"policy_trainer": trainer})})
-        if sum(math.ceil(elements * share) for share in training_parts(changed).values()) <= limit_bytes:
+        parts = training_parts(changed.policy_model, evaluate=changed.run.evaluate)
+        if sum(math.ceil(elements * share) for share in parts.values()) <= limit_bytes:
             return count
     return None
 
@@ -139,10 +142,12 @@ def vllm_share(topology: Topology) -> float | None:
     return float(rollout.engine_args.get("gpu_memory_utilization", _VLLM_SHARE))
 
 
-def _trained(topology: Topology, elements: int, place: Place, key: Key, *, turns: bool) -> Iterator[Use]:
+def _trained(
+    parts: Mapping[Part, float], model: TrainedModel, elements: int, place: Place, key: Key, *, turns: bool
+) -> Iterator[Use]:
     """Yield the training state of a rank. What a backend allocates anew in every step is absent outside of steps."""
-    gone = LAST_A_STEP[topology.services.policy_trainer.backend]
-    for part, share in training_parts(topology).items():
+    gone = LAST_A_STEP[model.settings.backend]
+    for part, share in parts.items():
         phases = frozenset({Phase.STEPS}) if part in gone else _STARTED if part == "optimizer" else ALWAYS
         if share:
             yield Use(place, key, str(part), math.ceil(elements * share), phases, turns)
@@ -151,17 +156,20 @@ def _trained(topology: Topology, elements: int, place: Place, key: Key, *, turns
 def _copies(topology: Topology, elements: int, host: Place, key: Key, *, on_gpu: bool, turns: bool) -> Iterator[Use]:
     """Yield the copies that a process has in the memory of its host, besides what it computes with."""
     whole = elements * DTYPE_BYTES[topology.policy.dtype]
-    trainer, rollout = topology.services.policy_trainer, topology.services.rollout
+    rollout = topology.services.rollout
     reference = topology.services.reference
     if key[0] == "rollout" and (on_gpu or rollout.engine == "vllm" or holds_none(topology)):
         yield Use(host, key, "loading", whole, frozenset({Phase.START}))
     if key[0] == "reference" and on_gpu and reference is not None and reference.backend == "torch":
         yield Use(host, key, "loading", whole, frozenset({Phase.START}))
-    if key[0] not in WORKERS.values():
+    model = next((model for model in topology.trained if model.service == key[0]), None)
+    if model is None:
         return
+    trainer = model.settings
     if on_gpu and turns:
         gone = LAST_A_STEP[trainer.backend]
-        parts = [share for part, share in training_parts(topology).items() if part not in gone]
+        shares = training_parts(model, evaluate=topology.run.evaluate)
+        parts = [share for part, share in shares.items() if part not in gone]
         yield Use(host, key, "waiting for its turn", math.ceil(elements * sum(parts)), _STARTED)
     if key[1]:
         return
@@ -174,4 +182,4 @@ def _copies(topology: Topology, elements: int, host: Place, key: Key, *, on_gpu:
         return
     if topology.run.deterministic and topology.staleness:
         yield Use(host, key, "earlier versions", whole * (topology.staleness + 1), _STARTED)
-    yield Use(host, key, "saving", elements * saved_bytes(topology), frozenset({Phase.CHECKPOINTS}))
+    yield Use(host, key, "saving", elements * saved_bytes(model), frozenset({Phase.CHECKPOINTS}))

@@ -152,7 +152,7 @@ def test_nothing_is_deleted_before_the_workers_have_answered(tmp_path: Path) -> 
             assert kept == checkpoint_steps(tmp_path)
 
     async def work() -> None:
-        topology = load(make(tmp_path / "topology"))
+        topology = load(edited(make(tmp_path / "topology"), "  kl:\n    coef: 0.001\n", ""))
         publisher = Publisher(
             cast(SchedulerCalls, Scheduler()),
             cast(WorkerDispatch, Workers()),
