@@ -37,13 +37,6 @@ DRAIN_ORDER = (
     ("tracker",),
     *LAST,
 )
-    (DRIVER,),
-    ("rollout", "reference"),
-    tuple(WORKERS.values()),
-    ("exporter", "recorder", "web"),
-    ("tracker",),
-    *LAST,
-)
 """All processes of a group have exited before the next group is told to stop. Services not named here belong to the
 first group."""
 
