@@ -31,7 +31,7 @@ from services.rollout.user_code.pool import UserPool
 from services.rollout.weights.source import SHARDS, WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.transfer import EngineTransfers, Receiver
-from services.rollout.weights.versions import Versions
+from services.rollout.weights.versions import EngineVersions
 from services.rollout.worker import RolloutWorker
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from services.rollout.workflows.runner import WorkflowRunner
@@ -73,7 +73,7 @@ class RolloutParts:
 
     worker: RolloutWorker
     leases: LeaseBook
-    versions: Versions
+    versions: EngineVersions
     work: list[Callable[[], Awaitable[None]]]
     troubles: list[Callable[[], list[Trouble]]]
     waits: list[Callable[[], Awaitable[list[WaitRow]]]]
@@ -146,7 +146,7 @@ class RolloutService(Service):
         tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens, begun))
         self.keep(own_store_stays(self, store))
         leases = LeaseBook(self, ROLLOUT.name, lambda: engine.progress)
-        versions = Versions(
+        versions = EngineVersions(
             leases,
             engine=engine,
             sync=sync,

@@ -59,15 +59,15 @@ ROLLOUT = [
     Mutation(
         "an engine behind its lease samples with its old version",
         SYNC,
-        "return held != wanted if exact else held < wanted",
-        "return held != wanted if exact else False",
+        "return version != wanted if exact else version < wanted",
+        "return version != wanted if exact else False",
         f"{WEIGHTS}::test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested",
     ),
     Mutation(
         "an engine ahead of an exact lease samples with its newer version",
         SYNC,
-        "return held != wanted if exact else held < wanted",
-        "return held < wanted",
+        "return version != wanted if exact else version < wanted",
+        "return version < wanted",
         f"{WEIGHTS}::test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested",
     ),
     Mutation(

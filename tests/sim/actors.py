@@ -22,7 +22,7 @@ from services.rollout.sampling.tasks import prepare
 from services.rollout.service import RolloutParts
 from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
-from services.rollout.weights.versions import Versions
+from services.rollout.weights.versions import EngineVersions
 from services.rollout.worker import RolloutWorker
 from services.scheduler.server import SchedulerService
 from shared import topology as topologies
@@ -78,7 +78,7 @@ class SimRollout(Service):
             return work()
 
         leases = LeaseBook(self, ROLLOUT.name, lambda: engine.progress)
-        versions = Versions(
+        versions = EngineVersions(
             leases,
             engine=engine,
             sync=sync,

@@ -23,7 +23,7 @@ from services.policy_trainer.worker.weights.publish import TOLERANCE as TRAINERS
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines import transformers_engine
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.weights.source import Entry
+from services.rollout.weights.source import LoadEntry
 from services.rollout.weights.sync import CALIBRATION, HeldVersion, WeightsSync
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
@@ -178,7 +178,7 @@ def test_a_parameter_of_the_wrong_shape_is_reported() -> None:
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)
     weights["model.norm.weight"] = weights["model.norm.weight"][:64]
-    with pytest.raises(RpcError, match=r"model\.norm\.weight: torch\.float32 \[64\] given"):
+    with pytest.raises(RpcError, match=r"model\.norm\.weight: float32 \[64\] given"):
         asyncio.run(sync.load(ref, weights))
     asyncio.run(engine.stop())
 
@@ -421,13 +421,13 @@ def test_an_entry_counts_as_drilled_only_after_the_canary_of_the_drill_matched()
     ref, weights = version(1)
     with pytest.raises(RpcError, match="canary mismatch after the start-up drill"):
         judged(sync, engine, ref, weights, np.full(1, 1.0, np.float32))
-    assert not sync.is_drilled(Entry.SET)
+    assert not sync.is_drilled(LoadEntry.SET)
     assert told == []
     asyncio.run(engine.stop())
     engine = scored()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: told.append(topic))
     judged(sync, engine, ref, weights, np.zeros(1, np.float32))
-    assert sync.is_drilled(Entry.SET)
+    assert sync.is_drilled(LoadEntry.SET)
     assert told == ["drill", "weights"]
     asyncio.run(engine.stop())
 
