@@ -9,7 +9,7 @@ from shared.rundir import service_name
 from shared.topology import Topology
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import ALWAYS, MemoryPlace, Phase, Use, gpus_that_fit, peak, vllm_share
-from shared.topology.services import DEVICE_SERVICE
+from shared.topology.models import POLICY_WORKER
 
 _HERE = "this machine"
 
@@ -98,7 +98,7 @@ def _that_fits(
     missing = f"{format_size(most - limit)} more would fit"
     if not place.gpu:
         return f"{missing}; use a smaller model, or a machine with more memory"
-    others = [use for use in uses if use.key[0] != DEVICE_SERVICE["policy-trainer"]]
+    others = [use for use in uses if use.key[0] != POLICY_WORKER]
     if len(others) < len(uses) and peak(others).nbytes <= limit:
         apart = sum(use.nbytes for use in others if not use.turns)
         count = gpus_that_fit(topology, elements, limit - apart)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launch.processes.plan import Key, Resources, listen_endpoint, threads_of
 from shared.topology import Topology
-from shared.topology.services import DEVICE_SERVICE
+from shared.topology.models import DEVICE_SERVICE
 
 
 @dataclass(frozen=True)

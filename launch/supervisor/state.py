@@ -29,6 +29,7 @@ from launch.supervisor import events as e
 from launch.supervisor.events import RunOutcome
 from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS, ProcessState
 from shared.rundir import service_name
+from shared.topology.models import WORKERS
 
 FAILURE_LIMIT = 4
 """If a process dies this many times within `WINDOW_S` through its own fault (an error, a crash), the run fails."""
@@ -43,7 +44,7 @@ DRAIN_LIMIT_S = 15.0
 """Seconds after which a process that was told to stop is killed. Services limit their own drain to 10 s."""
 RETIRE_LIMIT_S = 600.0
 """Seconds after which a process that was asked to finish its leases is told to stop, so that it returns them."""
-SAVES = frozenset({DRIVER, "policy-trainer-worker"})
+SAVES = frozenset({DRIVER, *WORKERS.values()})
 """At the end of a run, these services have time to save a checkpoint, in addition to `DRAIN_LIMIT_S`."""
 
 

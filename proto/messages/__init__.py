@@ -112,6 +112,7 @@ from proto.messages.telemetry import (
     Update,
 )
 from proto.messages.trainer import (
+    AdamW,
     Forward,
     ForwardBackward,
     ForwardBackwardDone,

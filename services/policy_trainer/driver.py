@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
+from msgspec import structs
 
+from proto.messages import AdamW
 from proto.tensors import Array
 from services.policy_trainer import token_weights
 from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.bad_steps import BadSteps
 from services.policy_trainer.batch_checks import check_advantages, check_reference, check_rewards, check_tasks
 from services.policy_trainer.dispatch import WorkerDispatch
+from services.policy_trainer.learning_rate import optimizer_numbers
 from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS, loss_spec
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
@@ -59,9 +63,10 @@ class Driver:
         stop: Stop | None = None,
         *,
         export: Path,
+        rates: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         """`on_row` receives the metrics of every committed step (telemetry). `stop` may end the run early. `export` is
-        the folder to which the trained model is written.
+        the folder to which the trained model is written. `rates` are the learning rates of committed steps.
 
         Raises RpcError(bad_request) as `own_estimator` does.
         """
@@ -74,6 +79,7 @@ class Driver:
         self.resumed = resumed
         self.on_row = on_row
         self.export = export
+        self.rates = rates
         self.stop = stop or Stop()
         self.bad_steps = BadSteps(topology.run.on_bad_step)
         self.snapshots = SnapshotPace(topology.checkpoint.memory_every)
@@ -156,7 +162,7 @@ class Driver:
         check_reference(batch)
         tasks = batch.tasks
         if self.topology.needs_proximal:
-            logprobs, seconds = await self.workers.forward(tasks.with_scalars({}), [PROX_KEY])
+            logprobs, seconds = await self.workers.forward(tasks.with_scalars({}), [PROX_KEY], self.loss.temperature)
             tasks = tasks.union(logprobs)
             metrics.forward_s += seconds
         loss_tokens = token_weights.trained_tokens(algorithm.overlong, tasks.scalars)
@@ -189,7 +195,9 @@ class Driver:
     async def update(self, batch: Batch, metrics: StepMetrics) -> None:
         """Take one optimizer step. Both calls are sent at once; the workers run them in order."""
         gradient, update = await asyncio.gather(
-            self.workers.forward_backward(batch, self.loss), self.workers.optim_step(), return_exceptions=True
+            self.workers.forward_backward(batch, self.loss),
+            self.workers.optim_step(self.numbers(metrics.step)),
+            return_exceptions=True,
         )
         if isinstance(gradient, BaseException):
             raise gradient
@@ -198,6 +206,11 @@ class Driver:
         metrics.add_gradient(gradient)
         metrics.add_update(update)
         self.snapshots.kept(update.snapshot_s)
+
+    def numbers(self, step: int) -> AdamW:
+        """Return the numbers of an update of `step`. A replayed step repeats the learning rate of its commit."""
+        numbers = optimizer_numbers(self.topology.optimizer, step)
+        return structs.replace(numbers, lr=self.rates[step]) if step in self.rates else numbers
 
     async def skip_update(self, error: RpcError, metrics: StepMetrics, *, left: int) -> None:
         """Skip the first of the `left` remaining updates of the step. Its tasks count as consumed.

@@ -31,7 +31,7 @@ from services.rollout.user_code.pool import UserPool
 from services.rollout.weights.source import SHARDS, WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.transfer import EngineTransfers, Receiver
-from services.rollout.weights.versions import Versions
+from services.rollout.weights.versions import EngineVersions
 from services.rollout.worker import RolloutWorker
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from services.rollout.workflows.runner import WorkflowRunner
@@ -47,6 +47,7 @@ from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 from shared.samples.choice import Choice
 from shared.stages import ROLLOUT
+from shared.topology.models import POLICY_WORKER
 
 if TYPE_CHECKING:
     from shared.topology import Topology
@@ -72,7 +73,7 @@ class RolloutParts:
 
     worker: RolloutWorker
     leases: LeaseBook
-    versions: Versions
+    versions: EngineVersions
     work: list[Callable[[], Awaitable[None]]]
     troubles: list[Callable[[], list[Trouble]]]
     waits: list[Callable[[], Awaitable[list[WaitRow]]]]
@@ -145,7 +146,7 @@ class RolloutService(Service):
         tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens, begun))
         self.keep(own_store_stays(self, store))
         leases = LeaseBook(self, ROLLOUT.name, lambda: engine.progress)
-        versions = Versions(
+        versions = EngineVersions(
             leases,
             engine=engine,
             sync=sync,
@@ -229,7 +230,7 @@ class RolloutService(Service):
             return WeightsSource(self._data, store, emit=self.telemetry.emit)
         transfers = EngineTransfers(
             self.run,
-            self.client("policy-trainer-worker"),
+            self.client(POLICY_WORKER),
             instance=self.instance,
             incarnation=self.incarnation,
             deadline_s=settings.transfer_s,

@@ -14,7 +14,7 @@ from services.rollout.results.finish import LeaseResults, Sampled
 from services.rollout.sampling.answers import AnswerSampler
 from services.rollout.sampling.tasks import PreparedTasks
 from services.rollout.sampling.trajectory import BlockVersions
-from services.rollout.weights.versions import Versions, WeightsGone
+from services.rollout.weights.versions import EngineVersions, WeightsGone
 from services.rollout.workflows.runner import WorkflowRunner
 from shared.actor.service import Service
 from shared.lease import Lease, LeaseBook
@@ -29,7 +29,7 @@ leave free."""
 class RolloutWorker:
     """Works through the leases of one engine. It is used only on the service's loop, which it never blocks.
 
-    `Versions` brings the version that a lease needs into the engine, and `LeaseResults` finishes the sampled leases.
+    `EngineVersions` brings the version that a lease needs into the engine; `LeaseResults` finishes the sampled leases.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class RolloutWorker:
         leases: LeaseBook,
         *,
         engine: Engine,
-        versions: Versions,
+        versions: EngineVersions,
         prepare: Callable[[Lease], Awaitable[PreparedTasks]],
         answers: AnswerSampler,
         workflow: WorkflowRunner | None,

@@ -130,10 +130,10 @@ def device_limits(topology: Topology) -> dict[Holder, float]:
     A rank may wait up to `collective_s` for the other ranks of its model. Other processes do not wait for any peer.
     """
     lease_s, services = topology.lease.lease_s, topology.colocated_services
-    longest = {"policy-trainer-worker": max(lease_s, topology.services.policy_trainer.collective_s)}
-    reference = topology.services.reference
-    if reference is not None and reference.parallel.model_ranks > 1:
-        longest["reference"] = max(lease_s, reference.collective_s)
+    longest = {model.service: max(lease_s, model.settings.collective_s) for model in topology.trained}
+    for model in topology.frozen:
+        if model.settings.parallel.model_ranks > 1:
+            longest[model.service] = max(lease_s, model.settings.collective_s)
     return {
         (each.service, each.instance): longest.get(each.service, lease_s)
         for each in topology.services_plan()

@@ -36,14 +36,15 @@ effect has not been measured yet."""
 
 @dataclass(frozen=True)
 class Scores:
-    """The result for one micro-batch: `tokens` int64 [M], positions in the caller's flat arrays; `logprobs` and
+    """The result for one micro-batch: `tokens` int64 [M], positions in the caller's flat arrays; `outputs` and
     `entropy` float32 [M] (float64 for a model in float64).
 
-    `entropy` is the entropy of the distribution from which the token was drawn, or None if not requested.
+    `outputs` are what the model's head computes for the tokens: the log-probs of a language model. `entropy` is the
+    entropy of the distribution from which the token was drawn, or None if not requested.
     """
 
     tokens: Tensor
-    logprobs: Tensor
+    outputs: Tensor
     entropy: Tensor | None
 
 
@@ -72,7 +73,7 @@ def token_logprobs(
         zeros = torch.zeros(total, device=device)
         return zeros, zeros.clone() if with_entropy else None
     where = torch.cat([part.tokens for part in parts])
-    logprobs = torch.cat([part.logprobs for part in parts])
+    logprobs = torch.cat([part.outputs for part in parts])
     result = torch.zeros(total, device=device, dtype=logprobs.dtype).index_copy(0, where, logprobs)
     if not with_entropy:
         return result, None

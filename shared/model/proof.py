@@ -232,8 +232,8 @@ def _own(model: nn.Module, text: Text) -> Result:
         def run() -> None:
             for batch in batches:
                 scores = scorer.score(batch, 1.0, "none")
-                computed[scores.tokens] = scores.logprobs.detach()
-                cast(Any, (scores.logprobs * text.weights[scores.tokens]).sum()).backward()
+                computed[scores.tokens] = scores.outputs.detach()
+                cast(Any, (scores.outputs * text.weights[scores.tokens]).sum()).backward()
 
         return _with_gradients(model, lambda: computed, run)
 

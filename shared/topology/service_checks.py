@@ -14,9 +14,10 @@ from types import MappingProxyType
 
 from shared.topology.capacity import weight_bytes
 from shared.topology.model_files import experts, read_config
+from shared.topology.models import DEVICE_SERVICE
 from shared.topology.problem import Found
 from shared.topology.schema import Topology
-from shared.topology.services import DEVICE_SERVICE, Placed, Rollout, ScorerSettings, WeightsRoute
+from shared.topology.services import Placed, Rollout, ScorerSettings, WeightsRoute
 
 PLANNED_BYTES_PER_S: Mapping[str, float] = MappingProxyType({"gloo": 0.25e9, "nccl": 2e9, "ipc": 5e9})
 """Rates used to plan transfers: conservative values for each route, none of which was measured on a GPU."""

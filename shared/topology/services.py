@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,10 +11,6 @@ from shared.topology.monitor import Monitor
 
 Backend = Literal["torch", "megatron"]
 WeightsRoute = Literal["shards", "gloo", "nccl", "ipc"]
-DEVICE_SERVICE: Mapping[str, str] = MappingProxyType(
-    {"policy-trainer": "policy-trainer-worker", "reference": "reference", "rollout": "rollout"}
-)
-"""Services that can be colocated, each with the service whose processes hold its devices."""
 
 
 class Parallel(Section):

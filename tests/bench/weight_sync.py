@@ -38,7 +38,6 @@ from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
 from shared.ranks.layout import Layout
 from shared.ranks.process_group import own_device
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 from tests.bench.cluster_run import BenchError
 from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
@@ -93,7 +92,7 @@ class Trainer:
         options = BackendOptions(
             max_tokens=4096, threads=threads, device=device, scratch=folder / "scratch", passes=FASTEST
         )
-        self.backend = TorchBackend(model, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
+        self.backend = TorchBackend(model, dtype, options, Layout(1).place(0))
         self.canaries = Canaries(self.backend, model, dtype, SEED, with_digests=with_digests)
         self._signs = np.random.default_rng(SEED)
         self._staging = Staging()

@@ -22,7 +22,7 @@ from services.rollout.sampling.tasks import prepare
 from services.rollout.service import RolloutParts
 from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
-from services.rollout.weights.versions import Versions
+from services.rollout.weights.versions import EngineVersions
 from services.rollout.worker import RolloutWorker
 from services.scheduler.server import SchedulerService
 from shared import topology as topologies
@@ -78,7 +78,7 @@ class SimRollout(Service):
             return work()
 
         leases = LeaseBook(self, ROLLOUT.name, lambda: engine.progress)
-        versions = Versions(
+        versions = EngineVersions(
             leases,
             engine=engine,
             sync=sync,
@@ -170,9 +170,10 @@ class SimReference(Service):
             here().holds(NOTHING)
             return parts
 
-        if self.NAME in topologies.load(self.run.topology).colocated_services:
+        (model,) = topologies.load(self.run.topology).frozen
+        if model.shares_devices:
             self._scoring.turns = take_turns(self, leave)
-        self._worker = ReferenceWorker(self, self._scoring, self._data, self._scoring, STORE)
+        self._worker = ReferenceWorker(self, model, self._scoring, self._data, self._scoring, STORE)
 
     async def serve(self) -> None:
         assert self._worker is not None

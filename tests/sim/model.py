@@ -20,7 +20,7 @@ import xxhash
 from torch import nn
 
 from proto.ids import make_task_id, split_task_id
-from proto.messages import Canary, LeaseGrant
+from proto.messages import AdamW, Canary, LeaseGrant
 from services.policy_trainer.worker.backend import Backend, OptimizerUpdate, PublishedWeights, Sequences, TrainingState
 from services.policy_trainer.worker.colocation.devices import device_parts
 from services.policy_trainer.worker.colocation.shelves import PartShelves
@@ -38,6 +38,7 @@ from services.rollout.rewards.score import Score
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from shared.colocation.devices import ENGINE, NOTHING, WEIGHTS, Parts
 from shared.stages import TRAIN
+from shared.topology.models import POLICY
 from shared.weights.weight_set import WeightSet
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class SimBackend:
         moved = self._there & set(parts)
         self._away |= moved
         self._there -= moved
-        self._world.holds(device_parts(cast(Any, frozenset(self._there))))
+        self._world.holds(device_parts(POLICY, cast(Any, frozenset(self._there))))
         return len(moved)
 
     def _backload(self, parts: Iterable[str]) -> int:
@@ -109,7 +110,7 @@ class SimBackend:
         away = self._away & set(parts)
         self._world.check(not away, f"a call uses {', '.join(sorted(away))}, which are off the device")
         self._there |= set(parts)
-        self._world.holds(device_parts(cast(Any, frozenset(self._there))))
+        self._world.holds(device_parts(POLICY, cast(Any, frozenset(self._there))))
 
     def restart(self) -> None:
         self._use("parameters")
@@ -139,7 +140,7 @@ class SimBackend:
         self._group[self.updates, self.place.rank] = (total, [*numbers, *tasks])
         return {"tokens": float(first)}
 
-    def step(self, step: int) -> OptimizerUpdate:
+    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
         self._use("parameters", "gradients", "optimizer")
         self._need_all()
         parts = [self._group[self.updates, rank] for rank in range(self._ranks)]
@@ -152,7 +153,7 @@ class SimBackend:
         self.applied = [*self.applied, *numbers]
         self.updates += 1
         self.drop_gradients()
-        return OptimizerUpdate(grad_norm=1.0, lr=0.1)
+        return OptimizerUpdate(grad_norm=1.0)
 
     def _need_all(self) -> None:
         """Fail as a collective does when a rank of the group has died."""

@@ -61,7 +61,7 @@ class BatchLoss:
         self._kept = torch.zeros(len(flat["loss_mask"]), device=device) if keeps else None
 
     def __call__(self, local: LocalScores) -> tuple[Tensor, dict[str, Tensor]]:
-        at, cur, entropy = local.scores.tokens, local.scores.logprobs, local.scores.entropy
+        at, cur, entropy = local.scores.tokens, local.scores.outputs, local.scores.entropy
         if self._kept is not None:
             self._kept[at] = cur.detach().float()
         data = self._tokens.at(at, local.sum_over_sequence_ranks)

@@ -34,7 +34,7 @@ class BatchReader:
         self._prefetched: dict[int, asyncio.Task[samples.BatchTokens]] = {}
         self._refusals = 0
         """Number of times that all waiting calls have been refused."""
-        self._log = structlog.get_logger("policy-trainer-worker")
+        self._log = structlog.get_logger("worker")
 
     def prefetch(self, request: WorkerRequest) -> None:
         """Begin to read the shards of a queued call."""

@@ -40,7 +40,7 @@ class SampleRecords:
         self._put: set[tuple[str, int]] = set()
         """The tasks of `_step` whose values have been put, with their fences."""
         self._jobs: set[asyncio.Task[None]] = set()
-        self._log = structlog.get_logger("policy-trainer-worker")
+        self._log = structlog.get_logger("worker")
 
     def wanted(self, batch: BatchMeta, step: int) -> list[int]:
         """Return the positions of the call's tasks that are recorded and have not been put in this step before.

@@ -47,7 +47,7 @@ from services.rollout.engines.proof.weights import (
 )
 from services.rollout.engines.transformers_engine import eos_ids
 from shared.colocation.devices import Parts
-from shared.http_client import HttpClient, Refused
+from shared.http_client import HttpClient, HttpRefused
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
@@ -325,7 +325,7 @@ class OpenAIEngine:
         remedy = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {_EXTENSION}"
         try:
             answer = await self._http.post("/collective_rpc", {"method": method, "args": list(args)})
-        except Refused as refused:
+        except HttpRefused as refused:
             if refused.status == 404:
                 raise self._lacks("/collective_rpc to load weights", remedy) from None
             raise RpcError(ErrorCode.BAD_REQUEST, f"{refused}; {remedy}, and see its log") from None

@@ -30,7 +30,7 @@ from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
 from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.proof.load_trace import Part, Proof
+from services.rollout.engines.proof.load_trace import Proof, WeightPart
 from services.rollout.engines.proof.weights import check_fits, check_proofs, expected_weights, fitting, memory_file
 from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
@@ -122,7 +122,7 @@ class VllmEngine:
         self._awake = ENGINE
         self._lost = False
         """Whether the memory of the weights has been released and no weights have been set since."""
-        self._placed: list[list[Part]] = []
+        self._placed: list[list[WeightPart]] = []
         """The parts in each place on each rank after the first load. The canary of that load proves that these places
         are right."""
         self._requests = 0

@@ -37,7 +37,7 @@ class AnswerSampler:
 
     async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Made]]:
         """Return every sample of the lease's tasks, in the shape [tasks][samples], without texts. For `versions`, see
-        `Versions.bring`.
+        `EngineVersions.bring`.
 
         Raises LeaseLost.
         """

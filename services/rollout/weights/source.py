@@ -36,7 +36,7 @@ VersionKey = tuple[int, int, int]
 """Lineage, step and fence."""
 
 
-class Entry(StrEnum):
+class LoadEntry(StrEnum):
     """The ways in which weights enter an engine. Each is drilled separately."""
 
     SET = "set_weights"
@@ -44,14 +44,14 @@ class Entry(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedWeights:
     """The weights that were set in an engine, the route by which they arrived, and how they entered the engine.
 
     `given` holds the arrays that were set, and is empty if the engine received the weights itself.
     """
 
     route: str
-    entry: Entry
+    entry: LoadEntry
     weights: WeightSet
     given: Mapping[str, Array] = field(default_factory=dict)
 
@@ -66,14 +66,14 @@ class Delivery(Protocol):
     """Weights that have arrived or are about to arrive."""
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> LoadEntry:
         """How the weights will enter the engine."""
 
     async def begin(self) -> None:
         """Do what can be done while the engine continues to sample; `load` or `decline` follows. Raises
         TransferFailed."""
 
-    async def load(self, engine: Engine) -> Loaded:
+    async def load(self, engine: Engine) -> LoadedWeights:
         """Set the weights.
 
         Raises WeightsMismatch or RpcError. If the weights do not arrive, raises TransferFailed and leaves the engine
@@ -92,8 +92,8 @@ class Arrays:
     route: str = SHARDS
 
     @property
-    def entry(self) -> Entry:
-        return Entry.SET
+    def entry(self) -> LoadEntry:
+        return LoadEntry.SET
 
     async def begin(self) -> None:
         """Do nothing, since the weights have arrived."""
@@ -101,9 +101,9 @@ class Arrays:
     def decline(self) -> None:
         """Do nothing, since no sender is waiting."""
 
-    async def load(self, engine: Engine) -> Loaded:
+    async def load(self, engine: Engine) -> LoadedWeights:
         await engine.set_weights(self.weights)
-        return Loaded(self.route, self.entry, WeightSet.of(self.weights), self.weights)
+        return LoadedWeights(self.route, self.entry, WeightSet.of(self.weights), self.weights)
 
 
 async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
@@ -188,9 +188,9 @@ class WeightsSource:
         """Return the weights of `ref` from the store, for example after a failed transfer."""
         return Arrays(await fetch_weights(self._data, ref, self._store, deadline_s=FETCH_S, on_progress=on_progress))
 
-    async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
+    async def drill(self, engine: Engine, ref: WeightsRef, entry: LoadEntry) -> Delivery:
         """Return the weights of the start-up drill, to be brought into the engine through `entry`."""
-        if self._transfers is None or (self._engine is not None and entry == Entry.SET):
+        if self._transfers is None or (self._engine is not None and entry == LoadEntry.SET):
             return await own_drill(engine, ref)
         if self._engine is not None:
             return _IntoEngine(self, self._transfers, self._engine, ref, is_drill=True)
@@ -243,8 +243,8 @@ class _IntoEngine:
     _asked: asyncio.Task[TransferOffer] | None = None
 
     @property
-    def entry(self) -> Entry:
-        return Entry.RECEIVE
+    def entry(self) -> LoadEntry:
+        return LoadEntry.RECEIVE
 
     async def begin(self) -> None:
         """Ask the trainer to read the version and to prepare to send it, so that generation does not wait for that."""
@@ -262,7 +262,7 @@ class _IntoEngine:
         if asked is not None:
             self.transfers.decline(asked.result(), self.receiver)
 
-    async def load(self, engine: Engine) -> Loaded:
+    async def load(self, engine: Engine) -> LoadedWeights:
         began = time.perf_counter()
         asked, self._asked = self._asked, None
         try:
@@ -277,4 +277,4 @@ class _IntoEngine:
             return await (await own_drill(engine, self.ref)).load(engine)
         weights = WeightSet(offer.parameters)
         route = self.source.arrived(self.ref, weights.nbytes, time.perf_counter() - began)
-        return Loaded(route, self.entry, weights)
+        return LoadedWeights(route, self.entry, weights)

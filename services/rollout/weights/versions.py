@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from proto.messages import ErrorCode, WeightsRef
 from services.rollout.engine import Engine
 from services.rollout.sampling.trajectory import BlockVersions
-from services.rollout.weights.source import FETCH_S, Delivery, Emit, Entry, WeightsSource
+from services.rollout.weights.source import FETCH_S, Delivery, Emit, LoadEntry, WeightsSource
 from services.rollout.weights.sync import HeldVersion, SyncReport, WeightsSync
 from services.rollout.weights.transfer import TransferFailed
 from shared.colocation.devices import ENGINE, WEIGHTS, Parts
@@ -39,7 +39,7 @@ class WeightsGone(Exception):
     """The scheduler cleared a lease's version while the lease was waiting, so the lease's samples would be useless."""
 
 
-class Versions:
+class EngineVersions:
     """The versions of one engine, and its turns on the devices. It is used only on the service's loop."""
 
     def __init__(
@@ -255,7 +255,7 @@ class Versions:
             if await self._try_to_load(ref, self._source.fetch):
                 return
             self._transfer_from = clock() + SHARDS_S
-        if self._can_use(ref, Entry.SET):  # otherwise the whole version would be fetched for nothing
+        if self._can_use(ref, LoadEntry.SET):  # otherwise the whole version would be fetched for nothing
             await self._try_to_load(ref, self._source.from_store)
 
     async def _try_to_load(self, ref: WeightsRef, fetch: Callable[[WeightsRef], Awaitable[Delivery]]) -> bool:
@@ -276,7 +276,7 @@ class Versions:
             return not self._can_use(ref, delivery.entry)  # a lease might have loaded the version in the meantime
         return True
 
-    def _can_use(self, ref: WeightsRef, entry: Entry) -> bool:
+    def _can_use(self, ref: WeightsRef, entry: LoadEntry) -> bool:
         """Return whether to load this version now. An entry that has not been drilled is not used."""
         return self._swappable and self._sync.needs(ref, exact=False) and self._sync.is_drilled(entry)
 

@@ -72,7 +72,7 @@ class WorkflowRunner:
 
     async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Made]]:
         """Return every sample of the lease's tasks, in the shape [tasks][samples]. For `versions`, see
-        `Versions.bring`.
+        `EngineVersions.bring`.
 
         Raises LeaseLost.
         """

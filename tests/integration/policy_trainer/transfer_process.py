@@ -32,7 +32,7 @@ from services.policy_trainer.worker.weights.sender import WeightsSender
 from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.transfer import EngineTransfers, HostMemory, TransferFailed
-from services.rollout.weights.versions import Versions
+from services.rollout.weights.versions import EngineVersions
 from shared.colocation.turns import OwnDevices
 from shared.dataplane.client import DataClient, TaskShards
 from shared.lease import LeaseBook
@@ -181,7 +181,7 @@ class UnderWay:
         self._source = WeightsSource(data, transfers=transfers, route="gloo", emit=lambda *_: None, engine=self._engine)
         self._sync = WeightsSync(self._engine, "rollout/0", lambda *_: None, self._source)
         service: Any = SimpleNamespace()
-        self._versions = Versions(
+        self._versions = EngineVersions(
             LeaseBook(service, "rollout", lambda: 0),
             engine=self._engine,
             sync=self._sync,

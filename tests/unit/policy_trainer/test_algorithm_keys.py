@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from proto.messages import (
+    AdamW,
     BatchMeta,
     BatchPart,
     ForwardBackwardDone,
@@ -191,7 +192,7 @@ class Table:
     def begin_step(self, updates: int, *, snapshot_lineage: int) -> None:
         self.sums.append({"updates": float(updates)})
 
-    async def forward(self, batch: Batch, _: list[str]) -> tuple[Batch, float]:
+    async def forward(self, batch: Batch, _: list[str], __: float) -> tuple[Batch, float]:
         self.prox = self.scores()[0].detach()
         part = BatchPart(PROXIMAL.name, ["prox_logprobs.1-1"])
         return Batch(BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE])), 0.0
@@ -220,7 +221,7 @@ class Table:
         self.sums.append({name: float(value) for name, value in sums.items()})
         return ForwardBackwardDone(sums=self.sums[-1], seconds=0.0)
 
-    async def optim_step(self) -> OptimStepDone:
+    async def optim_step(self, _: AdamW) -> OptimStepDone:
         with torch.no_grad():
             for each in (self.logits, self.shift):
                 assert each.grad is not None

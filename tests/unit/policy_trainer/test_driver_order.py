@@ -28,6 +28,7 @@ from proto.messages import (
     TaskHandle,
 )
 from proto.registry import Message, Request
+from services.policy_trainer.checkpoints import Checkpoints
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.publisher import Publisher
@@ -117,7 +118,7 @@ def _answer(request: Request) -> Message:
             ref = weights_ref(request.lineage, request.step, CANARY, nbytes=64, store=request.store)
             return messages.Published(ref=ref, seconds=0.0)
         case SaveCheckpoint() | SaveModel():
-            return messages.Saved(path="", seconds=0.0, kept=[])
+            return messages.Saved(path="", seconds=0.0)
         case messages.WaitEvals():
             return messages.EvalsDone(step=request.step, accuracy={})
     return messages.Ack()
@@ -140,6 +141,7 @@ def train(topology: Topology, recorder: Recorder, standing: ResumePoint, stop: S
             newest_checkpoint=standing.checkpoint,
             last_step=topology.run.steps,
             on_stop=said.append,
+            checkpoints=Checkpoints([Path("no checkpoints")], keep_last=1, keep_every=None),
         )
         try:
             driver = Driver(

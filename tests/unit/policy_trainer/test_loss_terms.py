@@ -17,11 +17,8 @@ from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.loss import check, token_loss
 from shared.rpc.errors import RpcError
-from shared.topology.algorithm import Optimizer
 from tests.unit.policy_trainer.training import accumulate, one_rank, token_data
 from tests.unit.tiny_models import ExactRMSNorm, make_model, plain_logprobs, ragged
-
-OPTIMIZER = Optimizer(lr=1e-2, clip_norm=1e9)
 
 
 def spec(anchor: str, **options: float | str) -> LossSpec:
@@ -98,7 +95,7 @@ def test_an_unknown_loss_name_is_refused() -> None:
 
 def backend(folder: Path, max_tokens: int, dtype: str) -> TorchBackend:
     make_model("qwen3", head_dim=12).save_pretrained(folder)
-    made = one_rank(folder, dtype, OPTIMIZER, max_tokens=max_tokens)
+    made = one_rank(folder, dtype, max_tokens=max_tokens)
     if dtype == "float64":
         for name, module in list(made.model.named_modules()):
             if type(module).__name__.endswith("RMSNorm"):

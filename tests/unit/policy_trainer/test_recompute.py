@@ -18,7 +18,6 @@ from services.policy_trainer.worker.backend import BackendOptions, LocalScores, 
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from shared.ranks.layout import Layout
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 from shared.topology.services import Recompute
 from tests.unit.tiny_models import make_model
@@ -54,7 +53,7 @@ def gradient(folder: Path, dtype: str, recompute: Recompute) -> tuple[dict[str, 
     options = BackendOptions(
         max_tokens=4096, threads=1, device="cpu", scratch=folder / "offloaded", recompute=recompute, passes=FASTEST
     )
-    backend = TorchBackend(folder, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
+    backend = TorchBackend(folder, dtype, options, Layout(1).place(0))
     rng = np.random.default_rng(0)
     lengths = np.full(4, 64, np.int32)
     ids = rng.integers(3, 60, lengths.sum()).astype(np.int32)

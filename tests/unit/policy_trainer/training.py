@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from proto.messages import LossSpec
+from proto.messages import AdamW, LossSpec
 from proto.tensors import Array
+from services.policy_trainer.learning_rate import optimizer_numbers
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
@@ -20,12 +21,17 @@ from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 
 
-def one_rank(folder: Path, dtype: str, optimizer: Optimizer, *, max_tokens: int) -> TorchBackend:
+def adamw(step: int = 1, **options: Any) -> AdamW:
+    """Return the numbers of an update of `step` with these options of the topology's section `optimizer`."""
+    return optimizer_numbers(Optimizer(**{"lr": 1e-3, **options}), step)
+
+
+def one_rank(folder: Path, dtype: str, *, max_tokens: int) -> TorchBackend:
     """Return a backend on the CPU for the model in `folder`."""
     options = BackendOptions(
         max_tokens=max_tokens, threads=1, device="cpu", scratch=folder / "offloaded", passes=FASTEST
     )
-    return TorchBackend(folder, dtype, optimizer, options, Layout(1).place(0))
+    return TorchBackend(folder, dtype, options, Layout(1).place(0))
 
 
 def token_data(

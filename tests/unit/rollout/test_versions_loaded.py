@@ -15,7 +15,7 @@ from proto.messages import ErrorCode, WeightsRef
 from services.rollout.sampling.partial import PartialJournal
 from services.rollout.sampling.tasks import PreparedTasks
 from services.rollout.sampling.trajectory import Completion
-from services.rollout.weights.source import Arrays, Entry, Loaded
+from services.rollout.weights.source import Arrays, LoadedWeights, LoadEntry
 from services.rollout.weights.transfer import TransferFailed
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.lease import Lease, LeaseLost
@@ -39,7 +39,7 @@ from tests.unit.rollout.versions_rig import (
 class Lost:
     """Weights whose transfer fails."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: LoadEntry) -> None:
         self.entry = entry
 
     async def begin(self) -> None:
@@ -48,14 +48,14 @@ class Lost:
     def decline(self) -> None:
         raise AssertionError("they were wanted")
 
-    async def load(self, engine: Any) -> Loaded:
+    async def load(self, engine: Any) -> LoadedWeights:
         raise TransferFailed("the sender is gone")
 
 
 class Source:
     """A source of weights whose trainer is unreachable and whose store is reachable."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: LoadEntry) -> None:
         self._entry = entry
 
     async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Lost:
@@ -79,7 +79,7 @@ async def announced_at_step_3(made: Rig, folder: Path) -> dict[str, list[Complet
 def test_a_failed_transfer_falls_back_to_the_store(tmp_path: Path) -> None:
     async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
-            made.versions._source = Source(Entry.SET)
+            made.versions._source = Source(LoadEntry.SET)
             return await announced_at_step_3(made, tmp_path)
 
     [versions] = versions_of(asyncio.run(scenario())).values()
@@ -89,7 +89,7 @@ def test_a_failed_transfer_falls_back_to_the_store(tmp_path: Path) -> None:
 def test_an_update_by_an_undrilled_entry_leaves_a_running_lease_unchanged(tmp_path: Path) -> None:
     async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
-            made.versions._source = Source(Entry.RECEIVE)
+            made.versions._source = Source(LoadEntry.RECEIVE)
             swaps = made.engine.swaps
             answers = await announced_at_step_3(made, tmp_path)
             assert made.sync.holds.step == FIRST
@@ -103,7 +103,7 @@ class Silent(Lost):
     """Weights from a sender that does not answer."""
 
     def __init__(self) -> None:
-        super().__init__(Entry.SET)
+        super().__init__(LoadEntry.SET)
         self.asked = asyncio.Event()
         self.given_up = asyncio.Event()
 
@@ -117,7 +117,7 @@ def test_sampling_continues_during_a_request_to_the_trainer_which_is_not_repeate
     async def scenario() -> None:
         async with rig() as made:
             silent = Silent()
-            source = Source(Entry.SET)
+            source = Source(LoadEntry.SET)
             source.fetch = lambda ref: _ready(silent)  # type: ignore[assignment,method-assign,return-value]
             made.versions._source = source
             held: list[bool] = []
@@ -147,8 +147,8 @@ async def _ready(delivery: Silent) -> Silent:
     return delivery
 
 
-@pytest.mark.parametrize("entry", list(Entry))
-def test_a_lease_whose_weights_are_not_sent_gets_them_from_the_store(entry: Entry) -> None:
+@pytest.mark.parametrize("entry", list(LoadEntry))
+def test_a_lease_whose_weights_are_not_sent_gets_them_from_the_store(entry: LoadEntry) -> None:
     async def scenario() -> None:
         async with rig() as made:
             worker = worker_of(made, source=Source(entry))
@@ -162,7 +162,7 @@ def test_a_lease_whose_weights_are_not_sent_gets_them_from_the_store(entry: Entr
 def test_a_lease_that_waits_for_others_shares_their_progress_and_can_be_given_up_at_once() -> None:
     async def scenario() -> None:
         async with rig() as made:
-            worker = worker_of(made, source=Source(Entry.SET))
+            worker = worker_of(made, source=Source(LoadEntry.SET))
             under_way, waits = lease([NOTED], exact=True), lease_of(FIRST + 1)
             made.leases._held = {1: under_way, 2: waits}
             other = made.begin(exact=True)
@@ -189,7 +189,7 @@ def test_a_lease_that_waits_for_others_shares_their_progress_and_can_be_given_up
 def test_a_lease_that_waits_for_a_load_shares_its_progress_and_can_be_given_up_at_once() -> None:
     async def scenario() -> None:
         async with rig() as made:
-            worker = worker_of(made, source=Source(Entry.SET))
+            worker = worker_of(made, source=Source(LoadEntry.SET))
             loads, waits = lease([NOTED]), lease_of(FIRST + 1)
             made.leases._held = {1: loads, 2: waits}
             async with made.versions._settled():
@@ -234,7 +234,7 @@ def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service()
 
     async def scenario() -> None:
         async with rig() as made:
-            worker = worker_of(made, source=Source(Entry.SET))
+            worker = worker_of(made, source=Source(LoadEntry.SET))
             worker._service.log = structlog.get_logger()
             held = [lease([NOTED]), lease_of(FIRST + 2)]
             for each in held:
@@ -278,7 +278,7 @@ class Cleared(Source):
 def test_a_lease_whose_version_was_collected_is_handed_back_and_the_engine_continues() -> None:
     async def scenario() -> None:
         async with rig() as made:
-            worker = worker_of(made, source=Cleared(Entry.SET))
+            worker = worker_of(made, source=Cleared(LoadEntry.SET))
             back: list[bool] = []
 
             async def hand_back(lease: Lease, why: str, *, untouched: bool = False) -> None:
@@ -288,7 +288,7 @@ def test_a_lease_whose_version_was_collected_is_handed_back_and_the_engine_conti
             made.leases.hand_back = hand_back  # type: ignore[method-assign]
             assert await worker._sample(lease_of(FIRST + 2), tasks([FRESH])) is None
             assert back == [True]
-            made.versions._source = Source(Entry.SET)
+            made.versions._source = Source(LoadEntry.SET)
             sampled = await worker._sample(lease_of(FIRST + 3), tasks([FRESH]))
             assert sampled is not None
             assert sampled.version == FIRST + 3
@@ -306,8 +306,8 @@ def test_weights_that_no_drilled_entry_can_load_are_not_fetched_during_sampling(
                     brought.append(ref.step)
                     return await super().from_store(ref, on_progress)
 
-            made.sync._drilled = {Entry.RECEIVE}
-            made.versions._source = FromStore(Entry.RECEIVE)
+            made.sync._drilled = {LoadEntry.RECEIVE}
+            made.versions._source = FromStore(LoadEntry.RECEIVE)
             await announced_at_step_3(made, tmp_path)
             assert made.sync.holds.step == FIRST
             assert not brought

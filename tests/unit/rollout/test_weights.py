@@ -23,14 +23,13 @@ from services.policy_trainer.worker.weights.publish import TOLERANCE as TRAINERS
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines import transformers_engine
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.weights.source import Entry
+from services.rollout.weights.source import LoadEntry
 from services.rollout.weights.sync import CALIBRATION, HeldVersion, WeightsSync
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 from shared.weights.digests import as_int, digest_whole
 from shared.weights.drill import (
@@ -177,7 +176,7 @@ def test_a_parameter_of_the_wrong_shape_is_reported() -> None:
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)
     weights["model.norm.weight"] = weights["model.norm.weight"][:64]
-    with pytest.raises(RpcError, match=r"model\.norm\.weight: torch\.float32 \[64\] given"):
+    with pytest.raises(RpcError, match=r"model\.norm\.weight: float32 \[64\] given"):
         asyncio.run(sync.load(ref, weights))
     asyncio.run(engine.stop())
 
@@ -410,13 +409,13 @@ def test_an_entry_counts_as_drilled_only_after_the_canary_of_the_drill_matched()
     ref, weights = version(1)
     with pytest.raises(RpcError, match="canary mismatch after the start-up drill"):
         judged(sync, engine, ref, weights, np.full(1, 1.0, np.float32))
-    assert not sync.is_drilled(Entry.SET)
+    assert not sync.is_drilled(LoadEntry.SET)
     assert told == []
     asyncio.run(engine.stop())
     engine = scored()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: told.append(topic))
     judged(sync, engine, ref, weights, np.zeros(1, np.float32))
-    assert sync.is_drilled(Entry.SET)
+    assert sync.is_drilled(LoadEntry.SET)
     assert told == ["drill", "weights"]
     asyncio.run(engine.stop())
 
@@ -467,7 +466,7 @@ def test_the_trainers_canary_has_the_production_tolerance_and_its_drill_reveals_
 ) -> None:
     """Log-probs alone reveal all 46 weights in float32 and float16, and all but 4 in bfloat16. Digests reveal all."""
     options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=tmp_path, passes=FASTEST)
-    backend = TorchBackend(MODEL, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
+    backend = TorchBackend(MODEL, dtype, options, Layout(1).place(0))
     canaries = Canaries(backend, MODEL, dtype, SEED, with_digests=True)
     canary, drill = canaries.current(), canaries.drill
     assert drill is not None

@@ -22,7 +22,7 @@ from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from services.rollout.sampling.trajectory import BlockVersions, Completion
 from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
-from services.rollout.weights.versions import Versions
+from services.rollout.weights.versions import EngineVersions
 from services.rollout.worker import RolloutWorker
 from shared.actor.telemetry import TelemetrySender
 from shared.colocation.turns import OwnDevices
@@ -49,7 +49,7 @@ class Rig:
         self.told: list[str] = []
         service = SimpleNamespace(telemetry=TelemetrySender("rollout", 0, 1))
         self.leases = LeaseBook(service, "rollout", lambda: self.engine.progress)  # type: ignore[arg-type]
-        self.versions = Versions(
+        self.versions = EngineVersions(
             self.leases,
             engine=self.engine,
             sync=self.sync,

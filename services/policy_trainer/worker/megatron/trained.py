@@ -17,11 +17,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
-from services.policy_trainer.worker.backend import TrainingState
+from proto.messages import AdamW
+from services.policy_trainer.worker.backend import TrainingState, set_numbers
 from services.policy_trainer.worker.spare_memory import SpareMemory
 from shared.megatron.converter import Weight
 from shared.megatron.pieces import Pieces
-from shared.topology.algorithm import Optimizer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -29,11 +29,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Trained:
     """A model in training. All methods that move weights or state are collectives."""
 
-    def __init__(self, pieces: Pieces, optimizer: Optimizer) -> None:
+    def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._converter = pieces.converter
         self._groups = pieces.groups
-        self._settings = optimizer
         model, config = pieces.model, pieces.model.config
         self._low = bool(config.bf16)
         self._grad_dtype = torch.float32 if self._low else config.params_dtype
@@ -56,24 +55,16 @@ class Trained:
 
     def reset(self) -> None:
         """Create fresh optimizer state for the current weights."""
-        options, params = self._settings, [each for each in self._params.values() if each.requires_grad]
+        params = [param for param in self._params.values() if param.requires_grad]
         # Every parameter decays, as in the torch backend. Megatron's own groups exclude norms and biases.
         group = {"params": params, "is_expert_parallel": False, "wd_mult": 1.0, "lr_mult": 1.0}
-        inner = torch.optim.AdamW(
-            [group],
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
+        inner = torch.optim.AdamW([group], fused=True)  # `update` sets its numbers
         self.optimizer = DistributedOptimizer(
             inner,
             OptimizerConfig(
                 bf16=self._low,
                 use_distributed_optimizer=True,
                 params_dtype=params[0].dtype,
-                clip_grad=options.clip_norm,
             ),
             None,
             None,
@@ -99,12 +90,11 @@ class Trained:
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
-    def update(self, grad_norm: float, lr: float) -> None:
+    def update(self, grad_norm: float, numbers: AdamW) -> None:
         """Clip by `grad_norm` and step. Call it after `norm`."""
         optimizer = self.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._settings.clip_norm, grad_norm)
+        set_numbers(optimizer.param_groups, numbers)
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), numbers.clip_norm, grad_norm)
         optimizer.step_with_ready_grads()
         self._spare.updated()
 

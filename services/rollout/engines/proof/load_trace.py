@@ -38,7 +38,7 @@ _NEW = ("aten::empty", "aten::new_empty")
 _FILLS = frozenset(["aten::fill_", "aten::zero_"])
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """Elements [row, row + rows) x [column, column + columns) of weight `name`, seen as a matrix (`matrix_shape`)."""
 
     name: str
@@ -48,7 +48,7 @@ class Part(NamedTuple):
     columns: int
 
 
-Digested = tuple[Part, int]
+Digested = tuple[WeightPart, int]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Proof:
 
     @classmethod
     def of(cls, plain: Mapping[str, Sequence[Any]]) -> Proof:
-        return cls([(Part(*row[:-1]), row[-1]) for row in plain["parts"]], list(plain["faults"]))
+        return cls([(WeightPart(*row[:-1]), row[-1]) for row in plain["parts"]], list(plain["faults"]))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Contents:
 
     begin: int
     end: int
-    part: Part | None
+    part: WeightPart | None
     dtype: torch.dtype
 
 
@@ -124,7 +124,7 @@ class _Memory:
             at, size = begin + offset * target.element_size(), length * target.element_size()
             self.hold(_Contents(at, at + size, part, dtype))
 
-    def _parts(self, source: Tensor) -> Iterator[tuple[int, int, Part | None, torch.dtype]]:
+    def _parts(self, source: Tensor) -> Iterator[tuple[int, int, WeightPart | None, torch.dtype]]:
         """Yield (first element, number of elements, part, part dtype) for everything that `source` holds, in element
         order."""
         size = source.element_size()
@@ -222,7 +222,7 @@ class LoadTrace:
         """Return the proof for every parameter, loaded buffer and handle that a module of `model` now holds."""
         parts: list[Digested] = []
         faults: list[str] = []
-        digests: list[tuple[Part, Tensor]] = []
+        digests: list[tuple[WeightPart, Tensor]] = []
         names = _Names(model)
         for path, module in model.named_modules():
             handle = handle_of(module)
@@ -254,7 +254,7 @@ class LoadTrace:
         for name, tensor in weights:
             rows, columns = matrix_shape(tensor.shape)
             if tensor.is_contiguous() and tensor.numel():
-                self._memory.hold(_Contents(*_span(tensor), Part(name, 0, 0, rows, columns), tensor.dtype))
+                self._memory.hold(_Contents(*_span(tensor), WeightPart(name, 0, 0, rows, columns), tensor.dtype))
             yield name, tensor
 
     def _pack(self, weight: Tensor, result: Any) -> None:
@@ -267,7 +267,7 @@ class LoadTrace:
         handle = result.data_ptr() if isinstance(result, Tensor) else int(result)
         self._packed[handle] = Proof(parts, faults)
 
-    def _digested(self, tensor: Tensor) -> tuple[list[tuple[Part, Tensor]], bool]:
+    def _digested(self, tensor: Tensor) -> tuple[list[tuple[WeightPart, Tensor]], bool]:
         """Return the digests of the parts in contiguous `tensor`, and whether all of its contents are known."""
         first, last = _span(tensor)
         size, size_known = tensor.element_size(), 0
@@ -302,7 +302,7 @@ class _Names:
         """The first module with a parameter at each address. Later modules with a parameter at that address are tied to
         the first one."""
 
-    def misplaced(self, module: nn.Module, name: str, parts: Sequence[Part]) -> list[str]:
+    def misplaced(self, module: nn.Module, name: str, parts: Sequence[WeightPart]) -> list[str]:
         """Return the faults in the placement of `parts`, given in order, in parameter `name` of `module`."""
         weight = module._parameters.get("weight")
         if weight is not None and weight.numel() and self._first.setdefault(weight.data_ptr(), module) is not module:
@@ -344,7 +344,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + reach * tensor.element_size()
 
 
-def _flat_part(contents: _Contents, offset: int, count: int) -> Part | None:
+def _flat_part(contents: _Contents, offset: int, count: int) -> WeightPart | None:
     """Return `count` consecutive elements of `held` from `offset` on as a part, or None if they do not form a box."""
     part = contents.part
     if part is None:
@@ -353,11 +353,11 @@ def _flat_part(contents: _Contents, offset: int, count: int) -> Part | None:
     if column == 0 and count % part.columns == 0:
         return part._replace(row=part.row + row, rows=count // part.columns)
     if column + count <= part.columns:
-        return Part(part.name, part.row + row, part.column + column, 1, count)
+        return WeightPart(part.name, part.row + row, part.column + column, 1, count)
     return None
 
 
-def _box(part: Part, offset: int, view: Tensor) -> Part | None:
+def _box(part: WeightPart, offset: int, view: Tensor) -> WeightPart | None:
     """Return the elements of `part` that `view` shows, as a part, or None if they do not form a box.
 
     `view` begins `offset` elements into `part`.
@@ -368,7 +368,7 @@ def _box(part: Part, offset: int, view: Tensor) -> Part | None:
         axes.append((1, 1))
     if len(axes) != 2 or axes[0][1] != part.columns or axes[1][1] != 1 or column + axes[1][0] > part.columns:
         return None
-    return Part(part.name, part.row + row, part.column + column, axes[0][0], axes[1][0])
+    return WeightPart(part.name, part.row + row, part.column + column, axes[0][0], axes[1][0])
 
 
 def _reads_back(handle: int, weight: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from proto.tensors import Array
 from services.rollout.engine import WeightsMismatch
-from services.rollout.engines.proof.load_trace import Part, Proof
+from services.rollout.engines.proof.load_trace import Proof, WeightPart
 from shared.tensors_torch import to_torch
 from shared.weights.weight_set import WeightSet, shown
 
@@ -65,7 +65,7 @@ def check_proofs(proofs: Sequence[Proof], expected: WeightSet, digests: Mapping[
     them. Raises WeightsMismatch.
     """
     faults = sorted({fault for proof in proofs for fault in proof.faults})
-    parts_of: dict[str, dict[Part, int]] = {name: {} for name in expected.names}
+    parts_of: dict[str, dict[WeightPart, int]] = {name: {} for name in expected.names}
     wrong = parts_of.keys() ^ digests.keys()
     for part, digest in (pair for proof in proofs for pair in proof.parts):
         if parts_of.setdefault(part.name, {}).setdefault(part, digest) != digest:
