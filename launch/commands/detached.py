@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.commands import place
+from launch.processes.plan import SUPERVISOR
 from launch.supervisor.events import RunOutcome
-from launch.supervisor.plan import SUPERVISOR
 from launch.viewers.logs import tail
 from proto.messages import ErrorCode
 from shared.followed_file import FollowedFile

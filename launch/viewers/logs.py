@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from launch.supervisor.plan import Key
+from launch.processes.plan import Key
 from shared.actor.logging import TAIL_BYTES
 from shared.rundir import RunDir, service_name
 from shared.view.notices import LogLine

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import structlog
 
-from launch.supervisor.plan import SUPERVISOR
+from launch.processes.plan import SUPERVISOR
 from launch.viewers.curves import History, Row, chosen, read_history
 from launch.viewers.drawing import picture, short, visible
 from launch.viewers.progress import duration

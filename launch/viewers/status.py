@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from launch.commands.peer import Run, with_client
-from launch.supervisor.plan import SUPERVISOR
+from launch.processes.plan import SUPERVISOR
 from launch.viewers.logs import tail
+from launch.viewers.peer import Run, with_client
 from proto.messages import (
     ErrorCode,
     GetSnapshot,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from launch.commands.peer import Run
 from launch.viewers.logs import parsed
+from launch.viewers.peer import Run
 from shared.followed_file import FollowedFile
 from shared.metrics_follower import MetricsFollower
 from shared.rpc.errors import RpcError

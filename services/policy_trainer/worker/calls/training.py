@@ -99,7 +99,7 @@ class TrainingCalls:
 
     async def _forward_backward(self, request: ForwardBackward, _: Call) -> ForwardBackwardDone:
         began, rank = time.perf_counter(), self._rank
-        recorded = self._records.wanted(request.batch) if rank.place.leads else []
+        recorded = self._records.wanted(request.batch, rank.step) if rank.place.leads else []
         # With cp, this rank computes only its part of each sequence.
         keeps = bool(recorded) and request.loss.anchor != "proximal" and rank.place.layout.cp == 1
 
