@@ -40,8 +40,10 @@ def normalised(rewards: Array) -> Array:
 
     The statistics cover one step, because a running mean would be state that a restarted driver would have to recover.
     """
-    found: Array = (rewards - rewards.mean()) / (rewards.std() + NORMALISE_EPSILON) if len(rewards) else rewards
-    return found
+    shaped_rewards: Array = (
+        (rewards - rewards.mean()) / (rewards.std() + NORMALISE_EPSILON) if len(rewards) else rewards
+    )
+    return shaped_rewards
 
 
 def overlong_penalty(lengths: Array, max_new_tokens: int, tokens: int) -> Array:
@@ -51,5 +53,5 @@ def overlong_penalty(lengths: Array, max_new_tokens: int, tokens: int) -> Array:
     L_cache = `tokens`.
     """
     over = lengths.astype(np.float64) - (max_new_tokens - tokens)
-    found: Array = -np.clip(over / tokens, 0.0, 1.0)
-    return found
+    penalty: Array = -np.clip(over / tokens, 0.0, 1.0)
+    return penalty

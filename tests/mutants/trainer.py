@@ -364,14 +364,14 @@ TRAINER = [
     Mutation(
         "a snapshot of a step that was rolled back is loaded",
         "services/policy_trainer/resume.py",
-        "each.lineage == info.lineage and each.step",
-        "each.step",
+        " if snapshot.lineage == info.lineage]",
+        "]",
         f"{STATE}::test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_rolled_back",
     ),
     Mutation(
         "a snapshot of a step that was never committed is loaded",
         "services/policy_trainer/resume.py",
-        " and each.step <= info.committed_step]\n    if info.reference_step",
+        " if step <= info.committed_step]\n    if info.reference_step",
         "]\n    if info.reference_step",
         f"{STATE}::test_without_a_snapshot_of_the_committed_step_an_earlier_state_is_loaded_under_a_new_lineage",
     ),
