@@ -92,12 +92,13 @@ def _resume_point(version: int, info: RunInfo) -> ResumePoint:
     return ResumePoint(version, info.committed_step, info.lineage, info.checkpoint_step, info.checkpoint_now)
 
 
-async def _load_snapshot(workers: WorkerDispatch, info: RunInfo, held: Sequence[HeldSnapshot]) -> int | None:
+async def _load_snapshot(workers: WorkerDispatch, info: RunInfo, snapshots: Sequence[HeldSnapshot]) -> int | None:
     """Load the newest intact snapshot of a committed step and return its step, or None if there is none.
 
     No snapshot is loaded if the reference's version must be published again, because that would discard the snapshot.
     """
-    usable = [each.step for each in held if each.lineage == info.lineage and each.step <= info.committed_step]
+    steps = [snapshot.step for snapshot in snapshots if snapshot.lineage == info.lineage]
+    usable = [step for step in steps if step <= info.committed_step]
     if info.reference_step:
         return None
     return await _load_newest(workers, usable, snapshot_lineage=info.lineage)

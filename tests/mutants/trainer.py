@@ -186,8 +186,8 @@ TRAINER = [
         "a snapshot of a step that was rolled back is loaded",
         Promise.SAME_BITS,
         "services/policy_trainer/resume.py",
-        "each.lineage == info.lineage and each.step",
-        "each.step",
+        " if snapshot.lineage == info.lineage]",
+        "]",
         f"{STATE}::test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_rolled_back",
     ),
     Mutation(

@@ -228,6 +228,6 @@ def totals_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
 
 def check_same_model(shapes: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor], source: Path) -> None:
     """Raise RpcError(conflict) if `weights` do not have the names and `shapes` of the model in folder `source`."""
-    wrong = mismatched_weights(shapes, {name: each.shape for name, each in weights.items()})
+    wrong = mismatched_weights(shapes, {name: tensor.shape for name, tensor in weights.items()})
     if wrong:
         raise RpcError(ErrorCode.CONFLICT, f"weights of another model: {', '.join(wrong[:3])} do not fit {source}")

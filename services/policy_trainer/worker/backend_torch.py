@@ -176,10 +176,12 @@ class TorchBackend:
         """Run as many passes as the rank with the most micro-batches needs."""
         scorer = self._trained.scorer
 
-        def plan(each: Sequences) -> list[Any]:
-            if not len(each.lengths):
+        def plan(samples: Sequences) -> list[Any]:
+            if not len(samples.lengths):
                 return []
-            return scorer.plan(each.token_ids, each.lengths, each.loss_mask, temperature, self._options.max_tokens)
+            return scorer.plan(
+                samples.token_ids, samples.lengths, samples.loss_mask, temperature, self._options.max_tokens
+            )
 
         batches = plan(sequences)
         passes = self._mesh.most(len(batches))
@@ -213,8 +215,8 @@ class TorchBackend:
         """Drop the accumulated gradients."""
         self.shelves.backload(frozenset(["gradients"]))
         self._trained.drop_unsummed()
-        for each in (*self._trained.model.parameters(), *self._trained.masters.values()):
-            each.grad = None
+        for parameter in (*self._trained.model.parameters(), *self._trained.masters.values()):
+            parameter.grad = None
 
     # ---- state
 
@@ -262,12 +264,12 @@ class TorchBackend:
 
     def own_state(self) -> dict[str, Tensor]:
         """Return the live weights, separate masters and AdamW state of this rank."""
-        found = {f"weight/{name}": each for name, each in self._trained.own_weights().items()}
+        state = {f"weight/{name}": tensor for name, tensor in self._trained.own_weights().items()}
         for name, master in self._trained.masters.items():
-            found |= {f"{slot}/{name}": each for slot, each in self._optimizer.state[master].items()}
+            state |= {f"{slot}/{name}": tensor for slot, tensor in self._optimizer.state[master].items()}
         masters = zip(sorted(self._trained.separate), self._trained.own_masters(), strict=False)
-        found |= {f"master/{name}": each for name, each in masters}
-        return {name: local_part(each) for name, each in found.items()}
+        state |= {f"master/{name}": tensor for name, tensor in masters}
+        return {name: local_part(tensor) for name, tensor in state.items()}
 
     @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
@@ -288,7 +290,7 @@ class TorchBackend:
         weights = self.weights()
         if self.place.rank == 0:
             model: Any = self._trained.model
-            model.save_pretrained(folder, state_dict={name: each.contiguous() for name, each in weights.items()})
+            model.save_pretrained(folder, state_dict={name: tensor.contiguous() for name, tensor in weights.items()})
             # save_pretrained has written the training dtype, which is float32 if several ranks hold pieces.
             model.config.dtype = self._dtype
             model.config.save_pretrained(folder)
@@ -298,7 +300,7 @@ class TorchBackend:
             case "parameters":
                 return self._trained.tensors()
             case "gradients":
-                return [each.grad for each in self._trained.masters.values() if each.grad is not None]
+                return [master.grad for master in self._trained.masters.values() if master.grad is not None]
             case "optimizer":
                 slots = [value for slots in self._optimizer.state.values() for value in slots.values()]
-                return [each for each in slots if isinstance(each, Tensor)] + self._trained.own_masters()
+                return [slot for slot in slots if isinstance(slot, Tensor)] + self._trained.own_masters()

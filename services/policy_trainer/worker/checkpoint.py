@@ -55,8 +55,8 @@ def _write(partial: Path, state: SavedState) -> None:
     for name in (MODEL, OPTIMIZER, *([EARLIER] if state.earlier else [])):
         os.chmod(partial / name, 0o644)
         _sync(partial / name)
-        size, found = digest(partial / name)
-        manifest["files"][name] = {"bytes": size, "xxh3_64": f"{found:016x}"}
+        size, checksum = digest(partial / name)
+        manifest["files"][name] = {"bytes": size, "xxh3_64": f"{checksum:016x}"}
     (partial / STATE).write_text(json.dumps(manifest, indent=2) + "\n")
     _sync(partial / STATE)
     _sync(partial)

@@ -89,8 +89,7 @@ def test_two_ranks_train_like_one_and_a_killed_rank_does_not_change_a_bit(run: R
         workers = await driver_of(bench, Layout(2), 5)
         await workers.init_model()
         await bench.train(workers, 1)
-        saved = await workers.save_checkpoint(1)
-        assert saved.kept == [1]
+        await workers.save_checkpoint(1)
         await bench.train(workers, 2)
         found["two"] = {name: value.copy() for name, value in (await weights(bench, workers, 2)).items()}
         group.kill(1)

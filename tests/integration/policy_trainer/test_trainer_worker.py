@@ -227,8 +227,7 @@ def test_a_killed_worker_reloads_and_ends_with_the_same_bits(run: RunDir) -> Non
             workers = await bench.driver(5)
             assert (await workers.init_model()).step == 0
             await bench.train(workers, 1)
-            saved = await workers.save_checkpoint(1)
-            assert saved.kept == [1]
+            await workers.save_checkpoint(1)
             await bench.train(workers, 2)
             undisturbed = await bench.weight_bytes(await workers.publish_weights(0, 2, store=STORE, fence=1))
 

@@ -72,6 +72,8 @@ class World:
                 # If steps took no time, all of them would be complete before the first choice.
                 while any(self.committed >= _end_of(step) for step in self.best.undecided):
                     await asyncio.sleep(0)
+                    if self.calls >= self.die_at:  # another call was the last one
+                        raise Killed
             case SaveCheckpoint():
                 state = SavedState(request.step, {"w": torch.full((2, 2), float(request.step))}, {"o": torch.zeros(1)})
                 checkpoint.save(self.run.checkpoints, state)

@@ -126,17 +126,17 @@ class MegatronBackend:
             outputs.append(scores.entropy)
         grads = torch.zeros((len(outputs), len(scores.tokens)), dtype=outputs[0].dtype, device=outputs[0].device)
         if self.place.counts:
-            leaves = [each.detach().requires_grad_() for each in outputs]
+            leaves = [output.detach().requires_grad_() for output in outputs]
             local = Scores(scores.tokens, leaves[0], leaves[1] if len(leaves) > 1 else scores.entropy)
             total, sums = loss(LocalScores(local, self._groups.sum_over_sequence_ranks))
             parts.append(sums)
             if total.requires_grad:
-                found = torch.autograd.grad(total, leaves, allow_unused=True)
-                for row, grad in zip(grads, found, strict=True):
+                computed = torch.autograd.grad(total, leaves, allow_unused=True)
+                for row, grad in zip(grads, computed, strict=True):
                     if grad is not None:
                         row.copy_(grad)
         self._groups.first_of_tp(grads)
-        return sum((each @ grad for each, grad in zip(outputs, grads, strict=True)), outputs[0].new_zeros(()))
+        return sum((output @ grad for output, grad in zip(outputs, grads, strict=True)), outputs[0].new_zeros(()))
 
     # ---- updates
 
