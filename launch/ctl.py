@@ -21,7 +21,6 @@ import typer
 
 from launch.commands.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, processes_at_home, select
-from launch.viewers.logs import readable
 from launch.viewers.samples import FEW, Color, choose, show
 from launch.viewers.samples import as_json as as_document
 from proto.messages import (
@@ -44,6 +43,7 @@ from proto.registry import Request
 from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name, service_name
+from shared.runfiles.logs import readable
 from shared.samples.record import split_of
 from shared.samples.selection import Order
 from shared.security.access import Access, read
@@ -161,8 +161,7 @@ def track(
             there = ", ".join(known) or "none"
             raise RpcError(ErrorCode.BAD_REQUEST, f"track {name}: no such tracker in the topology; it has {there}")
     command = [sys.executable, "-m", "services.tracker.rest", "--run", str(run.path)]
-    chosen = [name] if name else known
-    raise typer.Exit(max(subprocess.run([*command, each], check=False).returncode for each in chosen))
+    raise typer.Exit(subprocess.run([*command, *([name] if name else known)], check=False).returncode)
 
 
 @app.command()

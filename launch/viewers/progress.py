@@ -6,19 +6,18 @@ It reads metrics.jsonl and the scheduler's status, but never telemetry, which ma
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from launch.viewers.logs import shorten
 from proto.messages import Status, TroubleKind, TroubleRow
 from shared.actor.service import ProcessState
-from shared.followed_file import FollowedFile
 from shared.rundir import service_name
+from shared.runfiles.logs import shorten
+from shared.runfiles.metrics import MetricsFollower, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 5.0
 TROUBLE_CHARS = 200
 ETA_ROWS = 20
-Row = dict[str, Any]
 
 
 class Metrics:
@@ -35,47 +33,42 @@ class Metrics:
 
     def __init__(self, path: Path, *, steps: int) -> None:
         """Read the existing rows of a resumed run. They count towards the summary but not towards the pace."""
-        self._follower = FollowedFile(path)
+        self._follower = MetricsFollower(path)
         self.steps = steps
-        self.last: Row = {}
+        self.last: dict[str, float] = {}
+        """The finite values of the newest row."""
         self.accuracy: dict[str, tuple[int, float]] = {}
         self.first_accuracy: dict[str, tuple[int, float]] = {}
         self._times: deque[tuple[float, int]] = deque(maxlen=ETA_ROWS)
-        for row in self._parse():
-            self._take(row)
+        self._read()
         self._times.clear()
 
     def poll(self, now: float) -> bool:
         """Read the new rows. Return whether there were any."""
-        rows = self._parse()
-        for row in rows:
-            self._take(row)
-        if rows:
+        new = self._read()
+        if new:
             self._times.append((now, self.step))
-        return bool(rows)
+        return new
 
-    def _parse(self) -> list[Row]:
-        rows: list[Row] = []
-        for line in self._follower.new_lines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # A crash has cut off the line; the scheduler will repair it.
-            if isinstance(row, dict):
-                rows.append(row)
-        return rows
+    def _read(self) -> bool:
+        found = False
+        while (new := self._follower.poll()).more:
+            if new.restarted:
+                self.accuracy.clear()
+                self.first_accuracy.clear()
+                self._times.clear()
+            for row in new.rows:
+                self._take(row)
+            found = found or bool(new.rows)
+        return found
 
     def _take(self, row: Row) -> None:
-        if self.last and int(row.get("step", 0)) <= self.step:  # The run went back, so the file is read again.
-            self.accuracy.clear()
-            self.first_accuracy.clear()
-            self._times.clear()
-        self.last = row
-        for key, value in row.items():
+        self.last = {name: value for name, value in row.items() if value is not None}
+        for key, value in self.last.items():
             if key.startswith("eval/") and key.endswith("/accuracy"):
                 name = key[len("eval/") : -len("/accuracy")]
-                self.accuracy[name] = (self.step, float(value))
-                self.first_accuracy.setdefault(name, (self.step, float(value)))
+                self.accuracy[name] = (self.step, value)
+                self.first_accuracy.setdefault(name, (self.step, value))
 
     @property
     def step(self) -> int:

@@ -23,7 +23,7 @@ from launch.viewers.curves import History, Row, chosen, read_history
 from launch.viewers.drawing import picture, short, visible
 from launch.viewers.progress import duration
 from services.scheduler.journal import rewinds
-from shared.redaction import without_secrets
+from services.tracker.redaction import without_secrets
 from shared.rundir import RunDir, checkpoint_steps
 from shared.samples.plain import conversation
 from shared.samples.reader import read, splits, steps

@@ -14,7 +14,6 @@ import msgspec
 
 from launch.commands.peer import Run, with_client
 from launch.supervisor.plan import SUPERVISOR
-from launch.viewers.logs import tail
 from proto.messages import (
     ErrorCode,
     GetSnapshot,
@@ -27,10 +26,11 @@ from proto.messages import (
     SupervisorState,
 )
 from proto.registry import Message, Request
-from shared import warnings
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
+from shared.runfiles import warnings
+from shared.runfiles.logs import tail
 from shared.topology import TopologyError, load
 
 R = TypeVar("R", bound=Message)

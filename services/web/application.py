@@ -33,9 +33,9 @@ from services.web.files import Files
 from services.web.guard import API, Guard
 from services.web.live_parts import MAX_STREAMS
 from services.web.page import Page
-from services.web.run_files import RunFiles
 from shared.bearer import Secret
 from shared.rpc.errors import RpcError
+from shared.runfiles.files import RunFiles
 from shared.samples.selection import Order
 from shared.view.timeline import thinned
 
@@ -133,7 +133,7 @@ class _Handlers:
 
     async def log(self, request: Request) -> Response:
         query = request.query_params
-        await self._page.own.poll()
+        self._page.own.read_logs()
         lines = self._page.own.view.log(level=query.get("level", "info"), containing=query.get("text", ""))
         return _json({"lines": lines[-MAX_LOG_LINES:]})
 

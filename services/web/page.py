@@ -15,12 +15,12 @@ import zmq
 
 from proto.errors import WireError
 from services.web.live_parts import LiveParts
-from services.web.run_files import RunFiles
 from services.web.supervisor_calls import SupervisorCalls
 from shared.names import listed
 from shared.process_rows import process_rows
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
+from shared.runfiles.files import RunFiles
 from shared.stream import Stream
 from shared.view.curves import PANELS
 
@@ -64,15 +64,15 @@ class Page:
         """Return the up-to-date files of this run or of another run in the same folder, or None if there is no such
         run."""
         if name in ("", self.own.path.name):
-            await self.own.poll()
+            await self.own.read_all()
             return self.own
         if name not in self._others and name not in self.runs():
             return None
-        files = self._others.pop(name, None) or RunFiles(self.own.path.parent / name, metrics_only=True)
+        files = self._others.pop(name, None) or RunFiles(self.own.path.parent / name)
         self._others[name] = files
         while len(self._others) > MAX_OTHERS:
             self._others.pop(next(iter(self._others)))
-        await files.poll()
+        await files.read_all()
         return files
 
     async def _follow(self) -> None:
@@ -130,7 +130,7 @@ class Page:
 
     async def _show(self) -> None:
         """Update the live parts with the current state."""
-        await self.own.poll()
+        await self.own.read_all()
         view, now, live = self.own.view, time.time(), self.calls is not None
         self.parts.put(
             "head",

@@ -302,7 +302,8 @@ class Topology(Section):
             plan += [ServiceSpec("web", 0, home)]
         if self.services.monitor.exports:
             plan += [ServiceSpec("exporter", 0, home)]
-        plan += [ServiceSpec("tracker", i, home) for i in range(len(self.services.monitor.trackers))]
+        if self.services.monitor.trackers:
+            plan += [ServiceSpec("tracker", 0, home)]
         workers = self.hosts_of(trainer, 1, trainer.world_size)
         plan += [ServiceSpec("policy-trainer-worker", i, host) for i, host in enumerate(workers)]
         plan += [ServiceSpec("policy-trainer", 0, home)]

@@ -170,7 +170,7 @@ class Monitor(Section):
 
     @property
     def trackers(self) -> dict[str, Tracker]:
-        """The experiment trackers of the run, by key. Instance n of the service `tracker` feeds the n-th tracker."""
+        """The experiment trackers of the run, by key."""
         sections = {
             "wandb": self.wandb,
             "tensorboard": self.tensorboard,

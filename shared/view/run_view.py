@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from proto.messages import History, TopicRow
+from shared.runfiles.warnings import TOPIC, WarningRecord, of_topic
 from shared.view.curves import Curves, Point
 from shared.view.notices import MAX_WARNINGS, LogLine, LogTail, Rewind, TroubleView
 from shared.view.pipeline import Pipeline, Progress, StoreView
 from shared.view.services import ServiceBook, ServiceView
 from shared.view.timeline import MAX_HISTORY, Lane, Span, StepEnd, Timeline
-from shared.warnings import TOPIC, WarningRecord, of_topic
 
 STATES = ("PENDING", "LEASED", "ROLLED_OUT", "READY", "BATCHED", "TRAINED", "SCORED", "DROPPED", "COLLECTED")
 """The states of tasks, in the order of a task's life."""

@@ -61,10 +61,10 @@ WARNED = [
     ),
     Mutation(
         "rolled-back rows are noticed only by the size of the file",
-        "shared/followed_file.py",
+        "shared/runfiles/lines.py",
         "restarted = self._was_truncated(descriptor, head) and self._restart()",
         "restarted = os.fstat(descriptor).st_size < self._position and self._restart()",
-        "tests/unit/shared/test_metrics_follower.py"
+        "tests/unit/shared/runfiles/test_metrics.py"
         "::test_rows_that_the_scheduler_rolls_back_are_noticed_even_if_the_file_has_grown_since",
     ),
     Mutation(

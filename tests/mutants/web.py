@@ -6,7 +6,7 @@ from tests.mutants.mutation import Mutation
 
 GUARD = "services/web/guard.py"
 GUARDED = "tests/unit/web/test_guard.py"
-HISTORY = "tests/unit/web/test_run_files.py"
+HISTORY = "tests/unit/shared/runfiles/test_files.py"
 
 WEB = [
     Mutation(
@@ -32,7 +32,7 @@ WEB = [
     ),
     Mutation(
         "rows that were replaced by the same number of others remain in the curves",
-        "shared/followed_file.py",
+        "shared/runfiles/lines.py",
         "return begin >= head.nbytes and os.pread(descriptor, len(self._newest), begin) != self._newest",
         "return False",
         f"{HISTORY}::test_a_file_that_no_longer_has_its_last_read_line_is_read_again",

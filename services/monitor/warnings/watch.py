@@ -16,8 +16,8 @@ from services.monitor.warnings.episodes import Episodes, Sighting
 from services.monitor.warnings.facts import Facts
 from services.monitor.warnings.history import RowHistory, median
 from services.monitor.warnings.live import Live
+from shared.runfiles.warnings import WarningRecord
 from shared.topology.monitor_warnings import WarningKind
-from shared.warnings import WarningRecord
 
 ROWS_OVER = 20
 """If a condition is absent for this many rows, its episode is over. A warning is also not repeated within this many

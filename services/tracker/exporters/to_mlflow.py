@@ -25,9 +25,9 @@ from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
 
 from services.tracker.exporter import End, Note, Subject, Unusable
-from services.tracker.history import Row
+from services.tracker.redaction import flat
 from services.tracker.samples import Table
-from shared.redaction import flat
+from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor_trackers import Mlflow
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100
@@ -46,7 +46,7 @@ class MlflowExporter:
 
     def __init__(self, section: Mlflow) -> None:
         self._section = section
-        self.samples = section.samples
+        self._has_artifacts = True
         self._client: MlflowClient
         self._run = ""
 
@@ -77,7 +77,7 @@ class MlflowExporter:
             self._client.log_batch(self._run, params=batch)
         return int(run.data.metrics.get(ROW, -1)) + 1
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def send(self, rows: Sequence[CommittedRow]) -> None:
         batch: list[Metric] = []
         for metrics in map(_metrics, rows):
             if len(batch) + len(metrics) > BATCH_METRICS:
@@ -94,6 +94,8 @@ class MlflowExporter:
 
         MLflow keeps artifacts apart from rows. If only the artifacts cannot be stored, no more tables are sent.
         """
+        if not self._has_artifacts:
+            return
         text = io.StringIO()
         writer = csv.writer(text)
         writer.writerow(["step", *table.columns])
@@ -102,7 +104,7 @@ class MlflowExporter:
             self._client.log_text(self._run, text.getvalue(), f"samples/row-{table.position:06}.csv")
         except Exception as error:
             self._client.get_run(self._run)  # raises if the server does not answer, so the table is sent later
-            self.samples = 0
+            self._has_artifacts = False
             reason = f"none: artifacts cannot be stored: {type(error).__name__}: {_line(error)}"
             structlog.get_logger("tracker").warning("samples are no longer sent", tracker="mlflow", exc_info=error)
             self._client.set_tag(self._run, "samples", reason[:TAG_CHARS])
@@ -141,7 +143,7 @@ def make(section: Mlflow) -> MlflowExporter:
     return MlflowExporter(section)
 
 
-def _metrics(row: Row) -> list[Metric]:
+def _metrics(row: CommittedRow) -> list[Metric]:
     at = int(time.time() * 1000)
     values = {_key(name): value for name, value in row.values.items()} | {"lineage": row.lineage, ROW: row.position}
     return [Metric(name, float(value), at, row.position) for name, value in values.items()]

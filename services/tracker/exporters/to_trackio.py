@@ -18,8 +18,8 @@ from trackio.remote_client import RemoteClient
 from trackio.sqlite_storage import SQLiteStorage
 
 from services.tracker.exporter import End, Note, Subject, Unusable
-from services.tracker.history import Row
 from services.tracker.samples import Table
+from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor_trackers import Trackio
 
 TIMEOUT_S = 20.0
@@ -35,7 +35,6 @@ class TrackioExporter:
 
     def __init__(self, section: Trackio) -> None:
         self._project, self._url = section.project, section.url
-        self.samples = section.samples
         self._server: RemoteClient | None = None
         self._subject: Subject
 
@@ -46,7 +45,7 @@ class TrackioExporter:
             self._server = RemoteClient(self._url, write_token=token, httpx_kwargs={"timeout": TIMEOUT_S})
         return subject.sent
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def send(self, rows: Sequence[CommittedRow]) -> None:
         if not rows:
             return
         configuration = {
@@ -121,7 +120,7 @@ class TrackioExporter:
             raise
 
 
-def _metrics(row: Row) -> dict[str, float]:
+def _metrics(row: CommittedRow) -> dict[str, float]:
     """Return the values of a row by name. trackio reserves the name `step` for its own step."""
     values = {STEP if name == "step" else name: value for name, value in row.values.items()}
     return {**values, "lineage": row.lineage}

@@ -18,8 +18,8 @@ from services.monitor.warnings.watch import (
     TEXT_CHARS,
     Watch,
 )
+from shared.runfiles.warnings import WarningRecord
 from shared.topology.monitor_warnings import WarningKind
-from shared.warnings import WarningRecord
 
 FACTS = Facts()
 
