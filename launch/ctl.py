@@ -217,28 +217,26 @@ def trace(
 @app.command()
 def plot(
     context: typer.Context,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.svg", help="picture to write")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="page to write")],
     runs: Annotated[list[Path] | None, typer.Argument(metavar="[RUN]...", help="run directories")] = None,
     metric: Annotated[
         list[str] | None,
         typer.Option("--metric", metavar="NAME", help="metric or pattern, such as eval/*/accuracy; may be repeated"),
     ] = None,
 ) -> None:
-    """Draw the curves of one or more runs, whether they have ended or are still in progress."""
-    from launch.viewers.curves import chosen, read_histories
-    from launch.viewers.drawing import picture
+    """Write a page with the curves of one or more runs, whether they have ended or are still in progress."""
+    from launch.viewers.report import plot as write_plot
 
     with _one_line_errors():
-        if out.suffix != ".svg":
-            text = f"--out {out}: must end in .svg; a browser or rsvg-convert can convert it to other formats"
+        if out.suffix != ".html":
+            text = f"--out {out}: must end in .html; a browser shows the page, and can print it as PDF"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
-        histories = read_histories(runs or [_given_run(context)])
-        metrics = chosen(histories, metric or [])
+        folders = runs or [_given_run(context)]
         try:
-            out.write_text(picture(histories, metrics), encoding="utf-8")
+            metrics = write_plot(folders, metric or [], out)
         except OSError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"--out {out}: cannot be written ({error.strerror})") from None
-    print(f"{out}: {len(metrics)} metrics of {', '.join(history.name for history in histories)}")
+    print(f"{out}: {len(metrics)} metrics of {', '.join(folder.absolute().name for folder in folders)}")
 
 
 @app.command()

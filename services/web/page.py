@@ -14,6 +14,7 @@ import structlog
 import zmq
 
 from proto.errors import WireError
+from services.web import parts
 from services.web.live_parts import LiveParts
 from services.web.supervisor_calls import SupervisorCalls
 from shared.names import listed
@@ -22,7 +23,6 @@ from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.runfiles.files import RunFiles
 from shared.stream import Stream
-from shared.view.curves import PANELS
 
 TICK_S = 1.0
 """Seconds between two updates of the live parts."""
@@ -132,27 +132,7 @@ class Page:
         """Update the live parts with the current state."""
         await self.own.read_all()
         view, now, live = self.own.view, time.time(), self.calls is not None
-        self.parts.put(
-            "head",
-            {
-                "run": self.own.path.name,
-                "runs": self.runs(),
-                "live": live,
-                "operable": self._operable and live,
-                "progress": view.progress(),
-                "names": self.own.names(),
-                "panels": [{"title": panel.title, "names": panel.matching(self.own.names())} for panel in PANELS],
-                "last": [self.own.epoch, self.own.last_step],
-            },
-        )
+        self.parts.put("head", parts.head(self.own, self.runs(), live=live, operable=self._operable and live))
         self.parts.put("services", view.services(now) if live else [])
         self.parts.put("pipeline", view.pipeline() if live else None)
-        self.parts.put(
-            "notices",
-            {
-                "warnings": view.warnings(),
-                "left_out": view.warnings_left_out,
-                "troubles": view.troubles() if live else [],
-                "rewinds": view.rewinds(),
-            },
-        )
+        self.parts.put("notices", parts.notices(self.own, live=live))

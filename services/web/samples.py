@@ -55,7 +55,7 @@ def shown(run: Path, split: str, step: int, task: str, sample: int) -> dict[str,
     if split not in reader.splits(run):
         return None
     found = [each for each in reader.read(run, step=step, task=task, split=split) if each.sample == sample]
-    return _body(found[-1]) if found else None
+    return body(found[-1]) if found else None
 
 
 def _head(record: Record) -> dict[str, Any]:
@@ -66,20 +66,21 @@ def _head(record: Record) -> dict[str, Any]:
     }
 
 
-def _body(record: Record) -> dict[str, Any]:
+def body(record: Record, *, max_chars: int = MAX_CHARS, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
+    """Return a sample with its tokens. All texts are cut to `max_chars`."""
     texts = {
         "prompt": _text(record.prompt),
         "completion": record.completion,
         "conversation": "" if not record.messages else _text(record.messages),
         "answer": "" if record.answer is None else _text(record.answer),
     }
-    tokens = slice(MAX_TOKENS)
+    tokens = slice(max_tokens)
     pieces = [piece[:HEAD_CHARS] for piece in record.pieces[tokens]]
-    cut = sum(max(0, len(text) - MAX_CHARS) for text in texts.values()) + record.cut
+    cut = sum(max(0, len(text) - max_chars) for text in texts.values()) + record.cut
     cut += sum(len(piece) for piece in record.pieces) - sum(map(len, pieces))
     return {
         **_facts(record),
-        **{name: text[:MAX_CHARS] for name, text in texts.items()},
+        **{name: text[:max_chars] for name, text in texts.items()},
         "pieces": pieces,
         "logprobs": record.logprobs[tokens],
         "train_logprobs": None if record.train_logprobs is None else record.train_logprobs[tokens],

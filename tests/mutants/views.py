@@ -9,22 +9,15 @@ PERFETTO = "tests/unit/exporter/test_perfetto.py"
 FAMILIES = "tests/unit/exporter/test_families.py"
 OTLP = "tests/unit/exporter/test_otlp.py"
 REPORT = "tests/unit/launch/test_report.py"
-PLOT = "tests/unit/launch/test_plot.py"
+SAVED = "tests/unit/web/test_saved.py"
 
 VIEWS = [
     Mutation(
         "a report does not escape text from a run",
-        "launch/viewers/report.py",
-        "Environment(autoescape=True)",
-        "Environment(autoescape=False)",
-        f"{REPORT}::test_hostile_text_is_escaped",
-    ),
-    Mutation(
-        "a report shows characters that reorder text",
-        "launch/viewers/drawing.py",
-        "_SEEN = dict.fromkeys((*_CONTROLS, *_DIRECTION),",
-        "_SEEN = dict.fromkeys(_CONTROLS,",
-        f"{REPORT}::test_hostile_text_is_escaped",
+        "services/web/saved.py",
+        '.replace("<", "\\\\u003c")',
+        "",
+        f"{SAVED}::test_hostile_text_neither_ends_the_data_nor_becomes_an_element",
     ),
     Mutation(
         "the end of a run waits for its report",
@@ -35,10 +28,10 @@ VIEWS = [
     ),
     Mutation(
         "a long curve loses its peaks",
-        "launch/viewers/drawing.py",
-        "max(piece, key=lambda point: point[1])",
+        "services/web/saved.py",
+        "max(piece, key=_value)",
         "piece[-1]",
-        f"{PLOT}::test_a_long_run_keeps_its_peaks_and_makes_a_small_picture",
+        f"{SAVED}::test_a_long_curve_keeps_its_ends_and_its_peaks",
     ),
     Mutation(
         "the spans of a lease are children of the task's span",
