@@ -49,7 +49,6 @@ from shared.samples.selection import Order
 from shared.security.access import Access, read
 from shared.stages import TRAIN
 from shared.topology import TopologyError, load
-from shared.tracing import trace_id
 
 FOLLOW_S = 0.25
 REMOTE_FOLLOW_S = 1.0
@@ -199,6 +198,7 @@ def trace(
 ) -> None:
     """Show the history of one task across processes, even after it has been collected or the run has ended."""
     from launch.viewers.story import as_lines, as_rows, from_message, story
+    from services.exporter.spans import trace_id
 
     run, before = context.obj
     with _one_line_errors():

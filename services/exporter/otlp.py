@@ -19,8 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from services.exporter.spans import STEP, TraceSpan
-from shared.tracing import span_id
+from services.exporter.spans import STEP, TraceSpan, span_id
 
 PATH = "/v1/traces"
 QUEUED_SPANS = 16_384

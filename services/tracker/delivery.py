@@ -135,7 +135,7 @@ class Delivery:
         more = True
         while more and self._queue.qsize() < QUEUED:
             page, more = rows.poll()
-            self._put_rows(page)
+            self._put_rows(page, ended=end is not None)
         if more:
             return
         self._put_tables(every=end is not None)
@@ -150,22 +150,26 @@ class Delivery:
         self._queued = replace(self._queued, call=call, **changes)
         self._queue.put(self._queued)
 
-    def _put_rows(self, rows: list[CommittedRow]) -> None:
+    def _put_rows(self, rows: list[CommittedRow], *, ended: bool) -> None:
         for row in rows:
             if row.position < self._held:
                 self._queued.step, self._queued.lineage = row.step, row.lineage
         rows = [row for row in rows if row.position >= self._held]
         while rows:
+            self._put_tables(every=ended)
             first = rows[0]
             if self._queued.sent and first.lineage != self._queued.lineage:
                 text = f"back to step {first.step - 1}: steps {first.step}-{self._queued.step} were rolled back; "
                 text += f"lineage {first.lineage} begins"
                 self._put_note(f"rewind-{first.lineage}", "rewind", text, first.step)
             batch = [row for row in rows[:BATCH_ROWS] if row.lineage == first.lineage]
+            # A row with samples is the last of its batch, so that a tracker can send each table with the next row.
+            batch = batch[: next((count for count, row in enumerate(batch, 1) if self._has_table(row)), None)]
             rows, last = rows[len(batch) :], batch[-1]
             call = partial(_send, rows=batch)
             self._put(call, sent=last.position + 1, step=last.step, lineage=last.lineage)
-            self._due += [(time.monotonic(), row) for row in batch if self._has_table(row)]
+            if self._has_table(last):
+                self._due.append((time.monotonic(), last))
 
     def _has_table(self, row: CommittedRow) -> bool:
         due = is_evaluated(row) or is_due(row, self._section.samples_every, self._recorded)

@@ -33,7 +33,7 @@ from services.web.files import Files
 from services.web.guard import API, Guard
 from services.web.live_parts import MAX_STREAMS
 from services.web.page import Page
-from shared.bearer import Secret
+from shared.guest_server import Secret
 from shared.rpc.errors import RpcError
 from shared.runfiles.files import RunFiles
 from shared.samples.selection import Order

@@ -18,11 +18,11 @@ from services.web import parts
 from services.web.live_parts import LiveParts
 from services.web.supervisor_calls import SupervisorCalls
 from shared.names import listed
-from shared.process_rows import process_rows
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.runfiles.files import RunFiles
 from shared.stream import Stream
+from shared.view.services import process_rows
 
 TICK_S = 1.0
 """Seconds between two updates of the live parts."""

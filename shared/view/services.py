@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from proto.messages import SupervisorState, TopicRow
+
 Values = Mapping[str, float | str]
 UNKNOWN = "?"
 SILENT_S = 5.0
@@ -132,3 +134,23 @@ def _number(values: Values, name: str) -> float | None:
 def _text(values: Values, name: str) -> str:
     value = values.get(name)
     return value if isinstance(value, str) else ""
+
+
+def process_rows(state: SupervisorState, at: float) -> list[TopicRow]:
+    """Return a row for each process, attributed to that process. `at` is in seconds since 1970."""
+    return [
+        TopicRow(
+            service=row.service,
+            instance=row.instance,
+            topic="cluster/process",
+            at=at,
+            values={
+                "state": row.state,
+                "pid": row.pid,
+                "incarnation": f"{row.incarnation:016x}",
+                "restarts": row.restarts,
+                "cause": row.cause,
+            },
+        )
+        for row in state.processes
+    ]

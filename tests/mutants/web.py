@@ -25,7 +25,7 @@ WEB = [
     ),
     Mutation(
         "any token opens the page",
-        "shared/bearer.py",
+        "shared/guest_server.py",
         'return kind.lower() == "bearer" and self.matches(given)',
         'return kind.lower() == "bearer"',
         f"{GUARDED}::test_data_needs_the_token_if_one_is_set",

@@ -142,7 +142,7 @@ def test_a_run_continues_without_a_tracker_that_is_not_installed(
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['trackio'] = None")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     sets = ("--set", "monitor.trackio.project=p", "--set", "monitor.tensorboard={}")
-    with launched(tmp_path / "run", *sets) as here:
+    with launched(tmp_path / "run", *sets, tiny=TINY) as here:
         assert "trackio: trackio not installed" in wait_line(here, "tracker/0: ")
         here.wait_ready(SERVICES + 1)
         commit(here, 3)
