@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.supervisor.plan import listen_endpoint
+from launch.processes.plan import listen_endpoint
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.commands import place
+from launch.processes.plan import SUPERVISOR
 from launch.supervisor.events import RunOutcome
-from launch.supervisor.plan import SUPERVISOR
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir

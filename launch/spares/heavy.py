@@ -63,7 +63,7 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
             own = _VLLM if service == "rollout" and engine == "vllm" else ()
             kinds.setdefault(own, []).append(service)
     return [
-        SpareKind(tuple(forks), tuple(dict.fromkeys([*chain(*(imports[each] for each in forks)), *own, *model])))
+        SpareKind(tuple(forks), tuple(dict.fromkeys([*chain(*(imports[fork] for fork in forks)), *own, *model])))
         for own, forks in kinds.items()
     ]
 

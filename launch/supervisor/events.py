@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from launch.supervisor.plan import Key
+from launch.processes.plan import Key
 from shared.actor.service import ProcessState
 
 
@@ -179,7 +179,7 @@ class Terminate:
 
 
 @dataclass(frozen=True)
-class Retire:
+class RetireProcess:
     """Ask the service to exit once it has finished its leases."""
 
     key: Key
@@ -222,4 +222,4 @@ class RunEnded:
     key: Key | None = None
 
 
-Effect = Spawn | Terminate | Retire | Kill | Died | GivenUp | RunEnded
+Effect = Spawn | Terminate | RetireProcess | Kill | Died | GivenUp | RunEnded

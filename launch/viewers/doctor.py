@@ -16,9 +16,9 @@ import msgspec
 import psutil
 import zmq
 
-from launch.commands.peer import Run, with_client
-from launch.supervisor.plan import SUPERVISOR, Key
-from launch.supervisor.waits import stopped_processes
+from launch.processes.plan import SUPERVISOR, Key
+from launch.processes.programs import stopped_processes
+from launch.viewers.peer import Run, with_client
 from proto.ids import new_incarnation
 from proto.messages import (
     ErrorCode,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from launch.supervisor.plan import SUPERVISOR
+from launch.processes.plan import SUPERVISOR
 from proto.messages import ErrorCode
 from services.web.saved import page
 from shared.rpc.errors import RpcError

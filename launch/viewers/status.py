@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from launch.commands.peer import Run, with_client
-from launch.supervisor.plan import SUPERVISOR
+from launch.processes.plan import SUPERVISOR
+from launch.viewers.peer import Run, with_client
 from proto.messages import (
     ErrorCode,
     GetSnapshot,

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from launch.supervisor.plan import SUPERVISOR
+from launch.processes.plan import SUPERVISOR
 from proto.messages import (
     CommitStep,
     Complete,

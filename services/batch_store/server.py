@@ -88,11 +88,15 @@ class StoreService(Service):
         settings = loaded.services.batch_store
         self.telemetry.traced_share = loaded.services.monitor.traced_share
         self.index = StoreState(self.name, settings.memory, self.incarnation, settings.spill_limit or 0)
-        self._spill_root = settings.spill
-        self._spiller: Spiller | None = None
-        self._files: StoreFiles | None = None
-        self._retirement: Retirement
-        self._scanned: asyncio.Future[StoreFiles] = asyncio.get_running_loop().create_future()
+        self._mappings = MappingCache()
+        folder = f"{self.NAME}-{instance}"
+        spill = spill_folder(self.name, settings.spill, run, folder) if settings.spill is not None else None
+        # The identity of the directory is part of the registration.
+        self._files = StoreFiles(self.name, run.shm / folder, spill, on_retire=self._mappings.drop)
+        self._retirement = Retirement(self.name, self.index.room, self._files, asyncio.get_running_loop().time)
+        self._spiller = Spiller(self.name, self.index, self._files, self._retirement) if spill is not None else None
+        self._scanned = asyncio.Event()
+        """Set once the files of earlier incarnations have been recovered."""
         handle = self.mailbox.handle
         handle(PutBegin, self._busy_without_descriptor(self._begin))
         handle(PutSeal, self._busy_without_descriptor(self._seal))
@@ -103,7 +107,6 @@ class StoreService(Service):
         self._refused = (0, -1.0)
         """Number of puts so far for which there was no room, and the loop time at which the last one was noticed, or
         -1."""
-        self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=not loaded.transport.encrypt_bulk)
         self._digests = ChunkDigests()
         self._relay = Relay(
@@ -125,21 +128,9 @@ class StoreService(Service):
 
     # ---- life-cycle
 
-    def bind(self) -> str:
-        """Open the directory before the mailbox, because its identity is part of the registration."""
-        folder = f"{self.NAME}-{self.instance}"
-        spill = spill_folder(self.name, self._spill_root, self.run, folder) if self._spill_root is not None else None
-        self._files = StoreFiles(self.name, self.run.shm / folder, spill, on_retire=self._mappings.drop)
-        self._retirement = Retirement(self.name, self.index.room, self._files, self.loop.time)
-        if spill is not None:
-            self._spiller = Spiller(self.name, self.index, self._files, self._retirement)
-        return super().bind()
-
     async def start(self) -> None:
         """Recover the files of earlier incarnations, then begin answering requests."""
         files = self._files
-        if files is None:
-            raise RpcError(ErrorCode.INTERNAL, f"{self.name}: started before it was bound")
         try:
             files.check_room(self.index.room.limits)
         except RpcError as error:
@@ -154,7 +145,7 @@ class StoreService(Service):
         stats = self.index.stats()
         self.log.info("scanned", files=stats.files, tasks=stats.tasks, shards=stats.shards, bytes=stats.bytes)
         self._streams.bind(self.bulk_endpoint(), self.bulk_advertised)
-        self._scanned.set_result(files)
+        self._scanned.set()
 
     async def serve(self) -> None:
         files = await self._ready()
@@ -196,8 +187,7 @@ class StoreService(Service):
         await asyncio.to_thread(self._streams.close)
         if self._spiller is not None:
             await self._spiller.close()
-        if self._files is not None:  # handlers no longer run
-            self._files.close()
+        self._files.close()  # handlers no longer run
 
     def bulk_endpoint(self) -> str:
         """Return the endpoint that serves chunks to readers without shared memory; it is not the mailbox's endpoint."""
@@ -210,10 +200,8 @@ class StoreService(Service):
         return bound
 
     def registration(self) -> messages.Register:
-        identity = self._files.identity if self._files is not None else ""
-        return msgspec.structs.replace(
-            super().registration(), limit_bytes=self.index.room.limit_bytes, data_id=identity
-        )
+        limit_bytes, identity = self.index.room.limit_bytes, self._files.identity
+        return msgspec.structs.replace(super().registration(), limit_bytes=limit_bytes, data_id=identity)
 
     def heartbeat(self) -> messages.Heartbeat:
         stats = self.index.stats()
@@ -254,7 +242,8 @@ class StoreService(Service):
         """Wait until the files of earlier incarnations have been recovered, and return this store's files. The
         caller's deadline limits the wait.
         """
-        return await asyncio.shield(self._scanned)
+        await self._scanned.wait()
+        return self._files
 
     # ---- requests
 

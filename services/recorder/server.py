@@ -51,19 +51,17 @@ class RecorderService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         topology = load_resolved(run.topology)
-        self._settings = topology.services.monitor.samples
+        settings = topology.services.monitor.samples
+        if settings is None:
+            raise BadInput("recorder: monitor.samples is null, so there is nothing to record")
         self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk, cached_rows=0)
-        self._files: SampleFiles
+        self.closing.callback(self._data.close)
+        self._files = SampleFiles(run.path / FOLDER, settings.limit_bytes)
         self._taken: list[PutTask] = []
         """Tasks of the last answer that have been processed."""
         self._rewinds = 0
         self._lost = 0
         self._counts = {"tasks": 0, "samples": 0, "unreadable": 0}
-
-    async def start(self) -> None:
-        if self._settings is None:
-            raise BadInput("recorder: monitor.samples is null, so there is nothing to record")
-        self._files = SampleFiles(self.run.path / FOLDER, self._settings.limit_bytes)
 
     async def serve(self) -> None:
         while True:
@@ -77,10 +75,6 @@ class RecorderService(Service):
                     pass
         except TimeoutError:
             self.log.warning("samples left at the end", seconds=LAST_S)
-
-    async def close(self) -> None:
-        self._data.close()
-        await super().close()
 
     async def _record(self, *, final: bool) -> bool:
         """Ask the scheduler once, and record the tasks in its answer. Return whether the answer contained any tasks."""

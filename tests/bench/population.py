@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from launch.placement.book import HostBook, HostLost
-from launch.supervisor.plan import Key
+from launch.processes.plan import Key
 from proto.messages import (
     CommitStep,
     Complete,
@@ -189,7 +189,7 @@ class Population:
         self.steps = 0
         every_s = heartbeat_s(topology)
         self.machine = Scheduler(plan, lease_s=LEASE_S, incarnation=1, heartbeat_s=every_s)
-        self.book: HostBook = self.timed("plan the hosts", lambda: HostBook(topology, {}))
+        self.book: HostBook = self.timed("plan the hosts", lambda: HostBook(topology))
         self.hosts = [Host(name, 0) for name in self.book.hosts]
         self._chance = random.Random(1)
         self._lives = itertools.count(1)

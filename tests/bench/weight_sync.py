@@ -25,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from launch.supervisor.programs import child_environment
+from launch.processes.programs import child_environment
 from proto.messages import Ack, Clear, Publish, PutTask, WeightsRef
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend

@@ -37,9 +37,9 @@ HOSTS = [
     ),
     Mutation(
         "a process that the supervisor did not start counts as dead",
-        "launch/supervisor/server.py",
-        "if (key, request.pid) in self._ended_lives:",
-        "if child is None or child.pid != request.pid:",
+        "launch/supervisor/runner.py",
+        "return True if (key, pid) in self._ended else None",
+        "return True",
         "tests/unit/launch/test_supervisor_server.py::test_supervisor_confirms_the_death_of_only_its_own_processes",
     ),
     Mutation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from launch.commands.peer import Run
+from launch.viewers.peer import Run
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.runfiles.files import RunFiles

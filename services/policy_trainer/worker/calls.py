@@ -319,7 +319,7 @@ class Calls:
         from services.policy_trainer.worker.batch_loss import BatchLoss
 
         began = time.perf_counter()
-        recorded = self._records.wanted(request.batch) if self._place.leads else []
+        recorded = self._records.wanted(request.batch, self.step) if self._place.leads else []
         # With cp, this rank computes only its part of each sequence.
         keeps = bool(recorded) and request.loss.anchor != "proximal" and self._place.layout.cp == 1
 

@@ -22,8 +22,8 @@ from typing import Any, TypeVar, cast
 import zmq
 
 from launch.commands import place
-from launch.supervisor.plan import module_of
-from launch.supervisor.programs import child_environment
+from launch.processes.plan import module_of
+from launch.processes.programs import child_environment
 from proto.messages import Ping, Pong
 from services.policy_trainer.dispatch import group_dispatch
 from services.policy_trainer.driver import Driver

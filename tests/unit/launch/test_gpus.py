@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.checks.preflight import check, gpu_names
-from launch.supervisor.gpus import described, visible_gpus, wanted
+from launch.checks.preflight import check
+from launch.processes.gpus import described, gpu_names, visible_gpus, wanted
 from shared.topology import Topology, load
 from shared.topology.services import DEVICE_SERVICE
 from tests.unit.shared.topology.small_topology import BASE, make, problems, write

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.placement.book import SILENT_S, HostBook, HostLost, HostState, Told, Unable
-from launch.supervisor.plan import Key
+from launch.processes.plan import Key
 from proto.messages import ErrorCode, HostOrders, HostReport, ProcessRow
 from shared.rpc.errors import RpcError
 from shared.topology import load
@@ -30,8 +30,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def book(folder: Path, *overrides: str) -> HostBook:
-    topology = load(folder / "t.yaml", [*PLACES, *overrides], check_supported=False)
-    return HostBook(topology, {"rollout": 3})
+    topology = load(folder / "t.yaml", [*PLACES, "services.rollout.threads=3", *overrides], check_supported=False)
+    return HostBook(topology)
 
 
 def report(host: str, life: int = 1, gpus: int = 4, failed: str = "", *, ended: bool = False) -> HostReport:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from launch.processes.plan import rolling_order
 from launch.supervisor import events as e
 from launch.supervisor import state as s
 from launch.supervisor.events import RunOutcome
-from launch.supervisor.plan import rolling_order
 from launch.supervisor.state import RunPhase
 from shared.actor.service import ProcessState
 from tests.unit.launch.supervised import (

@@ -54,7 +54,7 @@ class Fake:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run with two trackers and 120 rows."""
-    overrides = ["monitor.tensorboard={}", "monitor.trackio.project=p", "policy.model=./model"]
+    overrides = ["monitor.tensorboard.samples=0", "monitor.trackio={project: p, samples: 0}", "policy.model=./model"]
     made = RunDir.create(tmp_path / "run", topology=load(write(make(tmp_path)), overrides), shm_root=tmp_path / "shm")
     made.metrics.write_text("".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(120)))
     monkeypatch.setattr(delivery, "FIRST_RETRY_S", 0.01)

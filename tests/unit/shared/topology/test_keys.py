@@ -18,9 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch.checks import preflight
-from launch.supervisor.gpus import visible_gpus
-from launch.supervisor.plan import SUPERVISOR, listen_endpoint
+from launch.processes.gpus import visible_gpus
+from launch.processes.plan import SUPERVISOR, listen_endpoint, threads_of
 from proto.messages import BatchMeta, LeaseGrant
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
@@ -219,7 +218,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     ),
     "services.monitor.samples.limit_bytes": (
         "services/recorder/server.py",
-        "self._settings.limit_bytes",
+        "settings.limit_bytes",
         "unit/recorder/test_files.py::test_the_oldest_steps_are_removed_to_stay_within_the_limit",
     ),
     "run.on_bad_step": (
@@ -537,7 +536,7 @@ def derived(topology: Topology) -> list[Any]:
     return [
         topology.services_plan(),
         visible_gpus(topology),
-        [preflight.threads_of(topology, service) for service, _ in plan],
+        [threads_of(topology, service) for service, _ in plan],
         [listen_endpoint(topology.transport, service) for service in (*dict(plan), SUPERVISOR)],
         make_plan(topology, Path("t.yaml")),
         configuration(topology),

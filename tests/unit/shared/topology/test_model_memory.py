@@ -12,7 +12,7 @@ from launch.checks import preflight
 from launch.checks.memory import memory_lines
 from launch.checks.preflight import Findings
 from launch.commands.console import show_plan
-from launch.supervisor.gpus import visible_gpus
+from launch.processes.gpus import visible_gpus
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from shared.ranks.layout import Layout
@@ -191,10 +191,10 @@ def test_a_model_that_cannot_fit_is_refused_with_its_size(
 ) -> None:
     monkeypatch.setattr(preflight, "host_bytes", lambda: 24 * GIB)
     more = ("policy.dtype=bfloat16", "algorithm.kl=null", "services.reference=null")
-    found = Findings()
-    preflight._check_model_memory(topology(half_b, *more), "t.yaml", found)
+    found = Findings("t.yaml")
+    preflight._check_model_memory(topology(half_b, *more), found)
     assert found.errors == []
-    preflight._check_model_memory(topology(one_and_a_half_b, *more), "t.yaml", found)
+    preflight._check_model_memory(topology(one_and_a_half_b, *more), found)
     assert found.errors == [
         "t.yaml: policy.model: its training takes 25.9 GiB of the memory of this machine, which has 24.0 GiB "
         "(policy-trainer-worker/0: weights 2.9 GiB, masters 5.8 GiB, gradients 5.8 GiB, optimizer 11.5 GiB), and 40.3 "
@@ -214,8 +214,8 @@ def test_a_model_of_which_only_a_checkpoint_does_not_fit_is_refused(
 
 
 def refusals(given: Topology) -> list[str]:
-    found = Findings()
-    preflight._check_model_memory(given, "t.yaml", found)
+    found = Findings("t.yaml")
+    preflight._check_model_memory(given, found)
     return found.errors
 
 

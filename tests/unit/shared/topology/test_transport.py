@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.checks import preflight
-from launch.supervisor.plan import listen_endpoint
+from launch.processes.plan import listen_endpoint
 from shared.topology import load
 from tests.unit.shared.topology.small_topology import BASE, make, problems, write
 

@@ -1,19 +1,17 @@
-"""Finds the processes that a service name stands for, and defines the order in which processes start and end."""
+"""Names the processes of a run: what each is given, the order in which they start and end, and how one has ended."""
 
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name, service_name
-
-if TYPE_CHECKING:
-    from shared.topology import Topology
-    from shared.topology.services import Transport
+from shared.topology import Topology
+from shared.topology.services import DEVICE_SERVICE, Transport
 
 Key = tuple[str, int]
 """(service, instance) of one process."""
@@ -58,17 +56,20 @@ LEASING = ("rollout", "reference")
 """Services that lease tasks: they can be drained and can have any number of instances."""
 
 
-@dataclass(frozen=True)
-class Resized:
-    """The instances of a service after `ctl scale`, and the resources that they need."""
+OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+"""Exit statuses of processes that were killed from outside."""
 
-    keys: list[Key]
-    threads: int
-    """CPU threads of each instance."""
-    gpus: Mapping[Key, str]
-    """CUDA_VISIBLE_DEVICES of each instance."""
+
+@dataclass(frozen=True)
+class Resources:
+    """What one process is given on its host."""
+
+    threads: int = 1
+    """CPU threads."""
+    gpus: str | None = None
+    """CUDA_VISIBLE_DEVICES, or None for that of the launcher."""
     listen: str = ""
-    """Endpoint at which each instance answers other hosts, or an empty string."""
+    """Endpoint at which the process answers other hosts, or an empty string."""
 
 
 def processes_at_home(topology: Topology) -> list[Key]:
@@ -96,6 +97,12 @@ def listen_endpoint(transport: Transport, service: str) -> str:
     return f"tcp://{transport.listen}:{ports.get(service, 0)}" if transport.listen else ""
 
 
+def threads_of(topology: Topology, service: str) -> int:
+    """Return the number of CPU threads of each process of a service."""
+    sections = {DEVICE_SERVICE[key]: section for key, section in topology.services.placed.items()}
+    return (sections[service].threads or 1) if service in sections else 1
+
+
 def drain_group(service: str) -> int:
     """Return the index in `DRAIN_ORDER` of the group with which a service ends."""
     for index, group in enumerate(DRAIN_ORDER):
@@ -104,16 +111,16 @@ def drain_group(service: str) -> int:
     return 0
 
 
-def select(name: str, known: Iterable[Key]) -> list[Key]:
+def select(name: str, every: Iterable[Key]) -> list[Key]:
     """Return the processes that `NAME` or `NAME/INSTANCE` stands for, in order.
 
     Raises RpcError(bad_request) for an unknown name. If the service is unknown, the error names the nearest service, or
     all services if none is near. If the instance is unknown, the error names all instances of the service.
     """
-    keys = sorted(set(known))
+    keys = sorted(set(every))
     service, instance = parse_service_name(name)
-    if service not in {each for each, _ in keys}:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service!r}{nearest(service, {each for each, _ in keys})}")
+    if service not in {other for other, _ in keys}:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service!r}{nearest(service, {other for other, _ in keys})}")
     chosen = [key for key in keys if key[0] == service and instance in (-1, key[1])]
     if not chosen:
         there = ", ".join(service_name(*key) for key in keys if key[0] == service)
@@ -127,17 +134,27 @@ def rolling_order(keys: Iterable[Key], ranks: Mapping[str, int]) -> list[list[Ke
     A group is one process, or the ranks of one model. `ranks` is the number of processes that together hold one
     model, by service; such processes end together anyway.
     """
-    known = list(keys)
+    all_keys = list(keys)
     units: list[list[Key]] = []
-    for service in dict.fromkeys([*ROLLING_ORDER, *(service for service, _ in known)]):
-        mine = [key for key in known if key[0] == service]
+    for service in dict.fromkeys([*ROLLING_ORDER, *(service for service, _ in all_keys)]):
+        mine = [key for key in all_keys if key[0] == service]
         size = ranks.get(service, 1)
         units += [mine[at : at + size] for at in range(0, len(mine), size)]
     return units
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
+def nearest(given: str, valid: Iterable[str]) -> str:
     """Return a hint such as `; did you mean 'rollout'?`, or a list of the known names."""
-    names: Sequence[str] = sorted(known)
+    names: Sequence[str] = sorted(valid)
     close = difflib.get_close_matches(given, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; available: {', '.join(names)}"
+
+
+def describe_exit(status: int) -> str:
+    """Format an exit status: `-9` -> `killed by SIGKILL`, `1` -> `exit status 1`."""
+    if status < 0:
+        try:
+            return f"killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"killed by signal {-status}"
+    return f"exit status {status}"

@@ -1,6 +1,6 @@
 """A spare process has imported what services need, and the services that the supervisor orders are forks of it.
 
-    python -m shared.actor.spare DESCRIPTOR ...
+    python -m launch.spares.spare DESCRIPTOR ...
 
 DESCRIPTOR is one end of a socket pair that preserves message boundaries; any further arguments are only for human
 readers. Messages are JSON. The spare receives the list of its imports, each `module` or `module:function` (called
@@ -91,11 +91,11 @@ def why_not_to_fork(threads: int, files: Sequence[str]) -> str:
 
 def open_files(folder: Path = Path("/proc/self/fd")) -> list[str]:
     """Return the targets of the links in `folder`: by default, the open files of this process."""
-    found = []
+    targets = []
     for link in folder.iterdir():
         with suppress(FileNotFoundError):  # the descriptor of the listing itself
-            found.append(os.readlink(link))
-    return found
+            targets.append(os.readlink(link))
+    return targets
 
 
 def _receive(orders: socket.socket) -> tuple[Any, list[int]]:
@@ -156,7 +156,7 @@ def _show(command: Sequence[str]) -> None:
     line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
-    text = b"\0".join(os.fsencode(each) for each in command)[: end - start - 1]
+    text = b"\0".join(os.fsencode(argument) for argument in command)[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 

@@ -21,9 +21,10 @@ from typing import BinaryIO
 import psutil
 import structlog
 
-from launch.supervisor import guard
-from launch.supervisor.plan import SUPERVISOR, Key
-from shared.rundir import RunDir
+from launch.processes import guard
+from launch.processes.plan import SUPERVISOR, Key, Resources
+from proto.messages import WaitKind, WaitRow
+from shared.rundir import RunDir, service_name
 
 ROOT = Path(__file__).resolve().parents[2]
 GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x300000"
@@ -66,6 +67,13 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
     }
 
 
+def own_environment(resources: Resources) -> dict[str, str]:
+    """Return the environment variables of a process that differ from those of a process with 1 thread."""
+    common = child_environment(1)
+    own = child_environment(resources.threads, resources.gpus)
+    return {name: value for name, value in own.items() if common.get(name) != value}
+
+
 @dataclass(frozen=True)
 class Child:
     """A child process of the supervisor."""
@@ -97,22 +105,11 @@ class Child:
 class Programs:
     """The programs of one run. For the main thread and its event loop only."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        *,
-        threads: Mapping[Key, int],
-        gpus: Mapping[Key, str],
-        lock: int | None,
-        drain_limit_s: Callable[[Key], float],
-    ) -> None:
-        """`threads` gives the number of CPU threads of each process (default 1), and `gpus` its CUDA_VISIBLE_DEVICES.
-        `lock` is the descriptor of the lock on the run directory, which the guard inherits. `drain_limit_s` returns how
-        many seconds the guard gives a process to exit.
+    def __init__(self, run: RunDir, *, lock: int | None, drain_limit_s: Callable[[Key], float]) -> None:
+        """`lock` is the descriptor of the lock on the run directory, which the guard inherits. `drain_limit_s` returns
+        how many seconds the guard gives a process to exit.
         """
         self._run = run
-        self._threads = dict(threads)
-        self._gpus = dict(gpus)
         self._lock = lock
         self._drain_limit_s = drain_limit_s
         self._guard: subprocess.Popen[bytes] | None = None
@@ -123,27 +120,16 @@ class Programs:
         the guard gives them to exit."""
         self._log = structlog.get_logger(SUPERVISOR)
 
-    def place(self, key: Key, threads: int, gpus: str) -> None:
-        """Have `key` start with `threads` CPU threads and the GPUs `gpus` (CUDA_VISIBLE_DEVICES) from now on."""
-        self._threads[key] = threads
-        self._gpus[key] = gpus
-
-    def own_environment(self, key: Key) -> dict[str, str]:
-        """Return the environment variables of process `key` that differ from those of a process with 1 thread."""
-        common = child_environment(1)
-        return {name: value for name, value in self._environment(key).items() if common.get(name) != value}
-
-    def _environment(self, key: Key) -> dict[str, str]:
-        return child_environment(self._threads.get(key, 1), self._gpus.get(key))
-
-    def start(self, key: Key, command: Sequence[str], output: BinaryIO, pass_fds: Sequence[int] = ()) -> Child:
-        """Start `command` with the environment of process `key` and announce it to the guard. Raises OSError."""
+    def start(
+        self, key: Key, resources: Resources, command: Sequence[str], output: BinaryIO, pass_fds: Sequence[int] = ()
+    ) -> Child:
+        """Start `command` as the process `key` and announce it to the guard. Raises OSError."""
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=self._environment(key),
+            env=child_environment(resources.threads, resources.gpus),
             pass_fds=pass_fds,
             process_group=0,
         )
@@ -188,15 +174,15 @@ class Programs:
 
         The launcher's own short-lived programs are in its process group, and are left to whoever waits for them.
         """
-        known = {*self._alive, self._guard.pid if self._guard is not None else 0}
+        waited_for = {*self._alive, self._guard.pid if self._guard is not None else 0}
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.Error, ChildProcessError, ProcessLookupError):
-                orphan = process.pid not in known and os.getpgid(process.pid) != os.getpgrp()
+                orphan = process.pid not in waited_for and os.getpgid(process.pid) != os.getpgrp()
                 if orphan and process.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(process.pid, os.WNOHANG)
 
     def start_guard(self) -> None:
-        """Start the process that stops the rest of the run if the launcher dies (`launch.supervisor.guard`), and again
+        """Start the process that stops the rest of the run if the launcher dies (`launch.processes.guard`), and again
         whenever it ends. Become the parent of processes whose parent ends, such as forks of a spare."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were inherited as ignored, exit statuses would be lost
         if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
@@ -239,3 +225,30 @@ class Programs:
         if self._guard is not None and self._guard.stdin is not None:
             with contextlib.suppress(OSError):
                 self._guard.stdin.write(line.encode())
+
+
+def rss_bytes(pid: int) -> int:
+    """Return the resident memory of a process in bytes, or 0 if the process is gone."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss) if pid else 0
+    except psutil.Error:
+        return 0
+
+
+def stopped_processes(pids: Mapping[Key, int]) -> list[WaitRow]:
+    """Return a row for each process of the run that a signal has stopped, including processes started by services."""
+    owners = {pid: key for key, pid in pids.items()}
+    processes = {child.pid: child for child in psutil.process_iter(["ppid", "status"])}
+    rows: list[WaitRow] = []
+    for pid, process in processes.items():
+        if process.info["status"] != psutil.STATUS_STOPPED:
+            continue
+        owner, steps = pid, 0
+        while owner not in owners and owner in processes and steps < len(processes):
+            owner, steps = processes[owner].info["ppid"], steps + 1
+        if owner in owners:
+            name = service_name(*owners[owner])
+            whose = name if owner == pid else f"a process that {name} started"
+            text = f"{whose} (process {pid}) is stopped by a signal; kill -CONT {pid} lets it continue"
+            rows.append(WaitRow(WaitKind.STOPPED, text, 0.0, 0.0, name))
+    return rows

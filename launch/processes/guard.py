@@ -2,7 +2,7 @@
 
 Until then, it limits the size of the files to which the processes print.
 
-The launcher starts it without site packages (`python -S -P -m launch.supervisor.guard SOCKETS SHM LOGS`), so it imports
+The launcher starts it without site packages (`python -S -P -m launch.processes.guard SOCKETS SHM LOGS`), so it imports
 only the standard library and modules that do the same. It reads `+PID SECONDS` and `-PID` lines from its input, which
 ends when the launcher dies. It inherits the lock on the run directory, so that a second launcher waits until no process
 of the first one is left.
@@ -65,9 +65,9 @@ def end(left: dict[int, Left]) -> None:
     """
     begun = time.monotonic()
     _signal(left.values(), signal.SIGTERM)
-    for limit_s in sorted({each.limit_s for each in left.values()}):
+    for limit_s in sorted({process.limit_s for process in left.values()}):
         _wait(left, begun + limit_s)
-        _signal([each for each in left.values() if each.limit_s <= limit_s], signal.SIGKILL)
+        _signal([process for process in left.values() if process.limit_s <= limit_s], signal.SIGKILL)
     _wait(left, time.monotonic() + KILLED_S)
 
 
@@ -82,8 +82,8 @@ def _signal(processes: Iterable[Left], number: signal.Signals) -> None:
 def _wait(left: dict[int, Left], until: float) -> None:
     """Forget the processes that exit before `until`, and kill the processes that they started."""
     while left and (remaining := until - time.monotonic()) > 0:
-        gone, _, _ = select.select([each.descriptor for each in left.values()], [], [], remaining)
-        for pid in [pid for pid, each in left.items() if each.descriptor in gone]:
+        gone, _, _ = select.select([process.descriptor for process in left.values()], [], [], remaining)
+        for pid in [pid for pid, process in left.items() if process.descriptor in gone]:
             del left[pid]
             try:
                 os.killpg(pid, signal.SIGKILL)  # processes that it started and left behind

@@ -1,6 +1,6 @@
 """Assigns the GPUs of this machine to processes: colocated services share them, all others get their own.
 
-The functions are pure. Services that do not take turns never share a GPU, and no service gets a GPU that the machine
+Services that do not take turns never share a GPU, and no service gets a GPU that the machine
 lacks.
 
 A process numbers the GPUs that it sees from 0; the values assigned here are those of CUDA_VISIBLE_DEVICES. A rank of
@@ -10,10 +10,12 @@ use another process's GPU, whether by mistake or through a library that always o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from launch.supervisor.plan import Key
+from launch.processes.plan import Key, Resources, listen_endpoint, threads_of
 from shared.topology import Topology
 from shared.topology.services import DEVICE_SERVICE
 
@@ -25,11 +27,39 @@ class _Share:
     name: str
     host: str | None
     instances: list[int]
-    each: int
+    per_instance: int
 
     @property
     def total(self) -> int:
-        return len(self.instances) * self.each
+        return len(self.instances) * self.per_instance
+
+
+def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
+    """Return CUDA's names for the GPUs that this launcher may use. `visible` is its CUDA_VISIBLE_DEVICES, or None if
+    unset.
+
+    The list ends at the first name that CUDA would not know (`-1`, `NoDevFiles`), as it does in CUDA.
+    """
+    if visible is None:
+        count = sum(1 for device in devices.glob("nvidia*") if device.name.removeprefix("nvidia").isdigit())
+        return [str(index) for index in range(count)]
+    names = [name.strip() for name in visible.split(",")]
+    is_known = [name.isdigit() or name.startswith(("GPU-", "MIG-")) for name in names]
+    return names[: is_known.index(False)] if False in is_known else names
+
+
+def own_gpus() -> list[str]:
+    """Return CUDA's names for the GPUs that this process may use."""
+    return gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def resources_of(topology: Topology, names: Sequence[str]) -> dict[Key, Resources]:
+    """Return what the topology gives to each process, if `names` are this machine's GPUs. See `visible_gpus`."""
+    gpus = visible_gpus(topology, names)
+    return {
+        key: Resources(threads_of(topology, key[0]), seen, listen_endpoint(topology.transport, key[0]))
+        for key, seen in gpus.items()
+    }
 
 
 def visible_gpus(topology: Topology, names: Sequence[str] | None = None) -> dict[Key, str]:
@@ -39,15 +69,15 @@ def visible_gpus(topology: Topology, names: Sequence[str] | None = None) -> dict
     `names` are this machine's GPUs in order. With None, and on other hosts, GPUs are numbered from 0. Raises ValueError
     if there are too few GPUs; call `wanted` first to learn how many are needed.
     """
-    found = {(spec.service, spec.instance): "" for spec in topology.services_plan()}
+    seen = {(spec.service, spec.instance): "" for spec in topology.services_plan()}
     for share, first in _placed(topology):
-        known = names if share.host == topology.home else None
-        if known is not None and first + share.total > len(known):
-            raise ValueError(f"{share.name}: GPUs {first} to {first + share.total - 1} of {len(known)}")
+        own = names if share.host == topology.home else None
+        if own is not None and first + share.total > len(own):
+            raise ValueError(f"{share.name}: GPUs {first} to {first + share.total - 1} of {len(own)}")
         for place, instance in enumerate(share.instances):
-            mine = range(first + place * share.each, first + (place + 1) * share.each)
-            found[DEVICE_SERVICE[share.name], instance] = ",".join(str(i) if known is None else known[i] for i in mine)
-    return found
+            mine = range(first + place * share.per_instance, first + (place + 1) * share.per_instance)
+            seen[DEVICE_SERVICE[share.name], instance] = ",".join(str(i) if own is None else own[i] for i in mine)
+    return seen
 
 
 def wanted(topology: Topology) -> int:
@@ -61,7 +91,7 @@ def described(topology: Topology) -> str:
     together = topology.placement.colocate
     shares = [share for share in _shares(topology) if share.host == topology.home]
     sharing = [share.name for share in shares if share.name in together]
-    parts = [f"{each.name} {each.total}{' (the same)' if each.name in sharing[1:] else ''}" for each in shares]
+    parts = [f"{share.name} {share.total}{' (the same)' if share.name in sharing[1:] else ''}" for share in shares]
     return ", ".join(parts)
 
 
@@ -86,9 +116,9 @@ def _shares(topology: Topology) -> list[_Share]:
     """
     shares: dict[tuple[str, str | None], _Share] = {}
     for name, section in topology.services.placed.items():
-        each = section.gpus if name == "rollout" else min(section.gpus, 1)
-        for spec in topology.services_plan() if each else ():
+        gpus = section.gpus if name == "rollout" else min(section.gpus, 1)
+        for spec in topology.services_plan() if gpus else ():
             if spec.service == DEVICE_SERVICE[name]:
-                share = shares.setdefault((name, spec.host), _Share(name, spec.host, [], each))
+                share = shares.setdefault((name, spec.host), _Share(name, spec.host, [], gpus))
                 share.instances.append(spec.instance)
     return list(shares.values())
