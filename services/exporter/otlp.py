@@ -32,7 +32,7 @@ RETRIED = frozenset({429, 502, 503, 504})
 NAME = "rlbus"
 
 
-class Refused(Exception):
+class CollectorRefused(Exception):
     """The collector is not accepting these spans at present, or will never accept them (`forever`)."""
 
     def __init__(self, text: str, *, forever: bool) -> None:
@@ -93,7 +93,7 @@ class OtlpSender:
         while batch := self._next_batch():
             try:
                 self._post(encoded(batch, self._run))
-            except (Refused, ValueError) as error:  # ValueError: a header that HTTP does not allow
+            except (CollectorRefused, ValueError) as error:  # ValueError: a header that HTTP does not allow
                 self._take_back(batch, error)
                 with self._changed:
                     if self._ending or self._changed.wait_for(lambda: self._ending, pause_s * random.uniform(0.5, 1)):
@@ -114,7 +114,7 @@ class OtlpSender:
 
     def _take_back(self, batch: list[TraceSpan], error: Exception) -> None:
         with self._changed:
-            if not isinstance(error, Refused) or error.forever:
+            if not isinstance(error, CollectorRefused) or error.forever:
                 self.dropped += len(batch)
             else:
                 self._queue.extendleft(reversed(batch))
@@ -138,12 +138,12 @@ class OtlpSender:
                 self._post(body)
                 return
             why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-            raise Refused(f"collector {self.url}: {why}", forever=False) from None
+            raise CollectorRefused(f"collector {self.url}: {why}", forever=False) from None
         if answer.will_close:
             self._disconnect()
         if answer.status >= 300:
             text = f"collector {self.url}: answered {answer.status} {answer.reason} to POST {self._path}"
-            raise Refused(text, forever=answer.status not in RETRIED)
+            raise CollectorRefused(text, forever=answer.status not in RETRIED)
 
     def _connected(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection

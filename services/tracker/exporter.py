@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from services.tracker.samples import Table
+from services.tracker.samples import SampleTable
 from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor_trackers import Tracker
 
@@ -25,7 +25,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The modules that each tracker needs, all of which `make setup-trackers` installs."""
 
 
-class Unusable(Exception):
+class TrackerRefused(Exception):
     """The tracker refuses this run (for example, because of a wrong key, project or entity), and retrying cannot help.
 
     The text is one line.
@@ -86,7 +86,7 @@ class Exporter(Protocol):
         """Create the run in the tracker, or continue it. Return the number of rows that it has, or `subject.sent` if
         the tracker does not say.
 
-        Raises Unusable.
+        Raises TrackerRefused.
         """
 
     def send(self, rows: Sequence[CommittedRow]) -> None:
@@ -95,7 +95,7 @@ class Exporter(Protocol):
     def annotate(self, note: Note) -> None:
         """Report a note. Repeating a note has no effect in trackers that can recognize it."""
 
-    def show(self, table: Table) -> None:
+    def show(self, table: SampleTable) -> None:
         """Report samples. Some may be lost if this process is killed; the run directory contains all samples."""
 
     def close(self, end: End) -> None:

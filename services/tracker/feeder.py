@@ -6,8 +6,8 @@ import json
 import threading
 from collections.abc import Sequence
 
-from services.tracker.delivery import Delivery
 from services.tracker.exporter import End
+from services.tracker.outlet import Outlet
 from shared.rundir import RunDir
 from shared.topology import Topology
 
@@ -19,18 +19,18 @@ class Feeder:
     """Fills the queues of the trackers `names`. `run` may run on any thread."""
 
     def __init__(self, run: RunDir, topology: Topology, names: Sequence[str]) -> None:
-        self.deliveries = [Delivery(run, topology, name) for name in names]
+        self.outlets = [Outlet(run, topology, name) for name in names]
         self._end: End | None = None
         self._ending = threading.Event()
 
     def run(self) -> None:
-        """Fill the queues until every delivery is done: because the run has ended, or the tracker was given up."""
-        for delivery in self.deliveries:
-            delivery.start()
+        """Fill the queues until every outlet is done: because the run has ended, or the tracker was given up."""
+        for outlet in self.outlets:
+            outlet.start()
         while not self.done:
-            for delivery in self.deliveries:
-                delivery.fill(self._end)
-                delivery.check()
+            for outlet in self.outlets:
+                outlet.fill(self._end)
+                outlet.check()
             if self._end is None:
                 self._ending.wait(POLL_S)
             else:
@@ -43,13 +43,13 @@ class Feeder:
 
     @property
     def done(self) -> bool:
-        return all(delivery.done.is_set() for delivery in self.deliveries)
+        return all(outlet.done.is_set() for outlet in self.outlets)
 
     def wait(self, limit_s: float) -> None:
-        """Wait until a delivery that is not done is done, or for `limit_s`."""
-        for delivery in self.deliveries:
-            if not delivery.done.is_set():
-                delivery.done.wait(limit_s)
+        """Wait until a outlet that is not done is done, or for `limit_s`."""
+        for outlet in self.outlets:
+            if not outlet.done.is_set():
+                outlet.done.wait(limit_s)
                 return
 
 

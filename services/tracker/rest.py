@@ -35,12 +35,12 @@ def main() -> int:
     feeder.end(end_of(run))
     feeder.run()
     lacking = False
-    for delivery in feeder.deliveries:
-        if rest := delivery.given_up or ledger.unsent(run.path, delivery.name):
+    for outlet in feeder.outlets:
+        if rest := outlet.given_up or ledger.unsent(run.path, outlet.name):
             print(rest, file=sys.stderr)
             lacking = True
         else:
-            print(f"{delivery.name}: has every step and the end of the run")
+            print(f"{outlet.name}: has every step and the end of the run")
     return 1 if lacking else 0
 
 

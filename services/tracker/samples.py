@@ -33,7 +33,7 @@ Cell = str | float | int | None
 
 
 @dataclass(frozen=True)
-class Table:
+class SampleTable:
     """Samples from the step that one row describes."""
 
     position: int
@@ -56,7 +56,7 @@ def is_due(row: CommittedRow, every: int, recorded: int) -> bool:
     return step > 0 and step % recorded == 0 and step // every != (step - recorded) // every
 
 
-def table_of(run: Path, row: CommittedRow, count: int) -> Table | None:
+def table_of(run: Path, row: CommittedRow, count: int) -> SampleTable | None:
     """Return up to `count` samples from the training step and from each of its evaluations, or None if there are
     none."""
     records = read(run, step=row.step, split=TRAIN, limit=count) if row.step > 0 else []
@@ -68,7 +68,7 @@ def table_of(run: Path, row: CommittedRow, count: int) -> Table | None:
         return None
     names = sorted({name for record in records for name in record.rewards})
     columns = (*COLUMNS, *(f"reward/{name}" for name in names))
-    return Table(row.position, row.step, columns, [_cells(record, names) for record in records])
+    return SampleTable(row.position, row.step, columns, [_cells(record, names) for record in records])
 
 
 def _sets(row: CommittedRow) -> list[str]:

@@ -35,7 +35,7 @@ class TrackerService(Service):
         self._names = list(loaded.services.monitor.trackers)
         self._feeder = Feeder(run, loaded, self._names)
         self._lock = -1
-        self.progress = lambda: sum(delivery.sent for delivery in self._feeder.deliveries)
+        self.progress = lambda: sum(outlet.sent for outlet in self._feeder.outlets)
 
     async def start(self) -> None:
         if not self._names or self.instance > 0:
@@ -46,8 +46,8 @@ class TrackerService(Service):
     async def serve(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            if all(delivery.given_up for delivery in self._feeder.deliveries):
-                raise BadInput("; ".join(delivery.given_up for delivery in self._feeder.deliveries))
+            if all(outlet.given_up for outlet in self._feeder.outlets):
+                raise BadInput("; ".join(outlet.given_up for outlet in self._feeder.outlets))
 
     async def drain(self) -> None:
         self._feeder.end(end_of(self.run))
@@ -59,6 +59,6 @@ class TrackerService(Service):
                 self.log.warning("not everything was sent", rest=rest)
 
     def heartbeat(self) -> messages.Heartbeat:
-        problems = [delivery.problem for delivery in self._feeder.deliveries if delivery.problem]
+        problems = [outlet.problem for outlet in self._feeder.outlets if outlet.problem]
         troubles = [Trouble(TroubleKind.TRACKER, "; ".join(problems))] if problems else []
         return msgspec.structs.replace(super().heartbeat(), troubles=troubles)

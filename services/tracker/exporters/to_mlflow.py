@@ -24,9 +24,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
 
-from services.tracker.exporter import End, Note, Subject, Unusable
+from services.tracker.exporter import End, Note, Subject, TrackerRefused
 from services.tracker.redaction import flat
-from services.tracker.samples import Table
+from services.tracker.samples import SampleTable
 from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor_trackers import Mlflow
 
@@ -56,7 +56,7 @@ class MlflowExporter:
             return self._open(subject)
         except MlflowException as error:
             if error.error_code in _REFUSED:
-                raise Unusable(
+                raise TrackerRefused(
                     f"{self._section.uri}: {error.error_code}: {_line(error)} (MLFLOW_TRACKING_USERNAME and "
                     "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, of a user who may write to the experiment)"
                 ) from None
@@ -89,7 +89,7 @@ class MlflowExporter:
     def annotate(self, note: Note) -> None:
         self._client.set_tag(self._run, f"{note.title}.{note.key}", f"step {note.step}: {note.text}"[:TAG_CHARS])
 
-    def show(self, table: Table) -> None:
+    def show(self, table: SampleTable) -> None:
         """Store the table as a CSV file among the run's artifacts. MLflow shows such a file as a table.
 
         MLflow keeps artifacts apart from rows. If only the artifacts cannot be stored, no more tables are sent.
@@ -119,7 +119,7 @@ class MlflowExporter:
             return str(self._client.create_experiment(self._section.experiment, self._artifacts()))
         if found.lifecycle_stage != "active":
             name = self._section.experiment
-            raise Unusable(
+            raise TrackerRefused(
                 f"experiment {name!r} has been deleted; restore it, or name another "
                 "(services.monitor.mlflow.experiment)"
             )

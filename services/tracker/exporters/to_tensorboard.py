@@ -21,7 +21,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from services.tracker.exporter import End, Note, Subject
 from services.tracker.redaction import flat
-from services.tracker.samples import Cell, Table
+from services.tracker.samples import Cell, SampleTable
 from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor_trackers import Tensorboard
 
@@ -58,7 +58,7 @@ class TensorboardExporter:
     def annotate(self, note: Note) -> None:
         self._write(self._lineage, note.step, _text(f"notes/{note.title}", note.text))
 
-    def show(self, table: Table) -> None:
+    def show(self, table: SampleTable) -> None:
         lines = [table.columns, ("---",) * len(table.columns), *table.rows]
         text = "\n".join("|" + "|".join(map(_cell, cells)) + "|" for cells in lines)
         self._write(self._lineage, table.step, _text("samples", text))

@@ -17,8 +17,8 @@ from trackio.alerts import AlertLevel
 from trackio.remote_client import RemoteClient
 from trackio.sqlite_storage import SQLiteStorage
 
-from services.tracker.exporter import End, Note, Subject, Unusable
-from services.tracker.samples import Table
+from services.tracker.exporter import End, Note, Subject, TrackerRefused
+from services.tracker.samples import SampleTable
 from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor_trackers import Trackio
 
@@ -79,7 +79,7 @@ class TrackioExporter:
             **{f"{name}s": [value] for name, value in alert.items()},
         )
 
-    def show(self, table: Table) -> None:
+    def show(self, table: SampleTable) -> None:
         cells = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
         metrics = {"samples": {"_type": "trackio.table", "_value": cells}}
         self._deliver([self._log(f"samples-{table.position}", table.position, metrics)])
@@ -116,7 +116,7 @@ class TrackioExporter:
                 text = (
                     f"{self._url}: refused ({error.response.text[:200]}); set TRACKIO_WRITE_TOKEN to the server's token"
                 )
-                raise Unusable(text) from None
+                raise TrackerRefused(text) from None
             raise
 
 

@@ -18,8 +18,8 @@ os.environ.setdefault("WANDB_SILENT", "true")  # `wandb.init` prints a line befo
 import wandb
 from wandb.errors import AuthenticationError, CommError, UsageError
 
-from services.tracker.exporter import End, Note, Subject, Unusable
-from services.tracker.samples import Table
+from services.tracker.exporter import End, Note, Subject, TrackerRefused
+from services.tracker.samples import SampleTable
 from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor_trackers import Wandb
 
@@ -64,12 +64,12 @@ class WandbExporter:
                 settings=settings,
             )
         except (AuthenticationError, UsageError) as error:
-            raise Unusable(f"{_line(error)} ({_KEY_REMEDY})") from None
+            raise TrackerRefused(f"{_line(error)} ({_KEY_REMEDY})") from None
         except CommError as error:
             if _KEY_REFUSED.search(str(error)):
-                raise Unusable(f"{_line(error)} ({_KEY_REMEDY})") from None
+                raise TrackerRefused(f"{_line(error)} ({_KEY_REMEDY})") from None
             if _PROJECT_REFUSED.search(str(error)):
-                raise Unusable(f"{_line(error)} ({_PROJECT_REMEDY})") from None
+                raise TrackerRefused(f"{_line(error)} ({_PROJECT_REMEDY})") from None
             raise
         self._run.config.update(dict(subject.configuration), allow_val_change=True)
         self._run.define_metric("step", hidden=True)
@@ -86,7 +86,7 @@ class WandbExporter:
         self._run.alert(note.title, f"step {note.step}: {note.text}", level=level, wait_duration=1)
         self._run.summary[f"notes/{note.key}"] = f"step {note.step}: {note.text}"
 
-    def show(self, table: Table) -> None:
+    def show(self, table: SampleTable) -> None:
         columns = ["step", *table.columns]
         self._tables.append(wandb.Table(columns=columns, data=[[table.step, *cells] for cells in table.rows]))
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from services.tracker import delivery, ledger
-from services.tracker.delivery import Delivery
-from services.tracker.exporter import End, Note, Subject, Unusable
+from services.tracker import ledger, outlet
+from services.tracker.exporter import End, Note, Subject, TrackerRefused
 from services.tracker.feeder import Feeder
-from services.tracker.samples import Table
+from services.tracker.outlet import Outlet
+from services.tracker.samples import SampleTable
 from shared.rundir import RunDir
 from shared.runfiles.metrics import CommittedRow
 from shared.topology import load
@@ -44,7 +44,7 @@ class Fake:
     def annotate(self, note: Note) -> None:
         self.notes.append(note.text)
 
-    def show(self, table: Table) -> None:
+    def show(self, table: SampleTable) -> None:
         """Keep nothing."""
 
     def close(self, end: End) -> None:
@@ -57,31 +57,31 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     overrides = ["monitor.tensorboard.samples=0", "monitor.trackio={project: p, samples: 0}", "policy.model=./model"]
     made = RunDir.create(tmp_path / "run", topology=load(write(make(tmp_path)), overrides), shm_root=tmp_path / "shm")
     made.metrics.write_text("".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(120)))
-    monkeypatch.setattr(delivery, "FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr(delivery, "IDLE_S", 0.01)
-    monkeypatch.setattr(delivery, "missing", lambda _: [])
+    monkeypatch.setattr(outlet, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(outlet, "IDLE_S", 0.01)
+    monkeypatch.setattr(outlet, "missing", lambda _: [])
     return made
 
 
-def feed(run: RunDir, monkeypatch: pytest.MonkeyPatch, **fakes: Fake) -> dict[str, Delivery]:
-    """Feed the trackers to the end of the run and return their deliveries."""
-    monkeypatch.setattr(delivery, "make", lambda name, _: fakes[name])
+def feed(run: RunDir, monkeypatch: pytest.MonkeyPatch, **fakes: Fake) -> dict[str, Outlet]:
+    """Feed the trackers to the end of the run and return their outlets."""
+    monkeypatch.setattr(outlet, "make", lambda name, _: fakes[name])
     feeder = Feeder(run, load(run.topology, check_supported=False, check_files=False), list(fakes))
     feeder.end(End("done"))
     thread = threading.Thread(target=feeder.run, daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-    return {each.name: each for each in feeder.deliveries}
+    return {each.name: each for each in feeder.outlets}
 
 
 def test_a_tracker_that_blocks_is_given_up_and_the_others_go_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "CALL_S", 0.2)
+    monkeypatch.setattr(outlet, "CALL_S", 0.2)
     gate = threading.Event()
     blocked, other = Fake(before_send=lambda: gate.wait(LIMIT_S) and None), Fake()
-    deliveries = feed(run, monkeypatch, tensorboard=blocked, trackio=other)
-    assert deliveries["tensorboard"].given_up == "tensorboard: no answer for 0.2 s"
-    assert deliveries["trackio"].given_up == ""
+    outlets = feed(run, monkeypatch, tensorboard=blocked, trackio=other)
+    assert outlets["tensorboard"].given_up == "tensorboard: no answer for 0.2 s"
+    assert outlets["trackio"].given_up == ""
     assert (other.rows, other.end) == (list(range(120)), "done")
     assert ledger.unsent(run.path, "tensorboard") == "tensorboard lacks steps 0-119 (no answer for 0.2 s)"
     assert ledger.unsent(run.path, "trackio") == ""
@@ -92,11 +92,11 @@ def test_a_tracker_that_is_refused_is_given_up_and_the_others_go_on(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
-        raise Unusable("wrong key")
+        raise TrackerRefused("wrong key")
 
     other = Fake()
-    deliveries = feed(run, monkeypatch, tensorboard=Fake(before_send=refuse), trackio=other)
-    assert deliveries["tensorboard"].given_up == "tensorboard: wrong key"
+    outlets = feed(run, monkeypatch, tensorboard=Fake(before_send=refuse), trackio=other)
+    assert outlets["tensorboard"].given_up == "tensorboard: wrong key"
     assert other.rows == list(range(120))
 
 
@@ -109,17 +109,17 @@ def test_rows_that_a_failed_tracker_perhaps_lacks_are_sent_again(
             raise OSError("connection lost")
 
     fake = Fake(sure=sure, before_send=fail_once)
-    monkeypatch.setattr(delivery.Delivery, "fill", patient_fill(fake))
-    deliveries = feed(run, monkeypatch, trackio=fake)
+    monkeypatch.setattr(outlet.Outlet, "fill", patient_fill(fake))
+    outlets = feed(run, monkeypatch, trackio=fake)
     assert fake.opened == [0, 100 if sure else 0]
     assert fake.rows == [*range(0 if sure else 100), *range(120)]
-    assert (deliveries["trackio"].sent, fake.end) == (120, "done")
+    assert (outlets["trackio"].sent, fake.end) == (120, "done")
 
 
-def patient_fill(fake: Fake) -> Callable[[Delivery, End | None], None]:
+def patient_fill(fake: Fake) -> Callable[[Outlet, End | None], None]:
     """Return a `fill` that does not report the end of the run before all rows have arrived: after the end, a failed
     call is repeated only once."""
-    fill = Delivery.fill
+    fill = Outlet.fill
     return lambda self, end: fill(self, end if 119 in fake.rows else None)
 
 

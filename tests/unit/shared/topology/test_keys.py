@@ -187,7 +187,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     },
     **{
         f"services.monitor.{tracker}.samples": (
-            "services/tracker/delivery.py",
+            "services/tracker/outlet.py",
             "self._section.samples > 0",
             "integration/tracker/test_tracker_keys.py::test_no_samples_are_sent_if_the_topology_says_so",
         )
@@ -195,7 +195,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     },
     **{
         f"services.monitor.{tracker}.samples_every": (
-            "services/tracker/delivery.py",
+            "services/tracker/outlet.py",
             "self._section.samples_every",
             "unit/tracker/test_samples.py::test_the_first_recorded_step_of_each_interval_is_due",
         )

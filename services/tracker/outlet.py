@@ -1,7 +1,8 @@
 """Delivers a run to one tracker: a queue, and a thread that empties it.
 
 The thread calls the tracker's library, and nothing waits for it. While a tracker refuses calls, its queue is full, and
-later rows wait in the run directory. A call that exceeds its deadline ends the delivery; the other trackers go on.
+later rows wait in the run directory. A tracker whose library exceeds the deadline of a call receives no more; the other
+trackers go on.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 import structlog
 
 from services.tracker import ledger
-from services.tracker.exporter import End, Exporter, Note, Subject, Unusable, make, missing
+from services.tracker.exporter import End, Exporter, Note, Subject, TrackerRefused, make, missing
 from services.tracker.redaction import without_secrets
-from services.tracker.samples import Table, is_due, is_evaluated, table_of
+from services.tracker.samples import SampleTable, is_due, is_evaluated, table_of
 from shared.rundir import RunDir
 from shared.runfiles.lines import FollowedFile
 from shared.runfiles.metrics import CommittedRow, CommittedRows
@@ -61,8 +62,8 @@ class Parcel:
     """The outcome of the run, if this is the last parcel."""
 
 
-class Delivery:
-    """The deliveries to tracker `name`. `fill` and `check` belong to the feeder's thread."""
+class Outlet:
+    """What tracker `name` receives. `fill` and `check` belong to the feeder's thread."""
 
     def __init__(self, run: RunDir, topology: Topology, name: str) -> None:
         self.name = name
@@ -204,7 +205,7 @@ class Delivery:
             try:
                 self._deliver_next()
                 pause_s = FIRST_RETRY_S
-            except Unusable as error:
+            except TrackerRefused as error:
                 self._give_up(str(error))
             except Exception as error:  # whatever a library raises, the run continues and rows wait
                 self._take_back(error)
@@ -225,6 +226,8 @@ class Delivery:
         self._busy_since = time.monotonic()
         parcel.call(exporter)
         self._busy_since, self._failed = None, None
+        if self.done.is_set():  # the call took so long that the tracker was given up
+            return
         kept = self._ledger
         kept.sent, kept.step, kept.warnings, kept.ended = parcel.sent, parcel.step, parcel.warnings, parcel.ended
         if exporter.SURE or parcel.ended:
@@ -237,7 +240,7 @@ class Delivery:
     def _opened(self) -> Exporter:
         """Open the run in the tracker, and make the feeder begin with the rows that the tracker lacks."""
         if lacking := missing(self.name):
-            raise Unusable(f"{', '.join(lacking)} not installed in this environment; run `make setup-trackers`")
+            raise TrackerRefused(f"{', '.join(lacking)} not installed in this environment; run `make setup-trackers`")
         kept = self._ledger
         kept.id, kept.pid, kept.ended = kept.id or secrets.token_hex(8), os.getpid(), ""
         self._save()  # the tracker never has a run whose id is not in the run directory
@@ -301,7 +304,7 @@ def _send(exporter: Exporter, rows: list[CommittedRow]) -> None:
     exporter.send(rows)
 
 
-def _show(exporter: Exporter, table: Table) -> None:
+def _show(exporter: Exporter, table: SampleTable) -> None:
     exporter.show(table)
 
 
