@@ -51,7 +51,7 @@ class Metrics:
         return new
 
     def _read(self) -> bool:
-        found = False
+        any_rows = False
         while (new := self._follower.poll()).more:
             if new.restarted:
                 self.accuracy.clear()
@@ -59,8 +59,8 @@ class Metrics:
                 self._times.clear()
             for row in new.rows:
                 self._take(row)
-            found = found or bool(new.rows)
-        return found
+            any_rows = any_rows or bool(new.rows)
+        return any_rows
 
     def _take(self, row: Row) -> None:
         self.last = {name: value for name, value in row.items() if value is not None}
@@ -187,12 +187,12 @@ class Troubles:
 
     def take(self, status: Status) -> list[str]:
         """Process a new status. Return notices about the troubles that began or ended since the previous status."""
-        now = {(each.service, each.instance, each.kind): each for each in status.troubles}
-        notices = [f"{_who(each)}: {each.text}" for key, each in now.items() if key not in self._told]
+        now = {(trouble.service, trouble.instance, trouble.kind): trouble for trouble in status.troubles}
+        notices = [f"{_who(trouble)}: {trouble.text}" for key, trouble in now.items() if key not in self._told]
         over = [key for key in self._told if key not in now and key[2] != TroubleKind.OVERRIDDEN]
         notices += [f"{service_name(*key[:2])}: over: {shorten(self._told.pop(key))}" for key in over]
-        self._told |= {key: each.text for key, each in now.items()}
-        self._now = [each for each in status.troubles if each.kind != TroubleKind.OVERRIDDEN]
+        self._told |= {key: trouble.text for key, trouble in now.items()}
+        self._now = [trouble for trouble in status.troubles if trouble.kind != TroubleKind.OVERRIDDEN]
         self._counts = counts_text(status)
         return notices
 
@@ -201,7 +201,7 @@ class Troubles:
 
         `rollout/0: rewards failing: 64 of 64, ...  dropped 12 (reward_failed 12)  lost samples 64 (timeout 64)`
         """
-        parts = [shorten(f"{_who(each)}: {each.text}", TROUBLE_CHARS) for each in self._now]
+        parts = [shorten(f"{_who(trouble)}: {trouble.text}", TROUBLE_CHARS) for trouble in self._now]
         return "  ".join([*parts, self._counts] if self._counts else parts)
 
 
@@ -216,8 +216,8 @@ def counts_text(status: Status) -> str:
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:
-    each = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
-    return f"{sum(counts.values())} ({each})"
+    listed = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return f"{sum(counts.values())} ({listed})"
 
 
 def _who(row: TroubleRow) -> str:

@@ -65,7 +65,7 @@ def plot(folders: Sequence[Path], wanted: Sequence[str], out: Path) -> list[str]
     Without `wanted` (names, or patterns such as `eval/*/accuracy`), the charts are those of the page. Raises OSError,
     and RpcError(bad_request) if a folder has no metrics or no run has a wanted metric.
     """
-    known: dict[str, None] = {}
+    names: dict[str, None] = {}
     for folder in folders:
         if not (folder / METRICS).is_file():
             text = f"run {folder}: has no {METRICS}; name the directory of a run that has begun"
@@ -73,25 +73,25 @@ def plot(folders: Sequence[Path], wanted: Sequence[str], out: Path) -> list[str]
         files = RunFiles(folder)
         while files.read():
             pass
-        known |= dict.fromkeys(files.names())
-    metrics = chosen(list(known), wanted)
+        names |= dict.fromkeys(files.names())
+    metrics = chosen(list(names), wanted)
     panels = [Panel(name, (name,)) for name in metrics] if wanted else PANELS
     out.write_text(page(folders, panels), encoding="utf-8")
     return metrics
 
 
-def chosen(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
+def chosen(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
     """Return the names in `known` that match `wanted`, or those of the page's charts if nothing is wanted.
 
     Raises RpcError(bad_request) with the nearest name if no name matches.
     """
     if not wanted:
-        return [name for panel in PANELS for name in panel.matching(known)]
+        return [name for panel in PANELS for name in panel.matching(names)]
     metrics: dict[str, None] = {}
     for pattern in wanted:
-        matching = [pattern] if pattern in known else fnmatch.filter(known, pattern)
+        matching = [pattern] if pattern in names else fnmatch.filter(names, pattern)
         if not matching:
-            close = difflib.get_close_matches(pattern, known, n=1)
+            close = difflib.get_close_matches(pattern, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "docs/metrics.md lists them"
             raise RpcError(ErrorCode.BAD_REQUEST, f"metric {pattern!r}: no row in these runs has it; {hint}")
         metrics |= dict.fromkeys(matching)

@@ -86,13 +86,13 @@ def story(run: RunDir, task_id: str) -> list[StoryEntry]:
     Raises a one-line RpcError(bad_request) if the journal cannot be read or has no such task.
     """
     with reading(run.journal) as recorded:
-        entries, held = replayed(_beginning(run, recorded), task_id, recorded)
+        entries, leases = replayed(_beginning(run, recorded), task_id, recorded)
         forgotten = recorded.forgotten
         told = {entry.facts["step"] for entry in entries if entry.what == "trained"}
         for step, kind, committed_at in recorded.steps_of(task_id):
             if step not in told and committed_at is not None:
                 entries.append(StoryEntry(committed_at, SCHEDULER, "trained", {"step": step, "now": kind}))
-    entries += _logged(run, task_id, held)
+    entries += _logged(run, task_id, leases)
     if not entries:
         text = f"task {task_id!r}: the journal of run {run.path} has no such task; ids are <split>/<epoch>/<row>"
         if forgotten > 0:
@@ -232,10 +232,15 @@ class _Replay:
         return lease
 
     def _refused(self, at: float, event: Complete, refused: Iterable[Refusal], lease: TaskLease | None) -> None:
-        for each in refused:
-            if each.task_id == self._task_id:
+        for refusal in refused:
+            if refusal.task_id == self._task_id:
                 holder = service_name(*lease.holder) if lease is not None else SCHEDULER
-                facts = {"lease": event.lease_id, "fence": each.fence, "code": each.code, "because": each.message}
+                facts = {
+                    "lease": event.lease_id,
+                    "fence": refusal.fence,
+                    "code": refusal.code,
+                    "because": refusal.message,
+                }
                 self._tell(at, f"{event.stage} refused", holder, **facts)
 
 
@@ -306,11 +311,11 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _parsed(line: str) -> StoryEntry | None:
     try:
-        found = json.loads(line)
-        at = datetime.fromisoformat(found["timestamp"]).timestamp()
-        service = service_name(str(found["service"]), int(found["instance"]))
-        facts = {key: value for key, value in found.items() if key not in _HIDDEN and value not in ("", None)}
-        return StoryEntry(at, service, str(found["event"]), facts)
+        entry = json.loads(line)
+        at = datetime.fromisoformat(entry["timestamp"]).timestamp()
+        service = service_name(str(entry["service"]), int(entry["instance"]))
+        facts = {key: value for key, value in entry.items() if key not in _HIDDEN and value not in ("", None)}
+        return StoryEntry(at, service, str(entry["event"]), facts)
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -321,8 +326,8 @@ def _parsed(line: str) -> StoryEntry | None:
 def to_message(entries: Iterable[StoryEntry]) -> Story:
     """Return the newest entries as a message."""
     rows = [
-        StoryRow(each.at or 0.0, each.service, each.what, {key: _text(value) for key, value in each.facts.items()})
-        for each in entries
+        StoryRow(entry.at or 0.0, entry.service, entry.what, {key: _text(value) for key, value in entry.facts.items()})
+        for entry in entries
     ]
     return Story(rows=rows[-MOST_ROWS:])
 
@@ -334,7 +339,7 @@ def from_message(told: Story) -> list[StoryEntry]:
 
 def as_rows(entries: Iterable[StoryEntry]) -> list[dict[str, Any]]:
     """Return the entries for JSON: `{at, service, what, facts}`."""
-    return [{"at": each.at, "service": each.service, "what": each.what, "facts": each.facts} for each in entries]
+    return [{"at": entry.at, "service": entry.service, "what": entry.what, "facts": entry.facts} for entry in entries]
 
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> list[StoryEntry]:
@@ -345,15 +350,15 @@ def from_rows(rows: Iterable[dict[str, Any]]) -> list[StoryEntry]:
 def as_lines(entries: Iterable[StoryEntry]) -> Iterator[str]:
     """Yield a line for each entry: local time, seconds since the first entry, process, event and facts."""
     first: float | None = None
-    for each in entries:
-        facts = "  ".join(f"{key} {_text(value)}" for key, value in each.facts.items())
-        if each.at is None:
+    for entry in entries:
+        facts = "  ".join(f"{key} {_text(value)}" for key, value in entry.facts.items())
+        if entry.at is None:
             when, since = "-", ""
         else:
-            first = each.at if first is None else first
-            when = datetime.fromtimestamp(each.at).strftime("%m-%d %H:%M:%S.%f")[:-3]
-            since = f"{each.at - first:+.3f} s"
-        yield f"{when:<18} {since:>12}  {each.service:<24} {each.what:<24} {facts}".rstrip()
+            first = entry.at if first is None else first
+            when = datetime.fromtimestamp(entry.at).strftime("%m-%d %H:%M:%S.%f")[:-3]
+            since = f"{entry.at - first:+.3f} s"
+        yield f"{when:<18} {since:>12}  {entry.service:<24} {entry.what:<24} {facts}".rstrip()
 
 
 def _text(value: Any) -> str:

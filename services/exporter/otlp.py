@@ -157,7 +157,7 @@ class OtlpSender:
 
 def headers_of_environment() -> dict[str, str]:
     """Return the headers in OTEL_EXPORTER_OTLP_HEADERS (`key=value,key=value`, percent-encoded)."""
-    pairs = (each.partition("=") for each in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(","))
+    pairs = (pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(","))
     return {unquote(key.strip()): unquote(value.strip()) for key, equals, value in pairs if equals and key.strip()}
 
 
@@ -180,7 +180,7 @@ def encoded(spans: Sequence[TraceSpan], run: str) -> bytes:
         )
         scope = resource.scope_spans.add()
         scope.scope.name = NAME
-        scope.spans.extend(_span(each) for each in mine)
+        scope.spans.extend(_span(span) for span in mine)
     body: bytes = request.SerializeToString()
     return body
 

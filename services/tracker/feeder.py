@@ -56,7 +56,7 @@ class Feeder:
 def end_of(run: RunDir) -> End:
     """Return how the run ended, as recorded by its supervisor when the run began to shut down."""
     try:
-        found = json.loads(run.outcome.read_bytes())
-        return End(str(found["outcome"]), str(found["cause"]))
+        outcome = json.loads(run.outcome.read_bytes())
+        return End(str(outcome["outcome"]), str(outcome["cause"]))
     except (OSError, ValueError, KeyError, TypeError):
         return End("killed")

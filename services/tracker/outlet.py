@@ -254,15 +254,15 @@ class Outlet:
         )
         self._busy_since = time.monotonic()
         exporter = make(self.name, self._section)
-        held = exporter.open(subject)
+        rows = exporter.open(subject)
         self._busy_since = None
         self._tell("")
         with self._filling:
             if self._rows is None or not exporter.SURE:
-                self._held = held
+                self._held = rows
                 self._queue, self._failed = queue.Queue(), None
                 self._rows, self._due = CommittedRows(self._run.path), deque()
-                self._queued = Parcel(_nothing, held, warnings=kept.warnings_sure)
+                self._queued = Parcel(_nothing, rows, warnings=kept.warnings_sure)
                 self._warnings, self._read_warnings = FollowedFile(self._run.warnings), 0
         return exporter
 

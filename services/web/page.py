@@ -53,12 +53,12 @@ class Page:
 
     def runs(self) -> list[str]:
         """Return the names of the runs in the same folder as this one, newest first."""
-        found = []
+        names = []
         for folder in listed(self.own.path.parent.iterdir()):
             with contextlib.suppress(OSError):
                 if folder != self.own.path and folder.name[:1] != ".":
-                    found.append(((folder / "run.json").stat().st_mtime, folder.name))
-        return [name for _, name in sorted(found, reverse=True)[:MAX_RUNS]]
+                    names.append(((folder / "run.json").stat().st_mtime, folder.name))
+        return [name for _, name in sorted(names, reverse=True)[:MAX_RUNS]]
 
     async def files(self, name: str) -> RunFiles | None:
         """Return the up-to-date files of this run or of another run in the same folder, or None if there is no such

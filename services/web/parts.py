@@ -48,7 +48,7 @@ def notices(files: RunFiles, *, live: bool = False) -> dict[str, Any]:
 def ended(run: Path) -> str:
     """Return how the run ended and why, or an empty string if this is not known."""
     try:
-        found = json.loads((run / "outcome.json").read_bytes())
-        return f"{found['outcome']}: {found['cause']}".removesuffix(": ")
+        outcome = json.loads((run / "outcome.json").read_bytes())
+        return f"{outcome['outcome']}: {outcome['cause']}".removesuffix(": ")
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -39,14 +39,14 @@ def listed(run: Path, split: str, step: int | None, *, task: str = "", order: Or
     steps = reader.steps(run, split) if split else []
     if step not in steps and not task:
         step = steps[-1] if steps else None
-    found = select(run, split=split, step=step, task=task or None, order=order, limit=MAX_RECORDS)
+    selection = select(run, split=split, step=step, task=task or None, order=order, limit=MAX_RECORDS)
     return {
         "splits": splits,
         "split": split,
         "steps": steps[-MAX_STEPS:],
         "step": step,
-        "samples": [_head(record) for record in found.records],
-        "total": found.total,
+        "samples": [_head(record) for record in selection.records],
+        "total": selection.total,
     }
 
 
@@ -54,8 +54,8 @@ def shown(run: Path, split: str, step: int, task: str, sample: int) -> dict[str,
     """Return one sample with its tokens, or None if there is no such sample."""
     if split not in reader.splits(run):
         return None
-    found = [each for each in reader.read(run, step=step, task=task, split=split) if each.sample == sample]
-    return body(found[-1]) if found else None
+    records = [record for record in reader.read(run, step=step, task=task, split=split) if record.sample == sample]
+    return body(records[-1]) if records else None
 
 
 def _head(record: Record) -> dict[str, Any]:
@@ -115,6 +115,6 @@ def _text(value: Any) -> str:
     """Return plain text unchanged, the messages of a conversation joined into one text, and other data as JSON."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
-        return "\n\n".join(f"[{each.get('role', '?')}]\n{_text(each.get('content', ''))}" for each in value)
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return "\n\n".join(f"[{message.get('role', '?')}]\n{_text(message.get('content', ''))}" for message in value)
     return msgspec.json.encode(value).decode()

@@ -27,7 +27,7 @@ from shared.view.curves import PANELS, Panel, Point
 LIMIT_BYTES = 2_000_000
 """Maximum size of the file."""
 POINTS = 30_000
-"""Maximum number of points of all curves together. About twice as many are kept of curves with many peaks."""
+"""Maximum number of points of all curves together, except that both ends and a peak of each curve are kept."""
 LOG_LINES, LOG_CHARS = 500, 600
 TEXT_CHARS, TOKENS = 4000, 500
 """Maximum length of a text and maximum number of tokens of a sample."""
@@ -79,7 +79,7 @@ def _value(point: Point) -> float:
 
 def _name(folder: Path, folders: Sequence[Path]) -> str:
     """Return the name of a run. Runs whose folders have the same name are named by their paths."""
-    names = [each.absolute().name for each in folders]
+    names = [run.absolute().name for run in folders]
     return folder.absolute().name if names.count(folder.absolute().name) == 1 else str(folder)
 
 
@@ -99,12 +99,12 @@ def _data(
             "warnings": newest,
             "left_out": notices["left_out"] + len(notices["warnings"]) - len(newest),
         },
-        "curves": {name: _curves(each, int(share * POINTS / len(runs))) for name, each in runs.items()},
+        "curves": {name: _curves(item, int(share * POINTS / len(runs))) for name, item in runs.items()},
         "samples": {
             split: {
                 "step": step,
                 "total": total,
-                "records": [body(each, max_chars=chars, max_tokens=tokens) for each in chosen],
+                "records": [body(item, max_chars=chars, max_tokens=tokens) for item in chosen],
             }
             for split, (step, total, chosen) in records.items()
         },

@@ -91,11 +91,11 @@ class CommittedRows:
         new = self._present.poll()
         if self._nbytes() != self._discarded_bytes:  # the page may mix rows from before and after a return
             return [], True
-        found = [pair for pair in self._merged(new) if pair[0] > self._last]
-        rows = [CommittedRow(at, *key, _finite(row)) for at, (key, row) in enumerate(found, self._count)]
-        if found:
-            self._last = found[-1][0]
-            self._count += len(found)
+        new_rows = [pair for pair in self._merged(new) if pair[0] > self._last]
+        rows = [CommittedRow(at, *key, _finite(row)) for at, (key, row) in enumerate(new_rows, self._count)]
+        if new_rows:
+            self._last = new_rows[-1][0]
+            self._count += len(new_rows)
         return rows, new.more
 
     def _merged(self, new: NewRows) -> Iterator[tuple[tuple[int, int], Row]]:

@@ -106,7 +106,7 @@ class ServiceBook:
         if runs and own_at is not None and silent_s is not None and silent_s > SILENT_S:
             health = Health.WRONG
         progress_s = _number(own, "progress_age_s")
-        known = progress_s is not None and progress_s >= 0 and own_at is not None
+        progresses = progress_s is not None and progress_s >= 0 and own_at is not None
         pid = _number(supervised, "pid") or _number(own, "pid")
         restarts = _number(supervised, "restarts")
         return ServiceView(
@@ -121,7 +121,7 @@ class ServiceBook:
             rss_bytes=_number(own, "rss_bytes") if runs else None,
             cpu_share=_number(own, "cpu_share") if runs else None,
             gpu_bytes=_number(own, "gpu_bytes") if runs else None,
-            progress_age_s=(progress_s or 0.0) + now - (own_at or 0.0) if known and runs else None,
+            progress_age_s=(progress_s or 0.0) + now - (own_at or 0.0) if progresses and runs else None,
             silent_s=silent_s if runs else None,
         )
 

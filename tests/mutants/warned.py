@@ -20,7 +20,7 @@ WARNED = [
     Mutation(
         "a restarted monitor repeats the warnings about rows",
         WATCH,
-        "again = kind in OF_ROWS and any(each > step - ROWS_OVER for each in before)",
+        "again = kind in OF_ROWS and any(earlier > step - ROWS_OVER for earlier in before)",
         "again = False",
         f"{TOLD}::test_a_restarted_monitor_does_not_repeat_its_warnings",
     ),
@@ -41,22 +41,22 @@ WARNED = [
     Mutation(
         "user text is shown unchanged",
         WATCH,
-        'return "".join(each if each.isprintable() else "?" for each in line)',
+        'return "".join(character if character.isprintable() else "?" for character in line)',
         "return line",
         f"{TOLD}::test_user_text_cannot_send_control_characters_to_the_terminal",
     ),
     Mutation(
         "a bound has no hysteresis",
         LEARNING,
-        "if now < TRUNCATED[bool(held)] and not rising:",
+        "if now < TRUNCATED[bool(lasting)] and not rising:",
         "if now < TRUNCATED[0] and not rising:",
         f"{TOLD}::test_a_value_that_fluctuates_around_its_bound_is_reported_once",
     ),
     Mutation(
         "a rising share of groups with equal rewards is not reported below the fixed bound",
         LEARNING,
-        "if share < ZERO_VARIANCE[bool(held)] and not rising:",
-        "if share < ZERO_VARIANCE[bool(held)]:",
+        "if share < ZERO_VARIANCE[bool(lasting)] and not rising:",
+        "if share < ZERO_VARIANCE[bool(lasting)]:",
         "tests/unit/monitor/test_detectors.py::test_each_change_in_a_metric_is_reported_by_exactly_one_kind_of_warning",
     ),
     Mutation(

@@ -64,11 +64,11 @@ class MlflowExporter:
 
     def _open(self, subject: Subject) -> int:
         experiment = self._experiment()
-        found = self._client.search_runs([experiment], f"tags.`{ID}` = '{subject.id}'")
+        runs = self._client.search_runs([experiment], f"tags.`{ID}` = '{subject.id}'")
         tags = {ID: subject.id, "rlbus.path": str(subject.path)}
-        run = found[0] if found else self._client.create_run(experiment, tags=tags, run_name=subject.name)
+        run = runs[0] if runs else self._client.create_run(experiment, tags=tags, run_name=subject.name)
         self._run = run.info.run_id
-        if found:
+        if runs:
             self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
         wanted = {_key(name): value[:PARAM_CHARS] for name, value in flat(subject.configuration).items()}
         # MLflow refuses to change a parameter, so a resumed run keeps the parameters of its first start.
@@ -114,16 +114,16 @@ class MlflowExporter:
         self._client.set_terminated(self._run, RunStatus.to_string(status))
 
     def _experiment(self) -> str:
-        found = self._client.get_experiment_by_name(self._section.experiment)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(self._section.experiment)
+        if experiment is None:
             return str(self._client.create_experiment(self._section.experiment, self._artifacts()))
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             name = self._section.experiment
             raise TrackerRefused(
                 f"experiment {name!r} has been deleted; restore it, or name another "
                 "(services.monitor.mlflow.experiment)"
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _artifacts(self) -> str | None:
         """Return the folder for artifacts beside the database, or None if a server decides where they are.

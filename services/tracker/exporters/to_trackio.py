@@ -99,10 +99,10 @@ class TrackioExporter:
             project=self._project,
             run=self._subject.name,
             run_id=self._subject.id,
-            metrics_list=[each["metrics"] for each in logs],
-            steps=[each["step"] for each in logs],
+            metrics_list=[log["metrics"] for log in logs],
+            steps=[log["step"] for log in logs],
             config=logs[0]["config"],
-            log_ids=[each["log_id"] for each in logs],
+            log_ids=[log["log_id"] for log in logs],
         )
 
     def _entry(self) -> dict[str, Any]:
