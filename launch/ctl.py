@@ -22,7 +22,6 @@ import typer
 from typer.core import TyperGroup
 
 from launch.processes.plan import EVERYTHING, SUPERVISOR, Key, processes_at_home, select
-from launch.viewers.logs import readable
 from launch.viewers.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.viewers.samples import FEW, Color, choose, show
 from launch.viewers.samples import as_json as as_document
@@ -32,12 +31,12 @@ from proto.registry import Request
 from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name, service_name
+from shared.runfiles.logs import readable
 from shared.samples.record import split_of
 from shared.samples.selection import Order
 from shared.security.access import Access, read
 from shared.stages import TRAIN
 from shared.topology import TopologyError, load
-from shared.tracing import trace_id
 
 FOLLOW_S = 0.25
 REMOTE_FOLLOW_S = 1.0
@@ -163,8 +162,7 @@ def track(
         there = ", ".join(trackers) or "none"
         raise RpcError(ErrorCode.BAD_REQUEST, f"track {name}: no such tracker in the topology; it has {there}")
     command = [sys.executable, "-m", "services.tracker.rest", "--run", str(run.path)]
-    chosen = [name] if name else trackers
-    raise typer.Exit(max(subprocess.run([*command, tracker], check=False).returncode for tracker in chosen))
+    raise typer.Exit(subprocess.run([*command, *([name] if name else trackers)], check=False).returncode)
 
 
 @app.command()
@@ -198,6 +196,7 @@ def trace(
 ) -> None:
     """Show the history of one task across processes, even after it has been collected or the run has ended."""
     from launch.viewers.story import as_lines, as_rows, from_message, story
+    from services.exporter.spans import trace_id
 
     run = context.obj.run
     if isinstance(run, RunDir):
@@ -217,27 +216,25 @@ def trace(
 @app.command()
 def plot(
     context: typer.Context,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.svg", help="picture to write")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="page to write")],
     runs: Annotated[list[Path] | None, typer.Argument(metavar="[RUN]...", help="run directories")] = None,
     metric: Annotated[
         list[str] | None,
         typer.Option("--metric", metavar="NAME", help="metric or pattern, such as eval/*/accuracy; may be repeated"),
     ] = None,
 ) -> None:
-    """Draw the curves of one or more runs, whether they have ended or are still in progress."""
-    from launch.viewers.curves import chosen, read_histories
-    from launch.viewers.drawing import picture
+    """Write a page with the curves of one or more runs, whether they have ended or are still in progress."""
+    from launch.viewers.report import plot as write_plot
 
-    if out.suffix != ".svg":
-        text = f"--out {out}: must end in .svg; a browser or rsvg-convert can convert it to other formats"
+    if out.suffix != ".html":
+        text = f"--out {out}: must end in .html; a browser shows the page, and can print it as PDF"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
-    histories = read_histories(runs or [_run_dir(context, "a run without its directory can be drawn").path])
-    metrics = chosen(histories, metric or [])
+    folders = runs or [_run_dir(context, "a run without its directory can be drawn").path]
     try:
-        out.write_text(picture(histories, metrics), encoding="utf-8")
+        metrics = write_plot(folders, metric or [], out)
     except OSError as error:
         raise RpcError(ErrorCode.BAD_REQUEST, f"--out {out}: cannot be written ({error.strerror})") from None
-    print(f"{out}: {len(metrics)} metrics of {', '.join(history.name for history in histories)}")
+    print(f"{out}: {len(metrics)} metrics of {', '.join(folder.absolute().name for folder in folders)}")
 
 
 @app.command()

@@ -345,12 +345,12 @@ def _check_connections(topology: Topology, findings: Findings) -> None:
 
 def _check_trackers(topology: Topology, findings: Findings) -> None:
     """Warn about each tracker whose client is not installed. The run goes on without such a tracker."""
-    for instance, name in enumerate(topology.services.monitor.trackers):
+    for name in topology.services.monitor.trackers:
         if lacking := missing(name):
             findings.warn(
-                f"services.monitor.{name}: {', '.join(lacking)} not installed; the run goes on without {name}, "
-                f"which receives no steps; run `make setup-trackers`, then `ctl restart tracker/{instance}` or, after "
-                f"the run, `ctl track {name}` sends them"
+                f"services.monitor.{name}: {', '.join(lacking)} not installed; the run goes on without {name}, which "
+                "receives no steps; run `make setup-trackers`, then `ctl restart tracker` or, after the run, "
+                f"`ctl track {name}` sends them"
             )
 
 

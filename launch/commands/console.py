@@ -19,16 +19,16 @@ from launch.spares.heavy import spare_kinds
 from launch.spares.processes import SpareNotice
 from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
-from launch.viewers.logs import last_lines, shorten
 from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.viewers.report import write_in_time
 from proto.messages import Status
 from services.scheduler.journal import rewinds
 from services.tracker.ledger import unsent
-from shared import warnings
 from shared.actor.service import ProcessState
-from shared.followed_file import FollowedFile
 from shared.rundir import RunDir, checkpoint_steps, service_name
+from shared.runfiles import warnings
+from shared.runfiles.lines import FollowedFile
+from shared.runfiles.logs import last_lines, shorten
 from shared.topology import Topology, model_memory, snapshot_bytes
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import by_place, uses
@@ -133,10 +133,8 @@ class Console:
             deterministic = self._topology.run.deterministic
             self.notice(rewind_text(step, committed, deterministic=deterministic, cause=cause))
         self._rewinds = max(self._rewinds, len(returns))
-        for line in self._warnings.new_lines():
-            record = warnings.parse(line)
-            if record is not None:
-                self.notice(warnings.line_of(record))
+        for record in warnings.new_warnings(self._warnings):
+            self.notice(warnings.line_of(record))
 
     async def follow(self, supervisor: Supervisor, on_poll: Callable[[], None]) -> NoReturn:
         """Show the progress until cancelled. `on_poll` is called once per second."""

@@ -141,15 +141,15 @@ class ExporterService(Service):
         except WireError:
             return
         if isinstance(body, Update):
-            found = list(intervals(body.row))
+            received = list(intervals(body.row))
             room = WAITING - len(self._waiting)
-            self._waiting += found[:room]
-            self._dropped += max(0, len(found) - room)
+            self._waiting += received[:room]
+            self._dropped += max(0, len(received) - room)
 
     def _flush(self) -> None:
         """Pass the received intervals on as spans."""
         waiting, self._waiting = self._waiting, []
-        placed = [(each, list(self._tracer.spans(each))) for each in waiting]
+        placed = [(interval, list(self._tracer.spans(interval))) for interval in waiting]
         spans = [span for _, mine in placed for span in mine]
         self._spans += len(spans)
         if self._otlp is not None:
@@ -181,12 +181,12 @@ class ExporterService(Service):
         from services.exporter.families import PREFIX, collect
 
         rows = await self._rows()
-        found = collect(rows)
+        collected = collect(rows)
         up = GaugeMetricFamily(f"{PREFIX}_monitor_up", "Whether the monitor answers, 1 or 0.", value=float(self._up))
         left = CounterMetricFamily(
-            f"{PREFIX}_exporter_left_out_series", "Series beyond the limit of their metric.", value=found.left_out
+            f"{PREFIX}_exporter_left_out_series", "Series beyond the limit of their metric.", value=collected.left_out
         )
-        return [up, left, *found]
+        return [up, left, *collected]
 
     async def _rows(self) -> list[TopicRow]:
         """Return the monitor's last values, at most `FRESH_S` old, or an empty list if the monitor does not answer."""

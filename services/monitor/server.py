@@ -40,7 +40,6 @@ from services.monitor.state import MonitorState
 from services.monitor.subscriptions import Subscriptions
 from services.monitor.warnings.desk import WarningDesk
 from shared.actor.service import Service
-from shared.process_rows import process_rows
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rpc.transport import Pump, open_socket
@@ -49,6 +48,7 @@ from shared.security.connections import Connections
 from shared.security.curve import lock
 from shared.security.roles import Role
 from shared.security.zap import Gate
+from shared.view.services import process_rows
 
 PUB, SUPERVISOR = "monitor-pub", "supervisor"
 POLL_S = 1.0

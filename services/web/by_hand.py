@@ -17,7 +17,7 @@ from pathlib import Path
 
 from services.web.page import Page
 from services.web.service import server_of
-from shared.bearer import Secret
+from shared.guest_server import Secret
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.topology.monitor import is_loopback, split_address

@@ -6,8 +6,7 @@ from services.web.application import application
 from services.web.page import Page
 from shared import topology as topologies
 from shared.actor.service import Service
-from shared.bearer import Secret
-from shared.guest_server import GuestServer
+from shared.guest_server import GuestServer, Secret
 from shared.rpc.errors import BadInput
 from shared.rundir import RunDir
 from shared.topology.monitor import TokenError, Web, read_token, split_address

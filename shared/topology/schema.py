@@ -367,7 +367,8 @@ class Topology(Section):
             plan += [ServiceSpec("web", 0, home)]
         if self.services.monitor.exports:
             plan += [ServiceSpec("exporter", 0, home)]
-        plan += [ServiceSpec("tracker", i, home) for i in range(len(self.services.monitor.trackers))]
+        if self.services.monitor.trackers:
+            plan += [ServiceSpec("tracker", 0, home)]
         for model in self.trained:
             workers = self.hosts_of(model.settings, 1, model.settings.world_size)
             plan += [ServiceSpec(model.service, i, host) for i, host in enumerate(workers)]

@@ -19,13 +19,13 @@ from launch.checks import preflight
 from launch.commands.place import lock
 from launch.processes import guard
 from launch.processes.plan import threads_of
-from launch.viewers.logs import last_lines, readable, tail
 from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
 from launch.viewers.status import _merge
 from proto.messages import DropReason, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
-from shared.followed_file import FollowedFile
 from shared.rpc.errors import RpcError
 from shared.rundir import ABANDONED_S, RunDir, release, sweep_abandoned
+from shared.runfiles.lines import FollowedFile
+from shared.runfiles.logs import last_lines, readable, tail
 from shared.topology import load
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"

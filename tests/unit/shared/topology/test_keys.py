@@ -177,10 +177,6 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
             "wandb.project": "test_wandb_files_name_the_project_and_the_entity",
             "wandb.entity": "test_wandb_files_name_the_project_and_the_entity",
             "wandb.mode": "test_wandb_contacts_the_server_when_online_but_not_when_offline",
-            "wandb.samples": "test_no_samples_are_sent_if_the_topology_says_so",
-            "tensorboard.samples": "test_no_samples_are_sent_if_the_topology_says_so",
-            "mlflow.samples": "test_no_samples_are_sent_if_the_topology_says_so",
-            "trackio.samples": "test_no_samples_are_sent_if_the_topology_says_so",
             "tensorboard.directory": "test_event_files_are_in_the_directory_that_the_topology_names",
             "mlflow.uri": "test_mlflow_has_the_run_at_the_uri_and_in_the_experiment_that_the_topology_names",
             "mlflow.experiment": "test_mlflow_has_the_run_at_the_uri_and_in_the_experiment_that_the_topology_names",
@@ -189,8 +185,16 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         }.items()
     },
     **{
+        f"services.monitor.{tracker}.samples": (
+            "services/tracker/outlet.py",
+            "self._section.samples > 0",
+            "integration/tracker/test_tracker_keys.py::test_no_samples_are_sent_if_the_topology_says_so",
+        )
+        for tracker in ("wandb", "tensorboard", "mlflow", "trackio")
+    },
+    **{
         f"services.monitor.{tracker}.samples_every": (
-            "services/tracker/feeder.py",
+            "services/tracker/outlet.py",
             "self._section.samples_every",
             "unit/tracker/test_samples.py::test_the_first_recorded_step_of_each_interval_is_due",
         )

@@ -3,10 +3,12 @@ reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+
+from shared.runfiles.lines import FollowedFile
 
 TOPIC = "warning/"
 """Prefix of the topics under which the monitor publishes warnings. The rest is the kind."""
@@ -42,6 +44,11 @@ def parse(line: bytes | str) -> WarningRecord | None:
         return None
 
 
+def new_warnings(file: FollowedFile) -> Iterator[WarningRecord]:
+    """Yield the warnings that were added to a warnings file. Damaged lines are skipped."""
+    return (record for record in map(parse, file.new_lines()) if record is not None)
+
+
 def of_topic(values: Mapping[str, float | str]) -> WarningRecord | None:
     """Return the record that the values of the topic `warning/<kind>` hold, or None if they are not a record."""
     try:
@@ -51,9 +58,5 @@ def of_topic(values: Mapping[str, float | str]) -> WarningRecord | None:
 
 
 def read(path: Path) -> list[WarningRecord]:
-    """Return all warnings in a file, oldest first. A missing file holds none; damaged lines are skipped."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return []
-    return [record for record in map(parse, lines) if record is not None]
+    """Return all warnings in a file, oldest first. A missing file holds none."""
+    return list(new_warnings(FollowedFile(path)))

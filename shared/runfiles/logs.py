@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 
-from launch.processes.plan import Key
 from shared.actor.logging import TAIL_BYTES
 from shared.rundir import RunDir, service_name
 from shared.view.notices import LogLine
@@ -36,10 +35,10 @@ def readable(line: str) -> str:
     return f"{entry.at[11:23]} {entry.level.upper():<7} {entry.service:<24} {entry.text}".rstrip()
 
 
-def parsed(line: str) -> LogLine | None:
+def parsed(line: str, limit_chars: int | None = None) -> LogLine | None:
     """Parse a line of a `.jsonl` log, or return None for other text.
 
-    The text of the result consists of the event, the fields and the traceback.
+    The text of the result consists of the event, the fields and the traceback, cut to `limit_chars` characters.
     """
     try:
         entry = json.loads(line)
@@ -51,16 +50,16 @@ def parsed(line: str) -> LogLine | None:
         f"{key}={value}" for key, value in entry.items() if key not in _NOT_SHOWN and value not in ("", None)
     )
     text = f"{entry.get('event', '')}  {fields}".rstrip()
-    trace = entry.get("exception") or entry.get("stacks")
+    instance, trace = entry.get("instance"), entry.get("exception") or entry.get("stacks")
     return LogLine(
         at=str(entry.get("timestamp", "")),
         level=str(entry.get("level", "")),
-        service=service_name(str(entry.get("service", "?")), int(entry.get("instance", 0))),
-        text=f"{text}\n{trace}" if trace else text,
+        service=service_name(str(entry.get("service", "?")), instance if isinstance(instance, int) else 0),
+        text=(f"{text}\n{trace}" if trace else text)[:limit_chars],
     )
 
 
-def last_lines(run: RunDir, key: Key, lines: int) -> list[str]:
+def last_lines(run: RunDir, key: tuple[str, int], lines: int) -> list[str]:
     """Return the last `lines` readable lines of a service's log, then its output (such as an import traceback)."""
     log = [part for line in tail(run.log_file(*key), lines) for part in readable(line).splitlines()]
     printed = tail(run.logs / f"{key[0]}-{key[1]}.out", lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.redaction import HIDDEN, flat, without_secrets
+from services.tracker.redaction import HIDDEN, flat, without_secrets
 
 
 def test_text_below_keys_named_like_secrets_is_hidden() -> None:

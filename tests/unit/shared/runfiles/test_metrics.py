@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from services.scheduler.metrics_file import MetricsFile
-from shared.metrics_follower import MetricsFollower, NewRows
+from shared.runfiles.metrics import MetricsFollower, NewRows
 
 
 def line(step: int, value: float | None = 0.5) -> str:

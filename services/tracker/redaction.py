@@ -40,7 +40,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, str]:
         items = [(str(number), item) for number, item in enumerate(value)]
     else:
         return {} if value is None else {prefix: str(value)}
-    found: dict[str, str] = {}
+    leaves: dict[str, str] = {}
     for name, item in items:
-        found |= flat(item, f"{prefix}.{name}" if prefix else name)
-    return found
+        leaves |= flat(item, f"{prefix}.{name}" if prefix else name)
+    return leaves
