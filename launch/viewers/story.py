@@ -30,6 +30,7 @@ from proto.messages import (
     Register,
     Story,
     StoryRow,
+    TaskState,
 )
 from services.scheduler import snapshot
 from services.scheduler.events import Cleared, Durable, LeaseExpired, StoreGone
@@ -37,7 +38,7 @@ from services.scheduler.journal import Recorded, reading
 from services.scheduler.leases import TaskLease
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
-from services.scheduler.tasks import StagePart, Task, TaskState
+from services.scheduler.tasks import StagePart, Task
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
 from shared.topology import TopologyError, load

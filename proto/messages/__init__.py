@@ -95,6 +95,7 @@ from proto.messages.tasks import (
     ReportShards,
     TaskHandle,
     TaskResult,
+    TaskState,
     WeightsRef,
 )
 from proto.messages.telemetry import (

@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from proto.messages import DropReason
+from proto.messages import DropReason, TaskState
 from services.scheduler.collection import clear, collect, release
 from services.scheduler.evaluations import end_task
 from services.scheduler.events import Tell
 from services.scheduler.records import record_dropped
-from services.scheduler.tasks import EVALUATION, Task, TaskState
+from services.scheduler.tasks import EVALUATION, Task
 
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from proto.messages import PutTask, WeightsRef
+from proto.messages import PutTask, TaskState, WeightsRef
 from services.scheduler.events import Tell
 from services.scheduler.stores import away_stores, count_uncovered, stores_of
-from services.scheduler.tasks import Task, TaskState
+from services.scheduler.tasks import Task
 from shared.stages import WEIGHTS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from proto.messages import Complete, DropReason, ErrorCode, Outcome, Refusal, TaskResult
+from proto.messages import Complete, DropReason, ErrorCode, Outcome, Refusal, TaskResult, TaskState
 from proto.tensors import Array
 from services.scheduler import scalars
 from services.scheduler.attempts import DEATH, FAILURE, drop
@@ -23,7 +23,7 @@ from services.scheduler.losses import drop_reason
 from services.scheduler.plan import stage_index
 from services.scheduler.records import record_scored
 from services.scheduler.stores import store_index
-from services.scheduler.tasks import EVALUATION, StagePart, Task, TaskState
+from services.scheduler.tasks import EVALUATION, StagePart, Task
 from services.scheduler.versions import free_versions
 from shared.rpc.errors import RpcError
 

@@ -28,10 +28,10 @@ from proto.messages import (
     ReportShards,
     Resolve,
     TakeSamples,
+    TaskState,
     WaitEvals,
 )
 from proto.registry import Message
-from services.scheduler.tasks import TaskState
 from shared.samples.choice import Choice
 
 Ref = object

@@ -21,7 +21,7 @@ import msgspec
 
 from proto import codec
 from proto.errors import WireError
-from proto.messages import CheckpointSaved, ErrorCode
+from proto.messages import CheckpointSaved, ErrorCode, TaskState
 from proto.registry import Message
 from services.scheduler import tables
 from services.scheduler.events import (
@@ -36,7 +36,6 @@ from services.scheduler.events import (
 )
 from services.scheduler.mark import Mark, Reached
 from services.scheduler.snapshot import LAYOUT
-from services.scheduler.tasks import TaskState
 from services.scheduler.wal import WalCheckpoints
 from shared.rpc.errors import BadInput, RpcError
 

@@ -14,11 +14,11 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from proto.messages import BatchMeta, BatchPart, ErrorCode, LeaseGrant, LeaseRequest, TaskHandle
+from proto.messages import BatchMeta, BatchPart, ErrorCode, LeaseGrant, LeaseRequest, TaskHandle, TaskState
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.leases import CallId, TaskLease, Version
 from services.scheduler.plan import stage_index
-from services.scheduler.tasks import EVALUATION, Task, TaskState
+from services.scheduler.tasks import EVALUATION, Task
 from services.scheduler.versions import free_versions
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name

@@ -25,6 +25,7 @@ from proto.messages import (
     Register,
     RunInfo,
     StepBatch,
+    TaskState,
 )
 from proto.tensors import Array
 from services.scheduler import leasing, scalars
@@ -57,7 +58,7 @@ from services.scheduler.staleness import BY_COMPLETION
 from services.scheduler.steps import check_driver, checkpoint, commit, form_batch, take_over
 from services.scheduler.store_loss import come_back_empty, lose_tail, lost_data, remove_departed_store
 from services.scheduler.stores import RANK, STORE, held_in, limits, note_trainer_stores
-from services.scheduler.tasks import Task, Tasks, TaskState, Transition
+from services.scheduler.tasks import Task, Tasks, Transition
 from services.scheduler.versions import Versions, publish
 from services.scheduler.window import AdmissionWindow
 from shared.rundir import service_name

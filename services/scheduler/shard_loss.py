@@ -21,12 +21,12 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from proto.ids import split_task_id
-from proto.messages import PutTask
+from proto.messages import PutTask, TaskState
 from services.scheduler.events import Claim, Listed, ShardsLost, Tell
 from services.scheduler.leases import Version
 from services.scheduler.store_loss import lose_evaluations
 from services.scheduler.stores import away_stores, lies_in
-from services.scheduler.tasks import Task, TaskState
+from services.scheduler.tasks import Task
 from shared.stages import WEIGHTS
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from proto import codec
-from proto.messages import PublishWeights, Register
+from proto.messages import PublishWeights, Register, TaskState
 from services.scheduler.collection import Entry
 from services.scheduler.evaluations import Evaluations
 from services.scheduler.events import Configure
@@ -25,7 +25,7 @@ from services.scheduler.records import Due
 from services.scheduler.run_state import RunState
 from services.scheduler.scalars import Layout
 from services.scheduler.stores import trainer_stores
-from services.scheduler.tasks import Row, TaskState
+from services.scheduler.tasks import Row
 
 LAYOUT = 14
 """Version of the journal, raised with every change to its tables or to what `begin` writes. Other versions are

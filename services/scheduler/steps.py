@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from proto.ids import make_task_id
-from proto.messages import CheckpointSaved, CommitStep, ErrorCode, GetRunInfo, NextBatch, RunInfo, StepBatch
+from proto.messages import CheckpointSaved, CommitStep, ErrorCode, GetRunInfo, NextBatch, RunInfo, StepBatch, TaskState
 from services.scheduler import scalars
 from services.scheduler.collection import clear_weights, collect_steps, set_aside, take_back_samples
 from services.scheduler.evaluations import write_rows
@@ -20,7 +20,7 @@ from services.scheduler.leasing import give_up, handles, measures
 from services.scheduler.losses import Filtered
 from services.scheduler.records import record_trained
 from services.scheduler.stores import count_uncovered, held_in, replayable, wants_checkpoint
-from services.scheduler.tasks import Task, TaskState
+from services.scheduler.tasks import Task
 from services.scheduler.versions import free_versions, lost_reference
 from shared.rpc.errors import RpcError
 from shared.stages import TRAIN

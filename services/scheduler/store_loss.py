@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proto.messages import DropReason, Register
+from proto.messages import DropReason, Register, TaskState
 from services.scheduler.attempts import drop
 from services.scheduler.collection import clear_weights, cleared, collect_steps
 from services.scheduler.events import TailLost, Tell
 from services.scheduler.leasing import give_up, measures
 from services.scheduler.steps import rewind
 from services.scheduler.stores import holders_without_store, lies_in, note_trainer_stores, stores_of
-from services.scheduler.tasks import Task, TaskState
+from services.scheduler.tasks import Task
 from shared.rundir import parse_service_name, service_name
 from shared.topology import TRAINER_STORE
 

@@ -5,31 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from proto.messages import TaskState
+
 EVALUATION: Final = -1
 """Admission number of an evaluation task, which is outside admission."""
 REMEMBERED = 20_000
 """Number of transitions that `Tasks.log` keeps."""
-
-
-class TaskState(StrEnum):
-    """The states of a task. A task leased for a later stage (such as the reference) stays ROLLED_OUT; see
-    `Task.lease`."""
-
-    PENDING = "PENDING"
-    LEASED = "LEASED"
-    ROLLED_OUT = "ROLLED_OUT"
-    READY = "READY"
-    BATCHED = "BATCHED"
-    TRAINED = "TRAINED"
-    SCORED = "SCORED"
-    DROPPED = "DROPPED"
-    COLLECTED = "COLLECTED"
 
 
 _S = TaskState

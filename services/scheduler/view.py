@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from proto.messages import NextBatch, ServiceRow, Status, Trouble, TroubleKind, TroubleRow, WaitKind, WaitRow
+from proto.messages import NextBatch, ServiceRow, Status, TaskState, Trouble, TroubleKind, TroubleRow, WaitKind, WaitRow
 from services.scheduler.events import Tell
 from services.scheduler.leases import Holder
 from services.scheduler.leasing import waits as waits_for_stage
 from services.scheduler.run_state import RunState
 from services.scheduler.stores import STORE, room_for_tasks
-from services.scheduler.tasks import Task, TaskState
+from services.scheduler.tasks import Task
+from shared.actor.service import ProcessState
 from shared.rundir import service_name
 from shared.stages import TRAIN
 
@@ -26,7 +27,7 @@ class Seen:
     """The last heartbeat of an instance."""
 
     at: float
-    state: str = "STARTING"
+    state: str = ProcessState.STARTING
     rss_bytes: int = 0
     store_bytes: int = 0
     store_shards: int = 0

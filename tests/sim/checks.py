@@ -10,13 +10,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
-from proto.messages import Complete, CompleteAck, GetRunInfo, LeaseGrant, Outcome, PutTask, StepBatch
+from proto.messages import Complete, CompleteAck, GetRunInfo, LeaseGrant, Outcome, PutTask, StepBatch, TaskState
 from services.batch_store.room import Tier
 from services.batch_store.server import StoreService
 from services.scheduler.events import Answer, Asked, DriverRequest, Effect, Persist, Rewound, SaveStep, SendClear
 from services.scheduler.server import SchedulerService
 from services.scheduler.state import Scheduler
-from services.scheduler.tasks import TaskState
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import checkpoint_steps
