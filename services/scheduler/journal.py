@@ -13,7 +13,7 @@ import contextlib
 import json
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -30,7 +30,6 @@ from services.scheduler.events import (
     ForgetSteps,
     Internal,
     Rewound,
-    SaveEval,
     SaveStep,
     WriteRow,
 )
@@ -40,6 +39,8 @@ from services.scheduler.wal import WalCheckpoints
 from shared.rpc.errors import BadInput, RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
+_BEFORE = "rlbus-scheduler-14"
+"""The format whose journals are converted. It had one more table, `evals`, with the results of evaluations."""
 SNAPSHOT_BYTES = 8 << 20
 """A new snapshot is written after this many bytes of events, or after twice the size of the last snapshot if that is
 more.
@@ -202,6 +203,11 @@ class Journal:
             tables.create(self._db)
             self._db.executemany(tables.SAVE_META, rows)
             self._db.execute("COMMIT")
+        elif self._is_of_the_format_before(found):
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("DROP TABLE evals")
+            self._db.execute(tables.SAVE_META, ("format", FORMAT))
+            self._db.execute("COMMIT")
         elif "meta" not in (names := sorted(name for _, name, *_ in found)):
             raise sqlite3.DatabaseError(f"it is not a scheduler's journal (tables {', '.join(names)})")
         elif found != tables.expected_schema():
@@ -226,6 +232,12 @@ class Journal:
                 "written with a different seed, data, staleness, stages or batch sizes, which cannot change within a "
                 "run; start a new run"
             )
+
+    def _is_of_the_format_before(self, found: list[tuple[str, ...]]) -> bool:
+        rest = [entry for entry in found if entry[2] != "evals"]
+        if len(rest) == len(found) or rest != tables.expected_schema():
+            return False
+        return dict(self._db.execute("SELECT key, value FROM meta")).get("format") == _BEFORE
 
     def _check_rows(self, table: str) -> None:
         """Raise RpcError if the checksum of any row in the table does not match."""
@@ -328,11 +340,11 @@ class Journal:
                 raise self.broken(f"event {last}: {error}; use the release that wrote it") from None
             yield event
 
-    def check(self, rows: range, steps: int, evals: set[tuple[str, int]]) -> None:
+    def check(self, rows: range, steps: int) -> None:
         """Raise RpcError unless the tables contain what the events imply.
 
-        The events imply metrics rows for exactly the steps in `rows`, batches for at least the first `steps` steps,
-        except those that were forgotten, and at least the results in `evals`, each given as (set, version).
+        The events imply metrics rows for exactly the steps in `rows`, and batches for at least the first `steps` steps,
+        except those that were forgotten.
         """
         first = self.forgotten + 1
         with self._reading("table rows"):
@@ -346,9 +358,6 @@ class Journal:
                 step for (step,) in self._db.execute("SELECT step FROM steps")
             }:
                 raise ValueError(f"the row for step {min(wrong)} is missing")
-        with self._reading("table evals"):
-            if lost := evals - set(self._db.execute("SELECT name, version FROM evals")):
-                raise ValueError(f"the result {min(lost)} is missing")
 
     def append(self, event: Durable, at: float) -> None:
         """Add a durable event. `at`, in seconds since 1970, is only for human readers."""
@@ -365,7 +374,7 @@ class Journal:
         self._events.append((self.seq, at, kind, body, self._chain))
         self._sync = self._sync or isinstance(event, CheckpointSaved)
 
-    def save(self, effect: SaveStep | SaveEval | WriteRow | Rewound | DiscardRows | ForgetSteps, at: float) -> None:
+    def save(self, effect: SaveStep | WriteRow | Rewound | DiscardRows | ForgetSteps, at: float) -> None:
         """Add a row to a readable table, or remove rows of steps that were rolled back."""
         match effect:
             case SaveStep(state=TaskState.BATCHED):
@@ -373,9 +382,6 @@ class Journal:
                 self._saves.append((tables.SAVE_STEP, values))
             case SaveStep():
                 self._saves.append((tables.COMMIT_STEP, (effect.state, at, effect.step)))
-            case SaveEval():
-                values = (effect.name, effect.version, effect.accuracy, effect.samples, effect.dropped, at)
-                self._saves.append((tables.SAVE_EVAL, values))
             case WriteRow():
                 self._saves.append((tables.SAVE_ROW, (effect.step, json.dumps(effect.row))))
             case Rewound():
@@ -384,7 +390,6 @@ class Journal:
                 self._saves.append((tables.TAKE_BACK, (effect.step,)))
             case DiscardRows():
                 self._saves.append(("DELETE FROM rows WHERE step > ?", (effect.step,)))
-                self._saves.append(("DELETE FROM evals WHERE version > ?", (effect.step,)))
                 if effect.step < self.forgotten:
                     self._forget(effect.step)
             case ForgetSteps():
@@ -441,7 +446,7 @@ class Journal:
             f"cannot be written: {cause}; this process has sent nothing that depends on unwritten events"
         )
 
-    def begin_snapshot(self, parts: Iterator[bytes]) -> None:
+    def begin_snapshot(self, parts: Iterable[bytes]) -> None:
         """Begin a snapshot of the state after the last appended event. `write_part` writes it to disk."""
         self.commit()
         self._event_bytes = self._snapshot_bytes = 0
@@ -462,7 +467,7 @@ class Journal:
             self._writing = None
         return more
 
-    def _replace_events(self, seq: int, chain: bytes, parts: Iterator[bytes]) -> Iterator[None]:
+    def _replace_events(self, seq: int, chain: bytes, parts: Iterable[bytes]) -> Iterator[None]:
         """Write the snapshot, then delete the parts and events that it replaces. Each iteration is one transaction.
 
         If the process is killed between two iterations, either the old or the new snapshot is complete. Parts of an

@@ -123,13 +123,13 @@ HOSTS = [
     Mutation(
         "every event examines the clears of every store",
         SCHEDULER,
-        "for store in self.run.clears.take_changed():",
-        "for store in self.run.clears.stores:",
+        "for store in self.run.shards.clears.take_changed():",
+        "for store in self.run.shards.clears.stores:",
         f"{LARGE}::test_the_work_for_a_request_does_not_depend_on_the_number_of_processes",
     ),
     Mutation(
         "the next clears of a store are sent only when new ones arrive",
-        "services/scheduler/collection.py",
+        "services/scheduler/shards.py",
         """        queue = self._queues[store]
         self._changed[store] = None
 """,
@@ -153,8 +153,8 @@ HOSTS = [
     ),
     Mutation(
         "copies of a version outlive it",
-        "services/scheduler/collection.py",
-        "[ref.store, *away_stores(run)]",
+        "services/scheduler/shards.py",
+        "[ref.store, *self.away_stores()]",
         "[ref.store]",
         f"{STORES}::test_a_version_is_cleared_with_its_copies",
     ),
@@ -167,9 +167,9 @@ HOSTS = [
     ),
     Mutation(
         "the log-probs of ranks on other hosts are not counted and are never removed",
-        "services/scheduler/stores.py",
-        "for each in run.registry.on_host(host) if each[0] == STORE)",
-        "for each in run.registry.on_host(host) if False)",
+        "services/scheduler/shards.py",
+        "for holder in self.registry.on_host(host) if holder[0] == STORE)",
+        "for holder in self.registry.on_host(host) if False)",
         f"{STORES}::test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both",
     ),
     Mutation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-COLLECTION = "services/scheduler/collection.py"
+LEDGER = "services/scheduler/ledger.py"
 STATE = "services/scheduler/state.py"
 FILES = "services/recorder/files.py"
 DUE = "tests/unit/scheduler/test_records.py"
@@ -29,7 +29,7 @@ SAMPLES = [
     ),
     Mutation(
         "a filtered task is cleared before the recorder has its samples",
-        COLLECTION,
+        LEDGER,
         "if due is None or task.parts[0] is None:",
         "if True:",
         f"{DUE}::test_a_filtered_task_is_cleared_only_after_the_recorder_has_taken_it",
@@ -43,16 +43,16 @@ SAMPLES = [
     ),
     Mutation(
         "tasks that wait for the recorder take up the space of others",
-        COLLECTION,
-        "excess = run.records.held_bytes - room if run.plan.task_bytes else 0",
+        LEDGER,
+        "excess = self.records.held_bytes - room if self.plan.task_bytes else 0",
         "excess = 0",
         f"{DUE}::test_the_oldest_tasks_are_released_when_they_take_up_room_that_others_need",
     ),
     Mutation(
         "due samples of steps that were rolled back are recorded",
-        COLLECTION,
-        "for task_id, due in records.due.items() if due.step > step]",
-        "for task_id, due in records.due.items() if False]",
+        LEDGER,
+        "for task_id, due in self.records.due.items() if due.step > step]",
+        "for task_id, due in self.records.due.items() if False]",
         f"{DUE}::test_samples_of_rolled_back_steps_are_not_due_and_the_recorder_is_told_once_to_discard_them",
     ),
     Mutation(
@@ -72,7 +72,7 @@ SAMPLES = [
     Mutation(
         "the text of a task that the rollout dropped is cleared before the recorder has it",
         "services/scheduler/completion.py",
-        "if result.store and result.store not in run.gone:",
+        "if result.store and result.store not in ledger.shards.gone:",
         "if False:",
         f"{DUE}::test_the_text_of_a_task_that_the_rollout_dropped_is_kept_until_the_recorder_has_taken_it",
     ),

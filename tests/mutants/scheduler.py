@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
 
-ADMISSION = "services/scheduler/admission.py"
-COLLECTION = "services/scheduler/collection.py"
 COMPLETING = "services/scheduler/completion.py"
-EVALUATIONS = "services/scheduler/evaluations.py"
+HISTORY = "services/scheduler/history.py"
+LEDGER = "services/scheduler/ledger.py"
 LEASING = "services/scheduler/leasing.py"
+ORDERS = "services/scheduler/orders.py"
+RECOVERY = "services/scheduler/recovery.py"
 STEPPING = "services/scheduler/steps.py"
 LEASES = "tests/unit/scheduler/test_leases.py"
 ADMITTED = "tests/unit/scheduler/test_admission.py"
@@ -85,7 +86,7 @@ SCHEDULER = [
     Mutation(
         "a group with only one survivor is trained on",
         COMPLETING,
-        "result.samples < min(2, run.plan.group_size)",
+        "result.samples < min(2, ledger.plan.group_size)",
         "result.samples < 1",
         f"{LEASES}::test_a_training_task_with_only_one_surviving_sample_is_dropped",
     ),
@@ -98,7 +99,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a heartbeat without progress renews a lease",
-        "services/scheduler/pace.py",
+        "services/scheduler/leases.py",
         "if report.progress > pace.progress:",
         "if report.progress >= pace.progress:",
         f"{LEASES}::test_only_progress_renews_a_lease",
@@ -112,9 +113,9 @@ SCHEDULER = [
     ),
     Mutation(
         "admission forgets the tasks of the open step",
-        ADMISSION,
-        "min(run.plan.max_live - len(run.open_batch), left)",
-        "min(run.plan.max_live, left)",
+        ORDERS,
+        "min(plan.max_live - len(history.open_batch), left)",
+        "min(plan.max_live, left)",
         f"{ADMITTED}::test_the_tasks_of_a_step_in_training_are_live_until_it_is_committed",
     ),
     Mutation(
@@ -127,83 +128,83 @@ SCHEDULER = [
     Mutation(
         "a task may be sampled with a version that is one step too old",
         LEASING,
-        "task.admission) - 1 - run.plan.staleness",
-        "task.admission) - 2 - run.plan.staleness",
+        "task.admission) - 1 - ledger.plan.staleness",
+        "task.admission) - 2 - ledger.plan.staleness",
         f"{ADMITTED}::test_a_lease_names_the_oldest_version_with_which_its_step_may_be_sampled",
     ),
     Mutation(
         "`consume: completion` trains on tokens that are older than staleness allows",
-        "services/scheduler/staleness.py",
-        "if staleness <= run.plan.staleness:",
-        "if staleness <= run.plan.staleness + 1:",
+        ORDERS,
+        "if staleness <= allowed:",
+        "if staleness <= allowed + 1:",
         f"{COMPLETION}::test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_counted",
     ),
     Mutation(
         "weights that a lease names are deleted",
-        "services/scheduler/versions.py",
+        HISTORY,
         "            and version not in named\n",
         "",
         f"{COLLECTED}::test_a_version_is_collected_when_no_lease_and_no_evaluation_refers_to_it",
     ),
     Mutation(
         "a block spans two steps",
-        LEASING,
+        ORDERS,
         "if group not in (-1, key):",
         "if False:",
         f"{ADMITTED}::test_a_lease_never_spans_two_steps",
     ),
     Mutation(
         "a step that was committed is committed again",
-        STEPPING,
-        "if step <= run.committed_step:",
-        "if step < run.committed_step:",
+        HISTORY,
+        "if step <= self.committed_step:",
+        "if step < self.committed_step:",
         f"{STEPS}::test_a_repeated_commit_is_carried_out_only_once",
     ),
     Mutation(
         "a step that is requested again gets different tasks",
         STEPPING,
-        "if step > run.batched_step:\n        if step",
-        "if step >= run.batched_step:\n        if step",
+        "if step > history.batched_step:\n        if step",
+        "if step >= history.batched_step:\n        if step",
         f"{STEPS}::test_a_repeated_request_for_a_batch_gets_the_same_batch_and_a_step_out_of_order_is_a_conflict",
     ),
     Mutation(
         "calls of a replaced driver are executed",
-        STEPPING,
-        "if driver != run.driver:",
-        "if False:",
+        HISTORY,
+        "if driver != self.driver:\n            raise",
+        "if False:\n            raise",
         f"{STEPS}::test_a_newer_driver_fences_off_the_older_one",
     ),
     Mutation(
         "tasks are collected before the oldest kept checkpoint covers them",
         STEPPING,
-        "collect_steps(run, kept[0])",
-        "collect_steps(run, kept[-1])",
+        "ledger.collect_steps(kept[0])",
+        "ledger.collect_steps(kept[-1])",
         f"{COLLECTED}::test_trained_tasks_wait_for_the_oldest_kept_checkpoint",
     ),
     Mutation(
         "a checkpoint of a step that is not committed collects its tasks",
-        STEPPING,
-        "if not 0 <= request.step <= run.committed_step:",
+        HISTORY,
+        "if not 0 <= request.step <= self.committed_step:",
         "if False:",
         "tests/unit/scheduler/test_refusals.py::test_checkpoint_of_a_step_that_is_not_committed_is_refused",
     ),
     Mutation(
         "reconciliation clears leased or accepted shards",
-        COLLECTION,
+        "services/scheduler/audits.py",
         "task is None or entry.fence < task.fence",
         "task is None or entry.fence <= task.fence",
         f"{COLLECTED}::test_reconciliation_clears_only_shards_that_no_peer_may_read",
     ),
     Mutation(
         "a task counts as collected before every store has acknowledged",
-        COLLECTION,
-        "            if not task.clears:\n",
-        "            if True:\n",
+        LEDGER,
+        "                if not task.clears:\n",
+        "                if True:\n",
         f"{STORES}::test_a_clear_is_sent_to_the_stores_that_hold_the_task_and_waits_only_for_them",
     ),
     Mutation(
         "free space in one store is counted for another",
-        "services/scheduler/stores.py",
+        LEDGER,
         "free = min(",
         "free = max(",
         f"{STORES}::test_a_task_is_admitted_only_if_every_store_could_hold_it",
@@ -212,13 +213,13 @@ SCHEDULER = [
         "a change to the state is not journaled",
         "services/scheduler/state.py",
         "self._answer(asked, self._durable(request) or Ack())",
-        "self._answer(asked, self.run.apply(request) or Ack())",
+        "self._answer(asked, self.run.apply(request).reply or Ack())",
         f"{REPLAY}::test_replay_restores_the_same_state",
     ),
     Mutation(
         "a row is written before the evaluation of its version",
-        EVALUATIONS,
-        " and evaluated(run, run.next_row) is not None:",
+        HISTORY,
+        " and self.evaluated(self.next_row) is not None:",
         ":",
         f"{EVALUATED}::test_rows_are_written_in_step_order_and_wait_for_their_evaluation",
     ),
@@ -269,31 +270,24 @@ SCHEDULER = [
     ),
     Mutation(
         "lost shards count as a failed attempt",
-        "services/scheduler/shard_loss.py",
-        'run.order.retry(run, task, 0, f"',
-        'run.order.retry(run, task, 4, f"',
+        RECOVERY,
+        'ledger.retry(task, 0, f"{store} lost its',
+        'ledger.retry(task, 4, f"{store} lost its',
         f"{LOSS}::test_a_ready_task_whose_shards_are_lost_is_sampled_again_without_counting_an_attempt",
     ),
     Mutation(
         "an open step is served again although some of its shards are lost",
         STEPPING,
-        "if any(task.lost for task in run.open_batch):",
+        "if any(task.lost for task in history.open_batch):",
         "if False:",
         f"{LOSS}::test_an_open_step_is_served_again_with_the_same_tasks_in_the_same_order",
     ),
     Mutation(
         "a step is replayed although some of its shards are lost",
-        "services/scheduler/stores.py",
+        STEPPING,
         "if tasks is None or any(task.lost for task in tasks):",
         "if tasks is None:",
         f"{LOSS}::test_a_trainer_that_needs_the_lost_shard_for_a_replay_returns_to_its_checkpoint",
-    ),
-    Mutation(
-        "a snapshot shows a change that was made after the snapshot began",
-        "services/scheduler/tasks.py",
-        "if self._copies is not None and task not in self._copies:",
-        "if False:",
-        "tests/property/test_scheduler_model.py::test_a_snapshot_shows_the_run_as_it_was_when_the_snapshot_began",
     ),
     Mutation(
         "the chain does not cover the body of an event",
@@ -363,23 +357,23 @@ SCHEDULER = [
     ),
     Mutation(
         "waiting tasks keep their fences when the end of the journal is lost",
-        "services/scheduler/store_loss.py",
+        LEDGER,
         "if task.state == TaskState.PENDING:",
         "if False:",
         f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
     ),
     Mutation(
         "lease numbers do not jump when the end of the journal is lost",
-        "services/scheduler/store_loss.py",
-        "run.leases.next_id += MARGIN",
-        "run.leases.next_id += 0",
+        RECOVERY,
+        "ledger.skip_lease_ids(MARGIN)",
+        "ledger.skip_lease_ids(0)",
         f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
     ),
     Mutation(
         "the run keeps steps whose rows contradict metrics.jsonl when the end of the journal is lost",
-        "services/scheduler/store_loss.py",
-        "step = min(max(run.checkpoint_step, 0), event.agreed)",
-        "step = max(run.checkpoint_step, 0)",
+        RECOVERY,
+        "step = min(max(history.checkpoint_step, 0), event.agreed)",
+        "step = max(history.checkpoint_step, 0)",
         f"{LOST_END}::test_steps_whose_rows_are_from_another_history_are_also_rolled_back",
     ),
 ]

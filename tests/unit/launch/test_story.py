@@ -42,7 +42,7 @@ class Recording:
 
     def compact(self) -> None:
         self.write()
-        self.journal.begin_snapshot(snapshot.begin(self.bench.machine.run))
+        self.journal.begin_snapshot(snapshot.dump(self.bench.machine.run))
         while self.journal.write_part():
             pass
 

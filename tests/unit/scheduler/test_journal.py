@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from services.scheduler import journal as journal_module
-from services.scheduler.events import Cleared, SaveEval
+from services.scheduler import tables
+from services.scheduler.events import Cleared, Rewound
 from services.scheduler.journal import Journal
 
 
@@ -78,12 +80,29 @@ def test_a_part_is_bounded_and_old_events_are_also_deleted_in_parts(
     journal.close()
 
 
-def test_an_evaluation_whose_rewards_have_no_mean_is_saved(tmp_path: Path) -> None:
+def test_the_checksum_of_a_row_survives_the_sign_of_zero(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite", "plan")
-    journal.save(SaveEval("held", 3, math.nan, 2, 0), 1.0)
-    journal.save(SaveEval("held", 6, -0.0, 2, 0), 1.0)
+    journal.save(Rewound(1, 0, 3), -0.0)
     journal.commit()
     journal.close()
-    again = Journal(tmp_path / "journal.sqlite", "plan")
-    again.check(range(0), 0, {("held", 3), ("held", 6)})
+    Journal(tmp_path / "journal.sqlite", "plan").close()
+
+
+def test_a_journal_of_the_format_before_is_converted(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path, "plan")
+    journal.append(Cleared("batch-store/0", 1), 0.0)
+    journal.commit()
+    journal.close()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.create_function("checksum", -1, tables.checksum)
+        db.execute(
+            "CREATE TABLE evals (\n    name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL, "
+            "samples INTEGER NOT NULL,\n    dropped INTEGER NOT NULL, at REAL NOT NULL, sum BLOB NOT NULL, "
+            "PRIMARY KEY (name, version))"
+        )
+        db.execute(tables.SAVE_META, ("format", "rlbus-scheduler-14"))
+    again = Journal(path, "plan")
+    assert list(again.events()) == [Cleared("batch-store/0", 1)]
     again.close()
+    Journal(path, "plan").close()
