@@ -95,9 +95,9 @@ class RunHistory:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._effects: list[Effect] = []
-        self._identities: dict[int, list[str]] = {}
+        self.identities: dict[int, list[str]] = {}
         """Task ids of each step, kept until the oldest checkpoint to which recovery may fall back covers the step."""
-        self._waiting_rows: dict[int, dict[str, float]] = {}
+        self.waiting_rows: dict[int, dict[str, float]] = {}
         """Metrics rows by step that wait for an evaluation."""
         self.config = Configure(steps=0, attempts=3, keep_last=2, collect_at_commit=False)
         self.driver = 0
@@ -134,23 +134,13 @@ class RunHistory:
         for name in _SAVED:
             setattr(self, name, saved[name])
         self.config, self.batches, self.evaluations = config, batches, evaluations
-        self._identities, self._waiting_rows = identities, waiting_rows
+        self.identities, self.waiting_rows = identities, waiting_rows
 
     def take_effects(self) -> list[Effect]:
         """Write the rows that are complete, and return the effects since the last call."""
         self._write_rows()
         effects, self._effects = self._effects, []
         return effects
-
-    @property
-    def identities(self) -> dict[int, list[str]]:
-        """Task ids of the steps to which recovery may have to return."""
-        return self._identities
-
-    @property
-    def waiting_rows(self) -> dict[int, dict[str, float]]:
-        """Metrics rows by step that wait for an evaluation."""
-        return self._waiting_rows
 
     # ---- drivers
 
@@ -221,14 +211,14 @@ class RunHistory:
         """Note the batch of the next step."""
         names = [task.task_id for task in tasks]
         self.batches[step] = tasks
-        self._identities[step] = names
+        self.identities[step] = names
         self.batched_step = step
         self._effects.append(SaveStep(step, TaskState.BATCHED, names))
 
     def reopen_step(self) -> list[Task]:
         """Remove and return the batch of the open step."""
         step = self.batched_step
-        del self._identities[step]
+        del self.identities[step]
         self.batched_step = self.committed_step
         return self.take_batch(step)
 
@@ -263,7 +253,7 @@ class RunHistory:
 
         `kept` holds the steps whose checkpoints exist. Rows that are not written yet are kept.
         """
-        self._identities = {later: names for later, names in self._identities.items() if later > step}
+        self.identities = {later: names for later, names in self.identities.items() if later > step}
         self.evaluations.forget(min(step, self.next_row), kept)
         last = min(step, self.next_row - 1 - remembered)
         if last > 0:
@@ -281,8 +271,8 @@ class RunHistory:
         committed = max(self.committed_step, reached)
         if step < committed:
             self._effects.append(Rewound(self.lineage, step, committed, cause))
-            later = [row for row in self._waiting_rows if row > step]
-            waiting = {row: self._waiting_rows.pop(row) for row in later}
+            later = [row for row in self.waiting_rows if row > step]
+            waiting = {row: self.waiting_rows.pop(row) for row in later}
             if not keep_rows:
                 self._effects.append(DiscardRows(self.lineage, step, waiting))
                 self.next_row = min(self.next_row, step + 1)
@@ -290,7 +280,7 @@ class RunHistory:
 
     def take_identities(self, step: int) -> list[str]:
         """Remove and return the task ids of the steps after `step`."""
-        return [name for later in list(self._identities) if later > step for name in self._identities.pop(later)]
+        return [name for later in list(self.identities) if later > step for name in self.identities.pop(later)]
 
     # ---- versions
 
@@ -319,7 +309,7 @@ class RunHistory:
             raise RpcError(ErrorCode.CONFLICT, text)
         self.versions.put(ref)
         if ref.step == 0 and self.next_row == 0:
-            self._waiting_rows.setdefault(0, {"policy/version": 0.0})
+            self.waiting_rows.setdefault(0, {"policy/version": 0.0})
         return old if old is not None and old.fence < ref.fence else None
 
     def is_live_version(self, store: str, shard: PutTask) -> bool:
@@ -381,13 +371,13 @@ class RunHistory:
     def add_row(self, step: int, row: dict[str, float]) -> None:
         """Add the metrics row of a committed step, unless the step is trained again and its row was written before."""
         if step >= self.next_row:
-            self._waiting_rows[step] = row
+            self.waiting_rows[step] = row
 
     def _write_rows(self) -> None:
         """Write metrics rows in step order, each as soon as the evaluations due at its version are complete."""
-        while self.next_row in self._waiting_rows and self.evaluated(self.next_row) is not None:
+        while self.next_row in self.waiting_rows and self.evaluated(self.next_row) is not None:
             step = self.next_row
-            row = {"step": 0.0, **self._waiting_rows.pop(step), **self.evaluations.row(step)}
+            row = {"step": 0.0, **self.waiting_rows.pop(step), **self.evaluations.row(step)}
             self._effects.append(WriteRow(step, row | {"step": float(step)}))
             self.next_row += 1
 

@@ -1,10 +1,9 @@
 """The scheduler's journal on disk: every durable event in order, periodic snapshots, and tables for human readers.
 
 The file is an SQLite database in WAL mode, committed once per burst. Effects are carried out only after their event is
-in the file. A snapshot is written in parts, and new events are accepted between the parts. The snapshot takes effect
-when its row is in the table `snapshot`; the events before it are then deleted, also in parts. The journal does not
-interpret events. A killed process loses nothing. Because of `synchronous=NORMAL`, a power cut can lose the last
-commits, but it never reorders commits.
+in the file. A snapshot replaces the events before it in one transaction. The journal does not interpret events. A
+killed process loses nothing. Because of `synchronous=NORMAL`, a power cut can lose the last commits, but it never
+reorders commits.
 """
 
 from __future__ import annotations
@@ -47,14 +46,11 @@ more.
 
 Replay is therefore bounded, and snapshots account for a constant fraction of all writing.
 """
-PART_BYTES = 1 << 20
-"""Maximum bytes of old events that one transaction deletes. This bounds how long requests are delayed."""
-PART_EVENTS = 1024
-"""Maximum number of old events, or old steps, that one transaction deletes."""
+FORGOTTEN_AT_ONCE = 1024
+"""Maximum number of old steps that one transaction deletes. This bounds how long requests are delayed."""
 
 _INTERNAL: tuple[type[Internal], ...] = get_args(Internal)
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
-_COMPLETE = object()
 _KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}
 _DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
 """Exceptions that reading damaged bytes raises. ValueError includes UnicodeDecodeError."""
@@ -176,7 +172,6 @@ class Journal:
             self._snapshot_bytes = self._total("SELECT total(length(body)) FROM parts WHERE seq = ?", kept)
         self._events: list[tuple[int, float, int, bytes, bytes]] = []
         self._saves: list[tuple[str, tuple[Any, ...]]] = []
-        self._writing: Iterator[None] | None = None
         self._pending_bytes = 0
         """Bytes of the transaction that is being assembled."""
         self._sync = False
@@ -394,7 +389,7 @@ class Journal:
                     self._forget(effect.step)
             case ForgetSteps():
                 if effect.step > self.forgotten:
-                    self._forget(min(effect.step, self.forgotten + PART_EVENTS))
+                    self._forget(min(effect.step, self.forgotten + FORGOTTEN_AT_ONCE))
                     self._saves += [(f"DELETE FROM {name} WHERE step <= ?", (self.forgotten,)) for name in _BY_STEP]  # noqa: S608
 
     def _forget(self, step: int) -> None:
@@ -409,7 +404,7 @@ class Journal:
     @property
     def due(self) -> bool:
         """Whether enough events have been written since the last snapshot to begin a new one."""
-        return self._writing is None and self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes)
+        return self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes)
 
     def commit(self) -> None:
         """Make everything added since the last commit durable.
@@ -446,58 +441,27 @@ class Journal:
             f"cannot be written: {cause}; this process has sent nothing that depends on unwritten events"
         )
 
-    def begin_snapshot(self, parts: Iterable[bytes]) -> None:
-        """Begin a snapshot of the state after the last appended event. `write_part` writes it to disk."""
-        self.commit()
-        self._event_bytes = self._snapshot_bytes = 0
-        self._writing = self._replace_events(self.seq, self._chain, parts)
+    def write_snapshot(self, parts: Iterable[bytes]) -> None:
+        """Replace the events so far, and the snapshot before, by a snapshot of the state after the last event.
 
-    def write_part(self) -> bool:
-        """Write a bounded part of the snapshot in progress. Return False if no snapshot is in progress or if it is
-        complete."""
-        if self._writing is None:
-            return False
+        Raises an RpcError that names the file if the file cannot be written.
+        """
+        self.commit()
+        last, rows = self._chain, []
+        for number, body in enumerate(parts):
+            last = tables.link(last, self.seq, number, 0.0, body)
+            rows.append((self.seq, number, body, last))
+        self._pending_bytes = self._snapshot_bytes = sum(len(body) for _, _, body, _ in rows)
+        self._event_bytes = 0
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            more = next(self._writing, _COMPLETE) is not _COMPLETE
+            self._db.execute("DELETE FROM parts")
+            self._db.executemany("INSERT INTO parts VALUES (?, ?, ?, ?)", rows)
+            self._db.execute(tables.SAVE_SNAPSHOT, (1, self.seq, self._chain, len(rows), last))
+            self._db.execute("DELETE FROM events")
             self._end()
         except sqlite3.Error as error:
             raise self._unwritable(str(error)) from None
-        if not more:
-            self._writing = None
-        return more
-
-    def _replace_events(self, seq: int, chain: bytes, parts: Iterable[bytes]) -> Iterator[None]:
-        """Write the snapshot, then delete the parts and events that it replaces. Each iteration is one transaction.
-
-        If the process is killed between two iterations, either the old or the new snapshot is complete. Parts of an
-        unfinished snapshot are overwritten here.
-        """
-        last, part = chain, -1
-        for part, body in enumerate(parts):
-            last = tables.link(last, seq, part, 0.0, body)
-            self._db.execute("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)", (seq, part, body, last))
-            self._snapshot_bytes += len(body)
-            self._pending_bytes += len(body)
-            yield
-        self._db.execute(tables.SAVE_SNAPSHOT, (1, seq, chain, part + 1, last))
-        yield
-        for old, part in self._db.execute("SELECT seq, part FROM parts WHERE seq <> ?", (seq,)).fetchall():
-            self._db.execute("DELETE FROM parts WHERE seq = ? AND part = ?", (old, part))
-            yield
-        while upto := self._last_deletable(seq):
-            self._db.execute("DELETE FROM events WHERE seq <= ?", (upto,))
-            yield
-
-    def _last_deletable(self, seq: int) -> int:
-        """Return the last event, at most `seq`, that the next transaction may delete, or 0 if there is none."""
-        query = "SELECT seq, length(body) FROM events WHERE seq <= ? ORDER BY seq LIMIT ?"
-        last = total = 0
-        for found, nbytes in self._db.execute(query, (seq, PART_EVENTS)).fetchall():
-            if last and total + nbytes > PART_BYTES:
-                break
-            last, total = found, total + nbytes
-        return last
 
     def rows_after(self, step: int) -> Iterator[str]:
         """Yield the metrics rows of steps after `step`, as JSON, in order."""

@@ -65,8 +65,6 @@ STORE_CALL_S = 5.0
 CHECK_CALL_S = 30.0
 CHECKED_AT_ONCE = 512
 """Maximum number of tasks whose shards a store reads in one call."""
-SNAPSHOT_S = 0.02
-"""Maximum seconds per tick for writing parts of a snapshot."""
 SUPERVISOR = "supervisor"
 SUPERVISOR_CALL_S = 5.0
 
@@ -176,13 +174,6 @@ class SchedulerService(Service):
                 self._failed.result()
             self._take(self._state.handle(Tick(), self._now()))
             self._flush()
-            self._write_snapshot()
-
-    def _write_snapshot(self) -> None:
-        """Continue a snapshot for at most `SNAPSHOT_S` seconds, so that requests are served in between."""
-        until = self._now() + SNAPSHOT_S
-        while self._journal.write_part() and self._now() < until:
-            pass
 
     async def drain(self) -> None:
         for job in self._jobs:
@@ -263,7 +254,7 @@ class SchedulerService(Service):
             for effect in effects:
                 self._carry_out(effect)
             if self._journal.due:
-                self._journal.begin_snapshot(snapshot.dump(self._state.run))
+                self._journal.write_snapshot(snapshot.dump(self._state.run))
         except Exception as error:  # otherwise the rest of the burst would be lost silently
             self._failed.set_exception(error)
 

@@ -1,7 +1,6 @@
 """Conversion of the durable state to bytes and back, with msgpack and without pickle. The module is pure.
 
-The whole state is packed at once, because `Plan.max_live` limits the number of tasks. The journal writes the result
-part by part.
+The whole state is packed at once. A topology limits the number of live tasks (`shared.topology.checks`).
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ def _algorithm(topology: Topology) -> Found:
     live = tasks * (topology.staleness + 1)
     if live > MOST_LIVE_TASKS:
         message = (
-            f"{topology.staleness} with {tasks} tasks a step: {live} tasks may be live, but at most {MOST_LIVE_TASKS} may "
-            "be; lower it or algorithm.tasks_per_step"
+            f"{topology.staleness} with {tasks} tasks a step allows {live} live tasks, but at most {MOST_LIVE_TASKS} "
+            "are possible; lower it or algorithm.tasks_per_step"
         )
         yield ("staleness",), message
     for index, beta in enumerate(topology.optimizer.betas):

@@ -23,7 +23,7 @@ from services.scheduler.events import (
     SaveStep,
     WriteRow,
 )
-from services.scheduler.journal import PART_EVENTS, Journal, reading
+from services.scheduler.journal import FORGOTTEN_AT_ONCE, Journal, reading
 from services.scheduler.metrics_file import MetricsFile, traces
 from services.scheduler.plan import EvalPlan
 from services.scheduler.server import rebuild
@@ -155,14 +155,14 @@ def test_a_run_that_returns_to_before_the_forgotten_steps_writes_their_rows_agai
 
 def test_a_journal_of_an_earlier_release_is_cut_down_in_parts(run: Run) -> None:
     run.steps(1, 2)
-    count = PART_EVENTS + 500
+    count = FORGOTTEN_AT_ONCE + 500
     with contextlib.closing(sqlite3.connect(run.path)) as db:
         db.create_function("checksum", -1, tables.checksum)
         db.executemany(tables.SAVE_ROW, [(step, json.dumps({"step": step})) for step in range(3, count)])
         given = [(step, "TRAINED", '["train/0/0"]', 1.0, '{"loss": 1.0}') for step in range(3, count)]
         db.executemany(tables.SAVE_STEP, given)
         db.commit()
-    for forgotten in (PART_EVENTS - 1, count - 10, count - 10):
+    for forgotten in (FORGOTTEN_AT_ONCE - 1, count - 10, count - 10):
         run.journal.save(ForgetSteps(count - 10), 1.0)
         run.journal.commit()
         assert run.journal.forgotten == forgotten

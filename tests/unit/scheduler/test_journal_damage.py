@@ -115,9 +115,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def take_snapshot(journal: Journal, run: Any) -> None:
-    journal.begin_snapshot(snapshot.dump(run))
-    while journal.write_part():
-        pass
+    journal.write_snapshot(snapshot.dump(run))
 
 
 def copy_log(path: Path, mode: str) -> None:
