@@ -30,6 +30,7 @@ from proto.messages import (
     Register,
     Story,
     StoryRow,
+    TaskState,
 )
 from services.scheduler import snapshot
 from services.scheduler.events import Cleared, Durable, LeaseExpired, StoreGone
@@ -37,7 +38,7 @@ from services.scheduler.journal import Recorded, reading
 from services.scheduler.leases import TaskLease
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
-from services.scheduler.tasks import StagePart, Task, TaskState
+from services.scheduler.tasks import StagePart, Task
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
 from shared.topology import TopologyError, load
@@ -138,9 +139,8 @@ class _Replay:
             self._entries.append(StoryEntry(None, SCHEDULER, "known from the journal's snapshot", facts))
             self._note_lease(before, 0.0)
         for at, event in recorded.events():
-            lease = self._state.leases.get(before.lease) if before is not None else None
-            reply = self._state.apply(event)
-            self._state.out.clear()
+            lease = self._state.ledger.leases.get(before.lease) if before is not None else None
+            reply = self._state.apply(event).reply
             if isinstance(event, Complete) and isinstance(reply, CompleteAck):
                 self._refused(at, event, reply.refused, lease)
             after = self._look()
@@ -151,10 +151,10 @@ class _Replay:
 
     @property
     def _task(self) -> Task:
-        return self._state.tasks.known(self._task_id)
+        return self._state.ledger.tasks[self._task_id]
 
     def _look(self) -> _Seen | None:
-        task = self._state.tasks.find(self._task_id)
+        task = self._state.ledger.tasks.find(self._task_id)
         return None if task is None else _Seen(task.state, task.fence, task.lease, task.parts, task.clears)
 
     def _tell(self, at: float, what: str, who: str = SCHEDULER, **facts: Any) -> None:
@@ -188,7 +188,7 @@ class _Replay:
                     f"{plan.name} completed",
                     holder,
                     fence=after.fence,
-                    store=self._state.store_names[new.store],
+                    store=self._state.shards.store_names[new.store],
                     keys=list(plan.makes),
                     bytes=new.nbytes,
                     samples=task.samples,
@@ -226,7 +226,7 @@ class _Replay:
         )  # fmt: skip
 
     def _note_lease(self, seen: _Seen, at: float) -> TaskLease | None:
-        lease = self._state.leases.get(seen.lease)
+        lease = self._state.ledger.leases.get(seen.lease)
         if lease is not None:
             self._held.append(PastLease(lease.lease_id, service_name(*lease.holder), at, time.time()))
         return lease

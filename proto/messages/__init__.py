@@ -95,6 +95,7 @@ from proto.messages.tasks import (
     ReportShards,
     TaskHandle,
     TaskResult,
+    TaskState,
     WeightsKind,
     WeightsRef,
 )

@@ -115,6 +115,21 @@ class LeaseRequest(Request, frozen=True, kw_only=True):
     holds_step: int = -1  # policy version that the engine holds, -1 for none
 
 
+class TaskState(StrEnum):
+    """The states of a task, in the order of a task's life. A task leased for a stage after the rollout stays
+    ROLLED_OUT."""
+
+    PENDING = "PENDING"
+    LEASED = "LEASED"
+    ROLLED_OUT = "ROLLED_OUT"
+    READY = "READY"
+    BATCHED = "BATCHED"
+    TRAINED = "TRAINED"
+    SCORED = "SCORED"
+    DROPPED = "DROPPED"
+    COLLECTED = "COLLECTED"
+
+
 class Outcome(IntEnum):
     """The closed list of values of `TaskResult.outcome`."""
 

@@ -5,78 +5,65 @@ A request is checked as a whole before anything changes.
 
 from __future__ import annotations
 
-import heapq
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from proto.messages import Complete, DropReason, ErrorCode, Outcome, Refusal, TaskResult
+from proto.messages import Complete, DropReason, ErrorCode, Outcome, Refusal, TaskResult, TaskState
 from proto.tensors import Array
 from services.scheduler import scalars
-from services.scheduler.attempts import DEATH, FAILURE, drop
-from services.scheduler.collection import collect, release
-from services.scheduler.evaluations import score
-from services.scheduler.events import Tell
 from services.scheduler.leases import TaskLease
-from services.scheduler.leasing import give_up, waits
+from services.scheduler.ledger import DEATH, FAILURE, TaskLedger
 from services.scheduler.losses import drop_reason
 from services.scheduler.plan import stage_index
-from services.scheduler.records import record_scored
-from services.scheduler.stores import store_index
-from services.scheduler.tasks import EVALUATION, StagePart, Task, TaskState
-from services.scheduler.versions import free_versions
+from services.scheduler.tasks import EVALUATION, StagePart, Task
 from shared.rpc.errors import RpcError
-
-if TYPE_CHECKING:
-    from services.scheduler.run_state import RunState
 
 MOST_LAYOUTS = 1 << 16
 """Maximum number of distinct sets of scalars in a run, because the run keeps the names of each."""
 
 
-def complete(run: RunState, request: Complete) -> list[Refusal]:
+def complete(ledger: TaskLedger, request: Complete) -> list[Refusal]:
     """Accept results and return the refused ones."""
-    lease = run.leases.get(request.lease_id)
+    lease = ledger.leases.get(request.lease_id)
     if lease is not None and lease.incarnation != request.incarnation:
         lease = None
-    stage = stage_index(run.plan, request.stage)
-    _check(run, request, stage)
-    layout = _layout(run, request.scalars)
-    filters = stage == 0 and _filters(run, request)
+    stage = stage_index(ledger.plan, request.stage)
+    _check(ledger, request, stage)
+    layout = ledger.layout(request.scalars)
+    filters = stage == 0 and _filters(ledger, request)
     refused: list[Refusal] = []
     first = 0
     for result in request.results:
-        task = run.tasks.find(result.task_id)
+        task = ledger.tasks.find(result.task_id)
         problem = _problem(task, stage, lease, result)
         if problem is None and task is not None and stage > 0 and request.scalars and result.samples != task.samples:
             problem = ErrorCode.CONFLICT, f"{task.task_id}: scalars of {result.samples} samples, not {task.samples}"
         if problem is not None:
             refused.append(Refusal(result.task_id, result.fence, *problem))
         elif task is not None and task.parts[stage] is None:
-            if result.outcome == Outcome.DONE and result.store in run.gone:
-                run.order.retry(run, task, DEATH, f"{result.store} is gone")
+            if result.outcome == Outcome.DONE and result.store in ledger.shards.gone:
+                ledger.retry(task, DEATH, f"{result.store} is gone")
             elif result.outcome == Outcome.DONE:
                 packed = scalars.pack(request.scalars, first, result.samples)
-                _accept(run, task, stage, result, layout, packed, filters=filters)
+                _accept(ledger, task, stage, result, layout, packed, filters=filters)
             elif result.outcome == Outcome.RETRY:
-                run.order.retry(run, task, FAILURE, result.reason)
+                ledger.retry(task, FAILURE, result.reason)
             else:
-                _drop(run, task, stage, result)
+                _drop(ledger, task, stage, result)
         first += result.samples if result.outcome == Outcome.DONE else 0
     if lease is not None:
         if request.final and lease.tasks:
-            give_up(run, lease, 0 if request.untouched else DEATH)
+            ledger.give_up(lease, 0 if request.untouched else DEATH)
         elif not lease.tasks:
-            run.leases.remove(lease)
-        free_versions(run)
+            ledger.leases.remove(lease)
+        ledger.free_versions()
     return refused
 
 
-def _check(run: RunState, request: Complete, stage: int) -> None:
+def _check(ledger: TaskLedger, request: Complete, stage: int) -> None:
     """Raise RpcError(bad_request) if the request cannot be accepted in any state of the run."""
     if stage < 0:
         raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: not in this run's graph")
-    strange = sorted(request.scalars.keys() - run.plan.stages[stage].scalars) if stage > 0 else []
+    strange = sorted(request.scalars.keys() - ledger.plan.stages[stage].scalars) if stage > 0 else []
     if strange:
         raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage}: it does not produce the scalar {strange[0]!r}")
     for each in request.results:
@@ -91,7 +78,7 @@ def _check(run: RunState, request: Complete, stage: int) -> None:
         if any(not 0 <= number < 1 << bits for number, bits in numbers):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number in its result is out of range")
     layout = scalars.layout_of(request.scalars)
-    if len(run.layouts) >= MOST_LAYOUTS and layout not in run.layouts:
+    if len(ledger.layouts) >= MOST_LAYOUTS and layout not in ledger.layouts:
         text = f"scalars {', '.join(request.scalars)[:200]}: a run may have at most {MOST_LAYOUTS} different sets"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     samples = sum(result.samples for result in request.results if result.outcome == Outcome.DONE)
@@ -101,13 +88,6 @@ def _check(run: RunState, request: Complete, stage: int) -> None:
                 ErrorCode.BAD_REQUEST,
                 f"scalar {name!r} of shape {list(values.shape)}: the results have {samples} samples in total",
             )
-
-
-def _layout(run: RunState, columns: dict[str, Array]) -> int:
-    layout = scalars.layout_of(columns)
-    if layout not in run.layouts:
-        run.layouts.append(layout)
-    return run.layouts.index(layout)
 
 
 def _problem(task: Task | None, stage: int, lease: TaskLease | None, result: TaskResult) -> tuple[str, str] | None:
@@ -134,70 +114,69 @@ def _problem(task: Task | None, stage: int, lease: TaskLease | None, result: Tas
 
 
 def _accept(
-    run: RunState, task: Task, stage: int, result: TaskResult, layout: int, packed: bytes, *, filters: bool
+    ledger: TaskLedger, task: Task, stage: int, result: TaskResult, layout: int, packed: bytes, *, filters: bool
 ) -> None:
-    release(run, task)
-    _place(run, task, stage, result)
+    ledger.release(task)
+    _place(ledger, task, stage, result)
     if stage == 0:
         task.samples, task.failed, task.tokens = result.samples, result.samples_failed, result.tokens
         task.layout, task.scalars = layout, packed
-        _count_lost(run, task, result)
-    elif run.layouts[layout]:
-        columns = run.columns(task) | scalars.unpack(run.layouts[layout], task.samples, packed)
-        task.layout, task.scalars = _layout(run, columns), scalars.pack(columns, 0, task.samples)
+        _count_lost(ledger, task, result)
+    elif ledger.layouts[layout]:
+        columns = ledger.columns(task) | scalars.unpack(ledger.layouts[layout], task.samples, packed)
+        task.layout, task.scalars = ledger.layout(columns), scalars.pack(columns, 0, task.samples)
     if task.admission == EVALUATION:
-        rewards = run.columns(task).get("reward")
+        rewards = ledger.columns(task).get("reward")
         if rewards is None or not len(rewards):
-            drop(run, task, DropReason.OTHER, "no sample was scored")
+            ledger.drop(task, DropReason.OTHER, "no sample was scored")
         else:
-            _end_scored(run, task, rewards, task.failed)
+            _end_scored(ledger, task, rewards, task.failed)
         return
-    if stage == 0 and result.samples < min(2, run.plan.group_size):
-        text = f"{result.samples} of {run.plan.group_size} samples are left"
-        drop(run, task, DropReason.REWARD_FAILED, text)
+    if stage == 0 and result.samples < min(2, ledger.plan.group_size):
+        text = f"{result.samples} of {ledger.plan.group_size} samples are left"
+        ledger.drop(task, DropReason.REWARD_FAILED, text)
         return
-    run.dropped_in_a_row = 0
-    if filters and _filter(run, task):
+    ledger.count_usable()
+    if filters and _filter(ledger, task):
         return
     if task.state == TaskState.LEASED:
-        run.tasks.move(task, TaskState.ROLLED_OUT)
+        ledger.tasks.move(task, TaskState.ROLLED_OUT)
     if all(task.parts):
-        if not run.order.drop_if_stale(run, task):
-            run.tasks.move(task, TaskState.READY)
-            run.window.mark_ready(task.admission)
+        if not ledger.order.drop_if_stale(ledger, task):
+            ledger.tasks.move(task, TaskState.READY)
+            ledger.window.mark_ready(task.admission)
         return
-    for later in range(1, len(run.plan.stages)):
-        if stage in run.needs[later] and waits(run, later, task):
-            heapq.heappush(run.waiting[later], task.admission)
+    for later in ledger.stages_after(stage):
+        if ledger.is_waiting(later, task):
+            ledger.wait(later, task)
 
 
-def _drop(run: RunState, task: Task, stage: int, result: TaskResult) -> None:
+def _drop(ledger: TaskLedger, task: Task, stage: int, result: TaskResult) -> None:
     """Drop a task. If it has a store, that store has the text of its failed samples, or of its row, for the
     recorder."""
-    if result.store and result.store not in run.gone:
-        _place(run, task, stage, result)
+    if result.store and result.store not in ledger.shards.gone:
+        _place(ledger, task, stage, result)
     if result.samples_failed and task.admission == EVALUATION:
-        run.out.append(Tell("scheduler/dropped", {"task": task.task_id, "reason": result.reason[:200]}))
-        _end_scored(run, task, np.zeros(0, np.float32), result.samples_failed)
+        ledger.tell("scheduler/dropped", {"task": task.task_id, "reason": result.reason[:200]})
+        _end_scored(ledger, task, np.zeros(0, np.float32), result.samples_failed)
     else:
-        _count_lost(run, task, result)
-        drop(run, task, drop_reason(result.why), result.reason)
+        _count_lost(ledger, task, result)
+        ledger.drop(task, drop_reason(result.why), result.reason)
 
 
-def _place(run: RunState, task: Task, stage: int, result: TaskResult) -> None:
+def _place(ledger: TaskLedger, task: Task, stage: int, result: TaskResult) -> None:
     """Note where the shards of a result are."""
-    run.tasks.edit(task)
-    part = StagePart(store_index(run, result.store), result.content_hash, result.nbytes)
+    part = StagePart(ledger.shards.index(result.store), result.content_hash, result.nbytes)
     task.parts = (*task.parts[:stage], part, *task.parts[stage + 1 :])
 
 
-def _count_lost(run: RunState, task: Task, result: TaskResult) -> None:
+def _count_lost(ledger: TaskLedger, task: Task, result: TaskResult) -> None:
     """Count the lost samples of a training task. Evaluations count their failed samples themselves."""
     if task.admission != EVALUATION:
-        run.losses.lose(task.admission, result)
+        ledger.losses.lose(task.admission, result)
 
 
-def _filters(run: RunState, request: Complete) -> bool:
+def _filters(ledger: TaskLedger, request: Complete) -> bool:
     """Return whether this step's filter has room for all tasks in the request whose rewards are all equal.
 
     The filter drops all of these tasks or none. Their shards share a file, which a store frees only when all tasks in
@@ -205,34 +184,34 @@ def _filters(run: RunState, request: Complete) -> bool:
     would not be counted.
     """
     rewards = request.scalars.get("reward")
-    if rewards is None or run.losses.filtered.tasks >= run.plan.filter_limit:
+    if rewards is None or ledger.losses.filtered.tasks >= ledger.plan.filter_limit:
         return False
     samples = [result.samples for result in request.results if result.outcome == Outcome.DONE and result.samples]
     groups = np.split(rewards, np.cumsum(samples))[: len(samples)]
     equal = sum(bool((group == group[0]).all()) for group in groups)
-    return run.losses.filtered.tasks + equal <= run.plan.filter_limit
+    return ledger.losses.filtered.tasks + equal <= ledger.plan.filter_limit
 
 
-def _filter(run: RunState, task: Task) -> bool:
+def _filter(ledger: TaskLedger, task: Task) -> bool:
     """Drop a task whose rewards are all equal, because no group estimator learns from it. Admission replaces it.
 
     At most `filter_limit` tasks are dropped per step, so a run continues even if all its tasks are solved. Source:
     dynamic sampling in DAPO (arXiv 2503.14476), section 3.2. Return whether the task was dropped.
     """
-    rewards = run.columns(task).get("reward")
+    rewards = ledger.columns(task).get("reward")
     if rewards is None or (rewards != rewards[0]).any():
         return False
-    filtered = run.losses.filtered
+    filtered = ledger.losses.filtered
     filtered.tasks += 1
     filtered.samples += len(rewards)
     filtered.reward_sum += float(np.sum(rewards, dtype=np.float64))
-    drop(run, task, DropReason.FILTERED, f"all {len(rewards)} rewards are {float(rewards[0])}")
+    ledger.drop(task, DropReason.FILTERED, f"all {len(rewards)} rewards are {float(rewards[0])}")
     return True
 
 
-def _end_scored(run: RunState, task: Task, rewards: Array, failed: int) -> None:
-    lineage = run.evaluations.of(task).version[0]
-    score(run, task, rewards, failed)
-    run.tasks.move(task, TaskState.SCORED)
-    record_scored(run, task, lineage)
-    collect(run, task)
+def _end_scored(ledger: TaskLedger, task: Task, rewards: Array, failed: int) -> None:
+    evaluation = ledger.history.evaluations.of(task)
+    ledger.history.score(evaluation, task.row, rewards, failed)
+    ledger.tasks.move(task, TaskState.SCORED)
+    ledger.records.scored(task, evaluation.version[0])
+    ledger.collect(task)

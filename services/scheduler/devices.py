@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from proto.messages import DeviceOrder, ErrorCode, Heartbeat, HoldDevices, Register
 from services.scheduler.events import Answer, Effect, Fail, KillProcess, Ref, TellDevices
+from shared.actor.service import ProcessState
 from shared.colocation.devices import (
     ALL_AT_ONCE,
     NOTHING,
@@ -102,7 +103,7 @@ class DeviceTurns:
         member = self._members.get((beat.service, beat.instance))
         if member is None or member.incarnation != beat.incarnation:
             return
-        if beat.progress > member.progress or beat.state == "STARTING":
+        if beat.progress > member.progress or beat.state == ProcessState.STARTING:
             member.progressed_at = now
         member.progress = max(member.progress, beat.progress)
 

@@ -9,21 +9,14 @@ hidden.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from proto.tensors import Array
-from services.scheduler.events import SaveEval, Tell, WriteRow
 from services.scheduler.leases import Version
-from services.scheduler.plan import due
 from services.scheduler.tasks import Task
-
-if TYPE_CHECKING:
-    from services.scheduler.run_state import RunState
 
 
 @dataclass
@@ -75,24 +68,24 @@ class Evaluation:
         2021 (arXiv 2107.03374) with n = k.
         """
         scored = self.rows_scored
-        found = {
+        metrics = {
             f"eval/{self.name}/rows_scored": float(scored),
             f"eval/{self.name}/rows_dropped": float(self.dropped),
             f"eval/{self.name}/samples_failed": float(self.failed),
         }
         if not scored:
-            return found
-        found[f"eval/{self.name}/accuracy"] = self.accuracy
+            return metrics
+        metrics[f"eval/{self.name}/accuracy"] = self.accuracy
         if self.samples > 1:
-            found[f"eval/{self.name}/avg@{self.samples}"] = self.accuracy
-            found[f"eval/{self.name}/pass@{self.samples}"] = _mean(self.best)
-        return found
+            metrics[f"eval/{self.name}/avg@{self.samples}"] = self.accuracy
+            metrics[f"eval/{self.name}/pass@{self.samples}"] = _mean(self.best)
+        return metrics
 
 
 def _mean(values: Iterable[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
+    scored = [value for value in values if not math.isnan(value)]
     try:
-        return math.fsum(known) / len(known) if known else math.nan
+        return math.fsum(scored) / len(scored) if scored else math.nan
     except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond the range of a float
         return math.nan
 
@@ -106,11 +99,11 @@ class Evaluations:
     done: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
     """`Evaluation.metrics` of each completed evaluation, by the step of the version and by set."""
 
-    def known(self, name: str, step: int) -> bool:
+    def begun(self, name: str, step: int) -> bool:
         return (name, step) in self.open or name in self.done.get(step, {})
 
     def versions(self) -> set[Version]:
-        return {each.version for each in self.open.values()}
+        return {evaluation.version for evaluation in self.open.values()}
 
     def of(self, task: Task) -> Evaluation:
         """Return the open evaluation to which a task belongs."""
@@ -118,71 +111,22 @@ class Evaluations:
 
     def accuracy(self, step: int) -> dict[str, float]:
         """Return the accuracy of each set completed for version `step`; NaN where nothing was scored."""
-        return {name: found.get(f"eval/{name}/accuracy", math.nan) for name, found in self.done.get(step, {}).items()}
+        return {name: row.get(f"eval/{name}/accuracy", math.nan) for name, row in self.done.get(step, {}).items()}
 
     def row(self, step: int) -> dict[str, float]:
         """Return the values that the evaluations of version `step` add to its metrics row."""
-        return {key: value for found in self.done.get(step, {}).values() for key, value in found.items()}
+        return {key: value for row in self.done.get(step, {}).values() for key, value in row.items()}
 
     def forget(self, step: int, kept: Iterable[int]) -> None:
         """Forget the results for versions before `step`, except the initial model and those in `kept`, whose
         checkpoints exist and may be compared again."""
         needed = {0, *kept}
-        self.done = {each: results for each, results in self.done.items() if each >= step or each in needed}
+        self.done = {version: rows for version, rows in self.done.items() if version >= step or version in needed}
 
     def take_back(self, step: int) -> list[str]:
         """Remove the evaluations of versions after `step`, and return those of their tasks that are waiting for a
         lease."""
         gone = [one for one in self.open.values() if one.version[1] > step]
         self.open = {key: one for key, one in self.open.items() if one.version[1] <= step}
-        self.done = {each: results for each, results in self.done.items() if each <= step}
+        self.done = {version: rows for version, rows in self.done.items() if version <= step}
         return [task_id for one in gone for task_id in one.waiting]
-
-
-def score(run: RunState, task: Task, rewards: Array, failed: int) -> None:
-    """Score an evaluation task. `rewards` holds the rewards of the task's scored samples."""
-    one = run.evaluations.of(task)
-    one.score(bisect_left(_rows(run, one), task.row), rewards, failed)
-    end_task(run, one)
-
-
-def next_rows(run: RunState, one: Evaluation, most: int) -> list[str]:
-    """Find the first fixed block of `most` rows that has waiting tasks, and return these tasks in row order."""
-    rows = _rows(run, one)
-    place = {task_id: bisect_left(rows, int(task_id.rpartition("/")[2])) for task_id in one.waiting}
-    block = min(place.values()) // most
-    return sorted((each for each in place if place[each] // most == block), key=place.__getitem__)
-
-
-def _rows(run: RunState, one: Evaluation) -> Sequence[int]:
-    return next(each.rows for each in run.plan.evals if each.name == one.name)
-
-
-def end_task(run: RunState, one: Evaluation) -> None:
-    """Count a task that was scored or dropped. The last task completes the evaluation."""
-    one.left -= 1
-    if one.left:
-        return
-    step = one.version[1]
-    del run.evaluations.open[one.name, step]
-    run.evaluations.done.setdefault(step, {})[one.name] = one.metrics()
-    if one.rows_scored:
-        run.out.append(SaveEval(one.name, step, one.accuracy, one.rows_scored, one.dropped))
-    run.out.append(Tell("eval", {"step": step, **one.metrics()}))
-    write_rows(run)
-
-
-def evaluated(run: RunState, step: int) -> dict[str, float] | None:
-    """Return the accuracies of the evaluations due at version `step`, or None while some are missing."""
-    done = run.evaluations.accuracy(step)
-    wanted = [each.name for each in due(run.plan, run.config.steps, step)]
-    return {name: done[name] for name in wanted} if all(name in done for name in wanted) else None
-
-
-def write_rows(run: RunState) -> None:
-    """Write metrics rows in step order, each as soon as the evaluations due at its version are complete."""
-    while run.next_row in run.waiting_rows and evaluated(run, run.next_row) is not None:
-        row = run.waiting_rows.pop(run.next_row)
-        found = run.evaluations.row(run.next_row)
-        run.out.append(WriteRow(run.next_row, {"step": 0.0, **row, **found} | {"step": float(run.next_row)}))
-        run.next_row += 1

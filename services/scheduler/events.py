@@ -28,10 +28,10 @@ from proto.messages import (
     ReportShards,
     Resolve,
     TakeSamples,
+    TaskState,
     WaitEvals,
 )
 from proto.registry import Message
-from services.scheduler.tasks import TaskState
 from shared.samples.choice import Choice
 
 Ref = object
@@ -173,21 +173,21 @@ class Listed:
     last: bool = False
 
 
-Held = Mapping[tuple[str, int], list[int]]
+HeldHashes = Mapping[tuple[str, int], list[int]]
 """Content hashes of the shards that a store holds, by (task id, fence)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ShardClaim:
     """The content that a store must hold: a task with the hashes of its accepted results. Weights have no hashes."""
 
     task: PutTask
     hashes: tuple[int, ...] = ()
 
-    def met(self, held: Held) -> bool:
+    def met(self, held: HeldHashes) -> bool:
         """Return whether a store that holds the shards `held` satisfies the claim."""
-        found = held.get((self.task.task_id, self.task.fence))
-        return found is not None and set(self.hashes) <= set(found)
+        hashes = held.get((self.task.task_id, self.task.fence))
+        return hashes is not None and set(self.hashes) <= set(hashes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Checked:
     """
 
     order: CheckShards
-    held: Held | None
+    held: HeldHashes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class CheckShards:
     """Have `store` read the shards of these tasks again. `Checked` follows. `ref` is the call of a waiting reader."""
 
     store: str
-    claims: list[Claim]
+    claims: list[ShardClaim]
     ref: Ref | None = None
 
 
@@ -276,15 +276,6 @@ class SaveStep:
     step: int
     state: TaskState
     task_ids: list[str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SaveEval:
-    name: str
-    version: int
-    accuracy: float
-    samples: int
-    dropped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +358,6 @@ Effect = (
     | RequestInventory
     | CheckShards
     | SaveStep
-    | SaveEval
     | WriteRow
     | Rewound
     | DiscardRows

@@ -1,10 +1,9 @@
 """The scheduler's journal on disk: every durable event in order, periodic snapshots, and tables for human readers.
 
 The file is an SQLite database in WAL mode, committed once per burst. Effects are carried out only after their event is
-in the file. A snapshot is written in parts, and new events are accepted between the parts. The snapshot takes effect
-when its row is in the table `snapshot`; the events before it are then deleted, also in parts. The journal does not
-interpret events. A killed process loses nothing. Because of `synchronous=NORMAL`, a power cut can lose the last
-commits, but it never reorders commits.
+in the file. A snapshot replaces the events before it in one transaction. The journal does not interpret events. A
+killed process loses nothing. Because of `synchronous=NORMAL`, a power cut can lose the last commits, but it never
+reorders commits.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import contextlib
 import json
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -21,7 +20,7 @@ import msgspec
 
 from proto import codec
 from proto.errors import WireError
-from proto.messages import CheckpointSaved, ErrorCode
+from proto.messages import CheckpointSaved, ErrorCode, TaskState
 from proto.registry import Message
 from services.scheduler import tables
 from services.scheduler.events import (
@@ -30,31 +29,28 @@ from services.scheduler.events import (
     ForgetSteps,
     Internal,
     Rewound,
-    SaveEval,
     SaveStep,
     WriteRow,
 )
 from services.scheduler.mark import Mark, Reached
 from services.scheduler.snapshot import LAYOUT
-from services.scheduler.tasks import TaskState
 from services.scheduler.wal import WalCheckpoints
 from shared.rpc.errors import BadInput, RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
+_BEFORE = "rlbus-scheduler-14"
+"""The format whose journals are converted. It had one more table, `evals`, with the results of evaluations."""
 SNAPSHOT_BYTES = 8 << 20
 """A new snapshot is written after this many bytes of events, or after twice the size of the last snapshot if that is
 more.
 
 Replay is therefore bounded, and snapshots account for a constant fraction of all writing.
 """
-PART_BYTES = 1 << 20
-"""Maximum bytes of old events that one transaction deletes. This bounds how long requests are delayed."""
-PART_EVENTS = 1024
-"""Maximum number of old events, or old steps, that one transaction deletes."""
+FORGOTTEN_AT_ONCE = 1024
+"""Maximum number of old steps that one transaction deletes. This bounds how long requests are delayed."""
 
 _INTERNAL: tuple[type[Internal], ...] = get_args(Internal)
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
-_COMPLETE = object()
 _KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}
 _DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
 """Exceptions that reading damaged bytes raises. ValueError includes UnicodeDecodeError."""
@@ -176,7 +172,6 @@ class Journal:
             self._snapshot_bytes = self._total("SELECT total(length(body)) FROM parts WHERE seq = ?", kept)
         self._events: list[tuple[int, float, int, bytes, bytes]] = []
         self._saves: list[tuple[str, tuple[Any, ...]]] = []
-        self._writing: Iterator[None] | None = None
         self._pending_bytes = 0
         """Bytes of the transaction that is being assembled."""
         self._sync = False
@@ -203,6 +198,11 @@ class Journal:
             tables.create(self._db)
             self._db.executemany(tables.SAVE_META, rows)
             self._db.execute("COMMIT")
+        elif self._is_of_the_format_before(found):
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("DROP TABLE evals")
+            self._db.execute(tables.SAVE_META, ("format", FORMAT))
+            self._db.execute("COMMIT")
         elif "meta" not in (names := sorted(name for _, name, *_ in found)):
             raise sqlite3.DatabaseError(f"it is not a scheduler's journal (tables {', '.join(names)})")
         elif found != tables.expected_schema():
@@ -227,6 +227,12 @@ class Journal:
                 "written with a different seed, data, staleness, stages or batch sizes, which cannot change within a "
                 "run; start a new run"
             )
+
+    def _is_of_the_format_before(self, found: list[tuple[str, ...]]) -> bool:
+        rest = [entry for entry in found if entry[2] != "evals"]
+        if len(rest) == len(found) or rest != tables.expected_schema():
+            return False
+        return dict(self._db.execute("SELECT key, value FROM meta")).get("format") == _BEFORE
 
     def _check_rows(self, table: str) -> None:
         """Raise RpcError if the checksum of any row in the table does not match."""
@@ -329,11 +335,11 @@ class Journal:
                 raise self.broken(f"event {last}: {error}; use the release that wrote it") from None
             yield event
 
-    def check(self, rows: range, steps: int, evals: set[tuple[str, int]]) -> None:
+    def check(self, rows: range, steps: int) -> None:
         """Raise RpcError unless the tables contain what the events imply.
 
-        The events imply metrics rows for exactly the steps in `rows`, batches for at least the first `steps` steps,
-        except those that were forgotten, and at least the results in `evals`, each given as (set, version).
+        The events imply metrics rows for exactly the steps in `rows`, and batches for at least the first `steps` steps,
+        except those that were forgotten.
         """
         first = self.forgotten + 1
         with self._reading("table rows"):
@@ -347,9 +353,6 @@ class Journal:
                 step for (step,) in self._db.execute("SELECT step FROM steps")
             }:
                 raise ValueError(f"the row for step {min(wrong)} is missing")
-        with self._reading("table evals"):
-            if lost := evals - set(self._db.execute("SELECT name, version FROM evals")):
-                raise ValueError(f"the result {min(lost)} is missing")
 
     def append(self, event: Durable, at: float) -> None:
         """Add a durable event. `at`, in seconds since 1970, is only for human readers."""
@@ -366,7 +369,7 @@ class Journal:
         self._events.append((self.seq, at, kind, body, self._chain))
         self._sync = self._sync or isinstance(event, CheckpointSaved)
 
-    def save(self, effect: SaveStep | SaveEval | WriteRow | Rewound | DiscardRows | ForgetSteps, at: float) -> None:
+    def save(self, effect: SaveStep | WriteRow | Rewound | DiscardRows | ForgetSteps, at: float) -> None:
         """Add a row to a readable table, or remove rows of steps that were rolled back."""
         match effect:
             case SaveStep(state=TaskState.BATCHED):
@@ -374,9 +377,6 @@ class Journal:
                 self._saves.append((tables.SAVE_STEP, values))
             case SaveStep():
                 self._saves.append((tables.COMMIT_STEP, (effect.state, at, effect.step)))
-            case SaveEval():
-                values = (effect.name, effect.version, effect.accuracy, effect.samples, effect.dropped, at)
-                self._saves.append((tables.SAVE_EVAL, values))
             case WriteRow():
                 self._saves.append((tables.SAVE_ROW, (effect.step, json.dumps(effect.row))))
             case Rewound():
@@ -385,12 +385,11 @@ class Journal:
                 self._saves.append((tables.TAKE_BACK, (effect.step,)))
             case DiscardRows():
                 self._saves.append(("DELETE FROM rows WHERE step > ?", (effect.step,)))
-                self._saves.append(("DELETE FROM evals WHERE version > ?", (effect.step,)))
                 if effect.step < self.forgotten:
                     self._forget(effect.step)
             case ForgetSteps():
                 if effect.step > self.forgotten:
-                    self._forget(min(effect.step, self.forgotten + PART_EVENTS))
+                    self._forget(min(effect.step, self.forgotten + FORGOTTEN_AT_ONCE))
                     self._saves += [(f"DELETE FROM {name} WHERE step <= ?", (self.forgotten,)) for name in _BY_STEP]  # noqa: S608
 
     def _forget(self, step: int) -> None:
@@ -405,7 +404,7 @@ class Journal:
     @property
     def due(self) -> bool:
         """Whether enough events have been written since the last snapshot to begin a new one."""
-        return self._writing is None and self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes)
+        return self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes)
 
     def commit(self) -> None:
         """Make everything added since the last commit durable.
@@ -442,58 +441,27 @@ class Journal:
             f"cannot be written: {cause}; this process has sent nothing that depends on unwritten events"
         )
 
-    def begin_snapshot(self, parts: Iterator[bytes]) -> None:
-        """Begin a snapshot of the state after the last appended event. `write_part` writes it to disk."""
-        self.commit()
-        self._event_bytes = self._snapshot_bytes = 0
-        self._writing = self._replace_events(self.seq, self._chain, parts)
+    def write_snapshot(self, parts: Iterable[bytes]) -> None:
+        """Replace the events so far, and the snapshot before, by a snapshot of the state after the last event.
 
-    def write_part(self) -> bool:
-        """Write a bounded part of the snapshot in progress. Return False if no snapshot is in progress or if it is
-        complete."""
-        if self._writing is None:
-            return False
+        Raises an RpcError that names the file if the file cannot be written.
+        """
+        self.commit()
+        last, rows = self._chain, []
+        for number, body in enumerate(parts):
+            last = tables.link(last, self.seq, number, 0.0, body)
+            rows.append((self.seq, number, body, last))
+        self._pending_bytes = self._snapshot_bytes = sum(len(body) for _, _, body, _ in rows)
+        self._event_bytes = 0
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            more = next(self._writing, _COMPLETE) is not _COMPLETE
+            self._db.execute("DELETE FROM parts")
+            self._db.executemany("INSERT INTO parts VALUES (?, ?, ?, ?)", rows)
+            self._db.execute(tables.SAVE_SNAPSHOT, (1, self.seq, self._chain, len(rows), last))
+            self._db.execute("DELETE FROM events")
             self._end()
         except sqlite3.Error as error:
             raise self._unwritable(str(error)) from None
-        if not more:
-            self._writing = None
-        return more
-
-    def _replace_events(self, seq: int, chain: bytes, parts: Iterator[bytes]) -> Iterator[None]:
-        """Write the snapshot, then delete the parts and events that it replaces. Each iteration is one transaction.
-
-        If the process is killed between two iterations, either the old or the new snapshot is complete. Parts of an
-        unfinished snapshot are overwritten here.
-        """
-        last, part = chain, -1
-        for part, body in enumerate(parts):
-            last = tables.link(last, seq, part, 0.0, body)
-            self._db.execute("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)", (seq, part, body, last))
-            self._snapshot_bytes += len(body)
-            self._pending_bytes += len(body)
-            yield
-        self._db.execute(tables.SAVE_SNAPSHOT, (1, seq, chain, part + 1, last))
-        yield
-        for old, part in self._db.execute("SELECT seq, part FROM parts WHERE seq <> ?", (seq,)).fetchall():
-            self._db.execute("DELETE FROM parts WHERE seq = ? AND part = ?", (old, part))
-            yield
-        while upto := self._last_deletable(seq):
-            self._db.execute("DELETE FROM events WHERE seq <= ?", (upto,))
-            yield
-
-    def _last_deletable(self, seq: int) -> int:
-        """Return the last event, at most `seq`, that the next transaction may delete, or 0 if there is none."""
-        query = "SELECT seq, length(body) FROM events WHERE seq <= ? ORDER BY seq LIMIT ?"
-        last = total = 0
-        for found, nbytes in self._db.execute(query, (seq, PART_EVENTS)).fetchall():
-            if last and total + nbytes > PART_BYTES:
-                break
-            last, total = found, total + nbytes
-        return last
 
     def rows_after(self, step: int) -> Iterator[str]:
         """Yield the metrics rows of steps after `step`, as JSON, in order."""

@@ -68,6 +68,14 @@ class Plan:
         """Return the step of the policy version that serves as the reference for `step`, or 0 for the initial model."""
         return (step - 1) // self.reference_every * self.reference_every if self.reference_every else 0
 
+    def version_of_model(self, stage: int, step: int) -> int:
+        """Return the step of the version with which `stage` scores the tasks of `step`, or 0 for its own model."""
+        return self.reference_version(step) if self.stages[stage].refreshed else 0
+
+    def eval_rows(self, name: str) -> Sequence[int]:
+        """Return the row indices of an evaluation set."""
+        return next(planned.rows for planned in self.evals if planned.name == name)
+
     @property
     def max_live(self) -> int:
         """Maximum number of live training tasks."""
@@ -92,11 +100,11 @@ class Plan:
             self.filter_limit,
             self.by_completion,
             [stage.name for stage in self.stages],
-            [(each.name, each.samples, each.every) for each in self.evals],
+            [(planned.name, planned.samples, planned.every) for planned in self.evals],
             *([self.reference_every] if self.reference_every else []),
         )
         digest.update(repr(head).encode())
-        for rows in (self.rows, *(each.rows for each in self.evals)):
+        for rows in (self.rows, *(planned.rows for planned in self.evals)):
             digest.update(np.asarray(rows, dtype="<i8").tobytes() + b"|")
         return digest.hexdigest()
 
@@ -140,9 +148,9 @@ class EpochOrder:
 
 def due(plan: Plan, steps: int, version: int) -> Iterator[EvalPlan]:
     """Yield the evaluation sets that are due at version `version` in a run of `steps` steps."""
-    for each in plan.evals:
-        if version % each.every == 0 or version == steps:
-            yield each
+    for planned in plan.evals:
+        if version % planned.every == 0 or version == steps:
+            yield planned
 
 
 def stage_index(plan: Plan, name: str) -> int:

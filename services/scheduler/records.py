@@ -1,25 +1,23 @@
 """Tasks that have ended, but whose samples the recorder has not taken yet. The module is pure.
 
-A chosen task becomes due when it is trained, scored, filtered or dropped. The task's collection (`collection.py`) then
-waits until the recorder has taken the task. The scheduler stops waiting if the recorder is away or too slow
-(`state.py`), or if the waiting tasks take up more room than is reserved for them. Training never waits for the
-recorder.
+A chosen task becomes due when it is trained, scored, filtered or dropped. The task's collection
+(`TaskLedger.collect`) then waits until the recorder has taken the task. The scheduler stops waiting if the recorder is
+away or too slow (`state.py`), or if the waiting tasks take up more room than is reserved for them. Training never waits
+for the recorder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import msgspec
 
 from proto.messages import DropReason, EndedTask, PutTask
-from services.scheduler.tasks import Task
+from services.scheduler.history import RunHistory
+from services.scheduler.tasks import Task, Tasks
 from shared.samples.record import SampleState
 from shared.stages import TRAIN
-
-if TYPE_CHECKING:
-    from services.scheduler.run_state import RunState
 
 MOST_DUE = 65_536
 """Maximum number of due tasks. Trained tasks that are not collected yet take up only an entry and no extra room."""
@@ -39,7 +37,8 @@ class Due(msgspec.Struct):
 class Records:
     """The due tasks by id, oldest first, and the returns to earlier steps that affect recorded samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: RunHistory) -> None:
+        self._history = history
         self.due: dict[str, Due] = {}
         self.rewinds: list[tuple[int, int]] = []
         """(lineage, step) of each return to an earlier step after which metrics rows were discarded."""
@@ -72,50 +71,45 @@ class Records:
     def load(self, due: dict[str, Due], rewinds: list[tuple[int, int]], lost: int) -> None:
         """Replace the content with that of a snapshot."""
         self.due, self.rewinds, self.lost = due, rewinds, lost
-        self.held_bytes = sum(each.nbytes for each in due.values())
+        self.held_bytes = sum(entry.nbytes for entry in due.values())
 
+    def trained(self, step: int, tasks: Iterable[Task]) -> None:
+        """Mark the chosen tasks of a committed step as due."""
+        recording = self._history.config.recording
+        if recording is not None and recording.choice.takes_step(step):
+            for task in tasks:
+                self._add(task, Due(task.fence, SampleState.TRAINED, step, self._history.lineage))
 
-def record_trained(run: RunState, step: int, tasks: list[Task]) -> None:
-    """Mark the chosen tasks of a committed step as due."""
-    recording = run.config.recording
-    if recording is not None and recording.choice.takes_step(step):
-        for task in tasks:
-            _add(run, task, Due(task.fence, SampleState.TRAINED, step, run.lineage))
+    def scored(self, task: Task, lineage: int) -> None:
+        """Mark a scored evaluation task as due. `lineage` is the lineage of the evaluated version."""
+        self._add(task, Due(task.fence, SampleState.SCORED, task.epoch, lineage))
 
+    def dropped(self, task: Task, why: DropReason, reason: str) -> None:
+        """Mark a dropped task as due, if the task is chosen."""
+        recording, history = self._history.config.recording, self._history
+        step = history.committed_step + 1 if task.split == TRAIN else task.epoch
+        if recording is not None and (task.split != TRAIN or recording.choice.takes_step(step)):
+            state = SampleState.FILTERED if why == DropReason.FILTERED else SampleState.DROPPED
+            self._add(task, Due(task.fence, state, step, history.lineage, f"{why}: {reason}"[:300]))
 
-def record_scored(run: RunState, task: Task, lineage: int) -> None:
-    """Mark a scored evaluation task as due. `lineage` is the lineage of the evaluated version."""
-    _add(run, task, Due(task.fence, SampleState.SCORED, task.epoch, lineage))
+    def _add(self, task: Task, due: Due) -> None:
+        recording = self._history.config.recording
+        if recording is None or not recording.choice.takes(task.task_id):
+            return
+        if len(self.due) < MOST_DUE:
+            self.due[task.task_id] = due
+        else:
+            self.lost += 1
 
-
-def record_dropped(run: RunState, task: Task, why: DropReason, reason: str) -> None:
-    """Mark a dropped task as due, if the task is chosen."""
-    recording = run.config.recording
-    step = run.committed_step + 1 if task.split == TRAIN else task.epoch
-    if recording is not None and (task.split != TRAIN or recording.choice.takes_step(step)):
-        state = SampleState.FILTERED if why == DropReason.FILTERED else SampleState.DROPPED
-        _add(run, task, Due(task.fence, state, step, run.lineage, f"{why}: {reason}"[:300]))
-
-
-def _add(run: RunState, task: Task, due: Due) -> None:
-    recording = run.config.recording
-    if recording is None or not recording.choice.takes(task.task_id):
-        return
-    if len(run.records.due) < MOST_DUE:
-        run.records.due[task.task_id] = due
-    else:
-        run.records.lost += 1
-
-
-def next_due(run: RunState, most: int) -> list[EndedTask]:
-    """Return up to `most` due tasks, oldest first. A task that left no shards has no samples."""
-    found: list[EndedTask] = []
-    for task_id, due in run.records.due.items():
-        if len(found) >= most:
-            break
-        task = run.tasks.find(task_id)
-        part = task.parts[0] if task is not None and task.fence == due.fence else None
-        samples = task.samples if task is not None and part is not None else 0
-        store = run.store_names[part.store] if part is not None else ""
-        found.append(EndedTask(task_id, due.fence, str(due.state), due.step, due.lineage, samples, store, due.reason))
-    return found
+    def next_due(self, tasks: Tasks, store_names: Sequence[str], most: int) -> list[EndedTask]:
+        """Return up to `most` due tasks, oldest first. A task that left no shards has no samples."""
+        ended: list[EndedTask] = []
+        for task_id, due in islice(self.due.items(), most):
+            task = tasks.find(task_id)
+            part = task.parts[0] if task is not None and task.fence == due.fence else None
+            samples = task.samples if task is not None and part is not None else 0
+            store = store_names[part.store] if part is not None else ""
+            ended.append(
+                EndedTask(task_id, due.fence, str(due.state), due.step, due.lineage, samples, store, due.reason)
+            )
+        return ended

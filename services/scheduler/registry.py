@@ -1,19 +1,28 @@
-"""Holds the registered life of every instance, indexed by instance, by store and by host. The module is pure."""
+"""The registered life of every instance, and checks of what a peer reports about itself. The module is pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from proto.messages import ErrorCode, Register
+import msgspec
+
+from proto.messages import ErrorCode, Heartbeat, Register
 from services.scheduler.leases import Holder
-from services.scheduler.stores import RANK, STORE
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
+from shared.topology.models import POLICY_WORKER
 
+STORE, RANK = "batch-store", POLICY_WORKER
 MOST_INSTANCES = 16_384
 """Maximum number of registered instances."""
 MOST_STORES = 512
 """Maximum number of registered stores. The scheduler and the stores have a socket for each; a process has 1,023."""
+MOST_TEXT = 1024
+"""Maximum number of characters in each string that a service reports. The status of a run holds all of them."""
+MOST = 1 << 50
+"""Maximum bytes (one pebibyte) or shards of one store."""
+MOST_TROUBLES = 16
+"""Maximum number of problems in one heartbeat."""
 
 
 class Registry(Mapping[Holder, Register]):
@@ -81,3 +90,25 @@ class Registry(Mapping[Holder, Register]):
         del there[holder]
         if not there:
             del self._hosts[row.host_id]
+
+
+def check_numbers(request: Register | Heartbeat) -> None:
+    """Raise RpcError(bad_request) if a value is out of range. The error names the service and the value."""
+    if isinstance(request, Register):
+        numbers = {"limit_bytes": request.limit_bytes}
+    else:
+        numbers = {"store_bytes": request.store_bytes, "store_shards": request.store_shards}
+    texts = [value for value in msgspec.structs.astuple(request) if isinstance(value, str)]
+    if isinstance(request, Heartbeat):
+        texts += [text for trouble in request.troubles[:MOST_TROUBLES] for text in (trouble.kind, trouble.text)]
+    if not 0 <= request.instance < 1 << 31 or any(len(text) > MOST_TEXT for text in texts):
+        who = f"{request.service[:64]}/{request.instance}"
+        text = f"{who}: instances are counted from 0, and no text may have more than {MOST_TEXT} characters"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    if isinstance(request, Heartbeat) and len(request.troubles) > MOST_TROUBLES:
+        text = f"{service_name(request.service, request.instance)}: {len(request.troubles)} troubles in one heartbeat"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; at most {MOST_TROUBLES} are allowed")
+    for name, value in numbers.items():
+        if not 0 <= value <= MOST:
+            who = service_name(request.service, request.instance)
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{who}: {name} {value} is out of range; it must be 0 to {MOST}")

@@ -38,7 +38,6 @@ from services.scheduler.events import (
     Request,
     RequestInventory,
     Rewound,
-    SaveEval,
     SaveStep,
     SendClear,
     ShardsLost,
@@ -66,8 +65,6 @@ STORE_CALL_S = 5.0
 CHECK_CALL_S = 30.0
 CHECKED_AT_ONCE = 512
 """Maximum number of tasks whose shards a store reads in one call."""
-SNAPSHOT_S = 0.02
-"""Maximum seconds per tick for writing parts of a snapshot."""
 SUPERVISOR = "supervisor"
 SUPERVISOR_CALL_S = 5.0
 
@@ -86,11 +83,9 @@ def rebuild(journal: Journal, state: Scheduler) -> int:
     for event in journal.events():
         state.replay(event)
         count += 1
-    done = state.run.evaluations.done.items()
     journal.check(
-        rows=range(0 if state.run.plan.evals else 1, state.run.next_row),
-        steps=state.run.batched_step,
-        evals={(name, step) for step, sets in done for name, row in sets.items() if row[f"eval/{name}/rows_scored"]},
+        rows=range(0 if state.run.plan.evals else 1, state.run.history.next_row),
+        steps=state.run.history.batched_step,
     )
     return count
 
@@ -145,12 +140,12 @@ class SchedulerService(Service):
             gc.enable()
         run = self._state.run
         if self._journal.seq:
-            self.log.info("journal replayed", events=events, step=run.committed_step)
+            self.log.info("journal replayed", events=events, step=run.history.committed_step)
         if self._journal.unmarked:
             self.log.warning("the journal has no mark and counts as complete")
         lost = self._lost_tail()
-        lineage = run.lineage if lost is None else max(run.lineage, lost.lineage)
-        self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, run.next_row - 1, lineage)
+        lineage = run.history.lineage if lost is None else max(run.history.lineage, lost.lineage)
+        self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, run.history.next_row - 1, lineage)
         if self._metrics.found < self._journal.forgotten:
             gap = [self._metrics.found + 1, self._journal.forgotten]
             self.log.warning("rows are missing from the metrics file, and the journal no longer has them", steps=gap)
@@ -166,7 +161,7 @@ class SchedulerService(Service):
         marked = self._journal.marked
         agreed, newest = traces(self.run.metrics, self._journal.rows_after(-1))
         reached = max(marked.step, newest)
-        committed = self._state.run.committed_step
+        committed = self._state.run.history.committed_step
         self.log.warning("the end of the journal is lost", cause=cause, committed=committed, reached=reached)
         return TailLost(min(agreed, committed), reached, marked.fence, marked.lineage)
 
@@ -179,13 +174,6 @@ class SchedulerService(Service):
                 self._failed.result()
             self._take(self._state.handle(Tick(), self._now()))
             self._flush()
-            self._write_snapshot()
-
-    def _write_snapshot(self) -> None:
-        """Continue a snapshot for at most `SNAPSHOT_S` seconds, so that requests are served in between."""
-        until = self._now() + SNAPSHOT_S
-        while self._journal.write_part() and self._now() < until:
-            pass
 
     async def drain(self) -> None:
         for job in self._jobs:
@@ -234,7 +222,7 @@ class SchedulerService(Service):
                     if isinstance(effect.event, ShardsLost):
                         names = [task.task_id for task in effect.event.tasks]
                         self.log.warning("shards lost", store=effect.event.store, tasks=names[:8], count=len(names))
-                case SaveStep() | SaveEval():
+                case SaveStep():
                     self._journal.save(effect, time.time())
                 case Rewound():
                     self._journal.save(effect, time.time())
@@ -259,14 +247,14 @@ class SchedulerService(Service):
                 self._metrics.discard(discard.lineage, discard.step, discard.waiting)
             self._discards.clear()
             run = self._state.run
-            self._journal.fence, self._journal.lineage = run.highest_fence, run.lineage
-            self._journal.step = run.committed_step
+            self._journal.fence, self._journal.lineage = run.ledger.highest_fence, run.history.lineage
+            self._journal.step = run.history.committed_step
             self._journal.commit()
             effects, self._effects = self._effects, []
             for effect in effects:
                 self._carry_out(effect)
             if self._journal.due:
-                self._journal.begin_snapshot(snapshot.begin(self._state.run))
+                self._journal.write_snapshot(snapshot.dump(self._state.run))
         except Exception as error:  # otherwise the rest of the burst would be lost silently
             self._failed.set_exception(error)
 
@@ -309,7 +297,8 @@ class SchedulerService(Service):
         except OSError as error:
             self.log.warning("old steps stay in the journal", cause=f"{self.run.metrics}: {error.strerror or error}")
             return
-        if self._state.run.checkpoint_step >= effect.step:  # otherwise the run has returned to before these steps
+        # Otherwise, the run has returned to before these steps.
+        if self._state.run.history.checkpoint_step >= effect.step:
             self._journal.save(effect, time.time())
             self._flush()
 

@@ -1,21 +1,17 @@
 """Conversion of the durable state to bytes and back, with msgpack and without pickle. The module is pure.
 
-A snapshot shows the run at the moment when the snapshot begins. Everything except tasks and clears is packed at once.
-The tasks are packed part by part while the run continues, and a task that changes in the meantime is copied first
-(`Tasks.edit`).
+The whole state is packed at once. A topology limits the number of live tasks (`shared.topology.checks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
 from typing import Any, cast
 
 import msgspec
 
 from proto import codec
-from proto.messages import PublishWeights, Register
-from services.scheduler.collection import Entry
+from proto.messages import PublishWeights, Register, TaskState
 from services.scheduler.evaluations import Evaluations
 from services.scheduler.events import Configure
 from services.scheduler.leases import TaskLease
@@ -24,26 +20,20 @@ from services.scheduler.plan import Plan
 from services.scheduler.records import Due
 from services.scheduler.run_state import RunState
 from services.scheduler.scalars import Layout
-from services.scheduler.stores import trainer_stores
-from services.scheduler.tasks import Row, TaskState
+from services.scheduler.shards import QueuedClear
+from services.scheduler.tasks import Task
 
-LAYOUT = 14
-"""Version of the journal, raised with every change to its tables or to what `begin` writes. Other versions are
-refused."""
+LAYOUT = 15
+"""Version of the journal, raised with every change to its tables or to what `dump` writes. Other versions are refused,
+except the previous one, which only had one more table (`Journal`)."""
 PART_ROWS = 2048
-
-_VALUES = (
-    "position", "highest_fence", "driver", "old_drivers", "lineage", "batched_step", "committed_step",
-    "checkpoint_step", "finished", "broken", "uncovered", "gone", "eval_lease_debt", "next_row", "store_names",
-    "reopened", "checked", "stale", "lost_version",
-)  # fmt: skip
-"""Attributes of `RunState` that are packed unchanged."""
 
 
 class _Head(msgspec.Struct):
     """Everything but tasks and clears. The waiting lines are left out because they follow from the tasks."""
 
     values: dict[str, Any]
+    """The values that the owners store unchanged (`saved`)."""
     config: Configure
     registry: list[Register]
     collected: int
@@ -64,50 +54,40 @@ class _Head(msgspec.Struct):
     samples_lost: int
 
 
-def begin(run: RunState) -> Iterator[bytes]:
-    """Return an iterator over the parts of a snapshot of the run as it is now. Only one snapshot may be in progress at
-    a time."""
-    return _parts(_head(run), run.tasks.begin_copy(), run.clears.entries())
-
-
 def dump(run: RunState) -> list[bytes]:
-    """Return all parts of a snapshot. The parts are equal for two runs with the same history."""
-    return list(_parts(_head(run), run.tasks.rows(), run.clears.entries()))
-
-
-def _parts(head: bytes, tasks: Iterator[Row], clears: dict[str, list[Entry]]) -> Iterator[bytes]:
+    """Return the parts of a snapshot. They are equal for two runs with the same history."""
     encode = msgspec.msgpack.encode
-    yield head
-    while rows := list(islice(tasks, PART_ROWS)):
-        yield encode(["", rows])
-    for store, entries in clears.items():
-        for at in range(0, max(len(entries), 1), PART_ROWS):
-            yield encode([store, entries[at : at + PART_ROWS]])
+    tasks = list(run.ledger.tasks)
+    parts = [_head(run), *(encode(["", tasks[at : at + PART_ROWS]]) for at in range(0, len(tasks), PART_ROWS))]
+    for store, entries in run.shards.clears.entries().items():
+        parts += [encode([store, entries[at : at + PART_ROWS]]) for at in range(0, max(len(entries), 1), PART_ROWS)]
+    return parts
 
 
 def _head(run: RunState) -> bytes:
+    ledger, history, shards = run.ledger, run.history, run.shards
     head = _Head(
-        values={name: getattr(run, name) for name in _VALUES},
-        config=run.config,
-        registry=list(run.registry.values()),
-        collected=run.tasks.counts[TaskState.COLLECTED],
-        least_fence=run.tasks.least_fence,
-        window=(run.window.head, run.window.tail, list(run.window.finished)),
-        next_lease=run.leases.next_id,
+        values=shards.saved() | history.saved() | ledger.saved(),
+        config=history.config,
+        registry=list(shards.registry.values()),
+        collected=ledger.tasks.counts[TaskState.COLLECTED],
+        least_fence=ledger.tasks.least_fence,
+        window=(ledger.window.head, ledger.window.tail, list(ledger.window.finished)),
+        next_lease=ledger.leases.next_id,
         leases=[
             (one.lease_id, one.stage, one.holder, one.incarnation, one.version, one.call, list(one.tasks))
-            for one in run.leases
+            for one in ledger.leases
         ],
-        weights=[codec.encode_body(PublishWeights(driver=0, ref=ref)) for ref in run.versions.refs],
-        evaluations=run.evaluations,
-        losses=run.losses,
-        layouts=run.layouts,
-        batches={step: [task.task_id for task in tasks] for step, tasks in run.batches.items()},
-        identities=run.identities,
-        waiting_rows=run.waiting_rows,
-        due=run.records.due,
-        rewinds=run.records.rewinds,
-        samples_lost=run.records.lost,
+        weights=[codec.encode_body(PublishWeights(driver=0, ref=ref)) for ref in history.versions.refs],
+        evaluations=history.evaluations,
+        losses=ledger.losses,
+        layouts=ledger.layouts,
+        batches={step: [task.task_id for task in tasks] for step, tasks in history.batches.items()},
+        identities=history.identities,
+        waiting_rows=history.waiting_rows,
+        due=ledger.records.due,
+        rewinds=ledger.records.rewinds,
+        samples_lost=ledger.records.lost,
     )
     return msgspec.msgpack.encode(head)
 
@@ -118,32 +98,27 @@ def load(plan: Plan, parts: Iterable[bytes]) -> RunState:
     rest = iter(parts)
     head = msgspec.msgpack.decode(next(rest, b""), type=_Head)
     run = RunState(plan)
-    for name in _VALUES:
-        setattr(run, name, head.values[name])
-    run.config = head.config
-    for row in head.registry:
-        run.registry.put(row)
-    run.tasks.counts[TaskState.COLLECTED] = head.collected
-    run.tasks.least_fence = head.least_fence
+    ledger, history, shards = run.ledger, run.history, run.shards
+    shards.restore(head.values, head.registry)
+    ledger.tasks.counts[TaskState.COLLECTED] = head.collected
+    ledger.tasks.least_fence = head.least_fence
     for part in rest:
-        store, rows = msgspec.msgpack.decode(part)
+        store, rows = msgspec.msgpack.decode(part, type=tuple[str, msgspec.Raw])
         if store:
-            run.clears.extend(store, map(tuple, rows))
+            shards.clears.extend(store, msgspec.msgpack.decode(rows, type=list[QueuedClear]))
         else:
-            for row in rows:
-                run.tasks.load(row)
+            for task in msgspec.msgpack.decode(rows, type=list[Task]):
+                ledger.tasks.load(task)
     for packed in head.weights:
-        run.versions.put(cast(PublishWeights, codec.decode_body(PublishWeights.TYPE, packed)).ref)
+        history.versions.put(cast(PublishWeights, codec.decode_body(PublishWeights.TYPE, packed)).ref)
+    batches = {step: [ledger.tasks[name] for name in names] for step, names in head.batches.items()}
+    history.restore(head.values, head.config, batches, head.identities, head.waiting_rows, head.evaluations)
     first, last, finished = head.window
-    run.window.restore(first, last, run.tasks, finished)
+    ledger.window.restore(first, last, ledger.tasks, finished)
     for lease_id, stage, holder, incarnation, version, call, names in head.leases:
-        held = {name: run.tasks.known(name) for name in names}
-        run.leases.add(TaskLease(lease_id, stage, holder, incarnation, version, call, held))
-    run.leases.next_id = head.next_lease
-    run.evaluations, run.losses, run.layouts = head.evaluations, head.losses, head.layouts
-    run.batches = {step: [run.tasks.known(name) for name in names] for step, names in head.batches.items()}
-    run.identities, run.waiting_rows = head.identities, head.waiting_rows
-    run.records.load(head.due, head.rewinds, head.samples_lost)
-    run.trainer_stores = trainer_stores(run)
-    run.line_up()
+        granted = {name: ledger.tasks[name] for name in names}
+        ledger.leases.add(TaskLease(lease_id, stage, holder, incarnation, version, call, granted))
+    ledger.leases.next_id = head.next_lease
+    ledger.records.load(head.due, head.rewinds, head.samples_lost)
+    ledger.restore(head.values, head.losses, head.layouts)
     return run

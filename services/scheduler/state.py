@@ -32,6 +32,7 @@ from proto.messages import (
     HeartbeatAck,
     HoldDevices,
     HostGone,
+    LeaseGrant,
     LeaseRequest,
     NextBatch,
     PublishWeights,
@@ -49,9 +50,8 @@ from proto.messages import (
 )
 from proto.registry import Message
 from services.scheduler import view
-from services.scheduler.collection import is_stray
+from services.scheduler.audits import Audits, claims, is_stray, whole_steps
 from services.scheduler.devices import DeviceTurns
-from services.scheduler.evaluations import evaluated
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -82,16 +82,12 @@ from services.scheduler.events import (
     Tick,
     WriteRow,
 )
-from services.scheduler.leases import Holder
-from services.scheduler.leasing import describe, measures, stage_of
-from services.scheduler.pace import Paces
+from services.scheduler.leases import Holder, LeasePaces
+from services.scheduler.leasing import describe, stage_of
 from services.scheduler.plan import Plan
-from services.scheduler.plausible import check_numbers
-from services.scheduler.records import next_due
-from services.scheduler.run_state import Reply, RunState
-from services.scheduler.shard_loss import Audits, claims, whole_steps
-from services.scheduler.steps import batch, check_driver, check_versions
-from services.scheduler.stores import STORE, upstream
+from services.scheduler.registry import STORE, check_numbers
+from services.scheduler.run_state import Applied, Reply, RunState
+from services.scheduler.steps import batch
 from services.scheduler.view import Seen
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
@@ -164,7 +160,7 @@ class Scheduler:
         """The requests in `_leasing` by process, including some that have been answered."""
         self._polls: list[Waiting] = []
         """Deferred requests of the driver and of the recorder."""
-        self._paces = Paces(lease_s)
+        self._paces = LeasePaces(lease_s)
         self._seen: dict[Holder, Seen] = {}
         self._ending: dict[Holder, str] = {}
         """The problems that end the run, by the process that reports them."""
@@ -189,11 +185,9 @@ class Scheduler:
 
     def replay(self, event: Durable) -> None:
         """Apply a journaled event and discard its effects, which an earlier life carried out."""
-        self.run.apply(event)
-        for effect in self.run.out:
+        for effect in self.run.apply(event).effects:
             if isinstance(effect, WriteRow):
                 self.last_row = effect.row
-        self.run.out.clear()
 
     def begin(self, config: Configure, now: float, lost: TailLost | None = None) -> list[Effect]:
         """Start after replay: renew live leases, reconcile known stores and send them their pending clears.
@@ -205,13 +199,13 @@ class Scheduler:
         self._reconcile_at = now + (RECONCILE_S if lost is None else 0.0)
         if lost is not None:
             self._durable(lost)
-        for lease in self.run.leases:
+        for lease in self.run.ledger.leases:
             self._paces.begin(lease.lease_id, now)
-        for holder in self.run.registry:
+        for holder in self.run.shards.registry:
             self._see(holder, Seen(now))
-        self._devices.begin(self.run.registry, now)
-        self.run.dropped_in_a_row = 0  # the reward function might have been fixed before resuming
-        if config != self.run.config:
+        self._devices.begin(self.run.shards.registry, now)
+        self.run.ledger.count_usable()  # the reward function might have been fixed before resuming
+        if config != self.run.history.config:
             self._durable(config)
         self._settle()
         return self._take()
@@ -286,13 +280,16 @@ class Scheduler:
 
     def _durable(self, event: Durable) -> Reply | None:
         """Apply an event, and journal it if it changed anything."""
-        reply = self.run.apply(event)
-        if reply is not None:
-            self._out.append(Persist(event))
-        return reply
+        applied = self.run.apply(event)
+        if applied.reply is not None:
+            self._note(event, applied)
+        return applied.reply
 
-    def _take(self) -> list[Effect]:
-        for effect in self.run.out:
+    def _note(self, event: Durable, applied: Applied) -> None:
+        """Journal an event that changed the run, and publish what came of it."""
+        self._out.append(Persist(event))
+        for effect in applied.effects:
+            self._out.append(effect)
             if isinstance(effect, WriteRow):
                 self.last_row = effect.row
                 self._out.append(Tell("step", dict(effect.row)))
@@ -300,8 +297,8 @@ class Scheduler:
                 self.last_row = {}
             elif isinstance(effect, Rewound):
                 self._out.append(Tell("scheduler/rewound", {"step": effect.step, "committed": effect.committed}))
-        self._out.extend(self.run.out)
-        self.run.out.clear()
+
+    def _take(self) -> list[Effect]:
         out, self._out = self._out, []
         return out
 
@@ -318,9 +315,9 @@ class Scheduler:
         if self._polls:
             self._polls = [waiting for waiting in self._polls if not self._retry(waiting)]
         self._out.extend(self._devices.settle(self._now))
-        for store in self.run.clears.take_changed():
+        for store in self.run.shards.clears.take_changed():
             if store not in self._clearing:
-                tasks = self.run.clears.head(store)
+                tasks = self.run.shards.clears.head(store)
                 if tasks:
                     self._clearing[store] = self._now
                     self._out.append(SendClear(store, tasks, tracked=True))
@@ -370,7 +367,7 @@ class Scheduler:
                 kind = type(waiting.asked.request).__name__
                 self._out.append(Fail(waiting.asked.ref, ErrorCode.NOT_READY, f"scheduler: nothing yet for {kind}"))
         for expired in self._paces.expired(self._now):
-            lease = self.run.leases.get(expired.lease_id)
+            lease = self.run.ledger.leases.get(expired.lease_id)
             if lease is not None:
                 lost: dict[str, float | str] = {"holder": service_name(*lease.holder), "lease": float(lease.lease_id)}
                 self._tell("scheduler/lost_lease", lost)
@@ -382,7 +379,7 @@ class Scheduler:
         self._audit()
         if self._reconcile_at <= self._now:
             self._reconcile_at = self._now + RECONCILE_S
-            self._out.extend(RequestInventory(store) for store in self.run.clears.stores)
+            self._out.extend(RequestInventory(store) for store in self.run.shards.clears.stores)
         if self._tell_at <= self._now:
             self._tell_at = self._now + TELL_S
             held_back = sum(map(len, self._leasing))
@@ -402,13 +399,13 @@ class Scheduler:
         self._lost_lives.update(dict.fromkeys(lives))
         for oldest in list(self._lost_lives)[:-MOST_LOST_LIVES]:
             del self._lost_lives[oldest]
-        lost = [holder for holder, row in self.run.registry.items() if row.incarnation in lives]
+        lost = [holder for holder, row in self.run.shards.registry.items() if row.incarnation in lives]
         for holder in lost:
             self._fail_waiting(holder, f"{service_name(*holder)} was lost with its host")
-            for lease in list(self.run.leases.held_by(holder)):
+            for lease in list(self.run.ledger.leases.held_by(holder)):
                 self._durable(LeaseExpired(lease.lease_id, not_started=True))
                 self._paces.end(lease.lease_id)
-            self._devices.gone(holder, self.run.registry[holder].incarnation)
+            self._devices.gone(holder, self.run.shards.registry[holder].incarnation)
         for holder in lost:
             if holder[0] == STORE and service_name(*holder) != TRAINER_STORE:
                 self._give_up_store(holder)
@@ -435,8 +432,8 @@ class Scheduler:
         holder = (request.service, request.instance)
         if request.incarnation in self._lost_lives:
             raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: this life was lost with its host; stop it")
-        self.run.registry.check_room(holder)
-        if self.run.registry.get(holder) != request:
+        self.run.shards.registry.check_room(holder)
+        if self.run.shards.registry.get(holder) != request:
             self._fail_waiting(holder, f"{service_name(*holder)} restarted", but=request.incarnation)
             self._durable(request)
             self._devices.registered(request, self._now)
@@ -448,7 +445,7 @@ class Scheduler:
 
     def where(self, service: str, instance: int) -> Resolved:
         """Return the registered endpoint of an instance. Raises RpcError(missing) if it has not registered."""
-        known = self.run.registry.get((service, instance))
+        known = self.run.shards.registry.get((service, instance))
         if known is None:
             raise RpcError(ErrorCode.MISSING, f"{service_name(service, instance)} has not registered (yet)")
         return Resolved(endpoint=known.endpoint, host_id=known.host_id, incarnation=known.incarnation)
@@ -456,7 +453,7 @@ class Scheduler:
     def _heartbeat(self, asked: Asked, beat: Heartbeat) -> None:
         check_numbers(beat)
         holder = (beat.service, beat.instance)
-        known = self.run.registry.get(holder)
+        known = self.run.shards.registry.get(holder)
         if known is None or known.incarnation != beat.incarnation:
             self._answer(asked, HeartbeatAck(scheduler_incarnation=self.incarnation, registered=False))
             return
@@ -465,7 +462,7 @@ class Scheduler:
         self._devices.beat(beat, self._now)
         lost: list[int] = []
         for report in beat.leases:
-            lease = self.run.leases.get(report.lease_id)
+            lease = self.run.ledger.leases.get(report.lease_id)
             if lease is None or lease.holder != holder or lease.incarnation != beat.incarnation:
                 lost.append(report.lease_id)
             else:
@@ -475,7 +472,7 @@ class Scheduler:
             registered=True,
             lost_leases=lost,
             weights=self._newer(beat),
-            upstream=upstream(self.run, holder, self._is_present) if beat.service == STORE else [],
+            upstream=self.run.shards.upstream(holder, self._is_present) if beat.service == STORE else [],
         )
         self._answer(asked, ack)
 
@@ -497,7 +494,7 @@ class Scheduler:
         A life counts as ended if another life of the process has registered, or if the life has been silent for
         `GONE_S`.
         """
-        known, seen = self.run.registry.get((service, instance)), self._seen.get((service, instance))
+        known, seen = self.run.shards.registry.get((service, instance)), self._seen.get((service, instance))
         return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S
 
     def _newer(self, beat: Heartbeat) -> WeightsRef | None:
@@ -505,18 +502,18 @@ class Scheduler:
 
         A restarted engine, which holds no version yet, gets its first one with a lease.
         """
-        newest = self.run.versions.newest
+        newest = self.run.history.versions.newest
         if beat.service != ROLLOUT.service or beat.holds_step < 0 or newest is None:
             return None
-        if any(measures(lease) for lease in self.run.leases.held_by((beat.service, beat.instance))):
+        if any(lease.measures for lease in self.run.ledger.leases.held_by((beat.service, beat.instance))):
             return None
-        return self.run.versions.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
+        return self.run.history.versions.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
 
     # ---------------------------------------------------------------------------------------------- shards
 
     def _listed(self, page: Listed) -> None:
         """Clear the strays on an inventory page. After the last page, find out which shards are missing."""
-        strays = [entry for entry in page.tasks if is_stray(self.run, entry)]
+        strays = [entry for entry in page.tasks if is_stray(self.run.ledger, entry)]
         if strays:
             self._out.append(SendClear(page.store, strays, tracked=False))
             self._tell("scheduler/gc", {"strays": float(len(strays)), "store": page.store})
@@ -525,13 +522,13 @@ class Scheduler:
 
     def _audit(self) -> None:
         """Continue to compare inventories with the accepted results, and have the stores check missing results."""
-        for audit in self._audits.compare(self.run):
+        for audit in self._audits.compare(self.run.ledger):
             if audit.missing:
                 self._out.append(CheckShards(audit.store, audit.missing))
 
     def _report(self, asked: Asked, request: ReportShards) -> None:
         """Have the store check the tasks that a reader could not read, and the other tasks of the same steps."""
-        accused = claims(self.run, request.store, whole_steps(self.run, request.tasks))
+        accused = claims(self.run.ledger, request.store, whole_steps(self.run.ledger, request.tasks))
         if accused:
             self._out.append(CheckShards(request.store, accused, asked.ref))
         else:  # these attempts have ended
@@ -556,31 +553,32 @@ class Scheduler:
 
     def _lease(self, asked: Asked, request: LeaseRequest) -> None:
         holder = (request.service, request.instance)
-        known = self.run.registry.get(holder)
+        known = self.run.shards.registry.get(holder)
         if known is not None and known.incarnation != request.incarnation:
             raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: another life of this process is registered")
-        before = self.run.leases.answering(holder, asked.call)
+        before = self.run.ledger.leases.answering(holder, asked.call)
         if before is not None:
-            self._answer(asked, describe(self.run, before, self.lease_s))
+            self._answer(asked, describe(self.run.ledger, before, self.lease_s))
             return
-        stage = stage_of(self.run, request)
+        stage = stage_of(self.run.ledger, request)
         if self._leasing[stage] or not self._try_lease(asked, request):
             waiting = Waiting(asked, partial(self._try_lease, asked, request), self._answer_by(asked))
             self._leasing[stage].append(waiting)
             self._deferred[holder] = [*(each for each in self._deferred.get(holder, ()) if each.open), waiting]
 
     def _try_lease(self, asked: Asked, request: LeaseRequest) -> bool:
-        grant = self.run.lease(request, asked.call)
-        if grant is None:
+        applied = self.run.lease(request, asked.call)
+        grant = applied.reply
+        if not isinstance(grant, LeaseGrant):
             return False
-        self._out.append(Persist(Leased(codec.encode_body(request), asked.call)))
+        self._note(Leased(codec.encode_body(request), asked.call), applied)
         self._paces.begin(grant.lease_id, self._now)
         self._answer(asked, msgspec.structs.replace(grant, lease_s=self.lease_s))
         return True
 
     def _complete(self, asked: Asked, request: Complete) -> None:
         reply = self._durable(request)
-        if self.run.leases.get(request.lease_id) is None:
+        if self.run.ledger.leases.get(request.lease_id) is None:
             self._paces.end(request.lease_id)
         else:
             self._paces.result(request.lease_id, self._now)
@@ -595,23 +593,24 @@ class Scheduler:
         self._poll(asked, partial(self._try_samples, asked, request))
 
     def _try_samples(self, asked: Asked, request: TakeSamples) -> bool:
-        records = self.run.records
-        rewinds = [TakenBack(*each) for each in records.rewinds[max(request.rewinds, 0) :]]
+        run, records = self.run, self.run.ledger.records
+        rewinds = [TakenBack(*rewind) for rewind in records.rewinds[max(request.rewinds, 0) :]]
         early = not records.held_bytes and self._now - self._sampled_at < RECORD_S
         if not request.final and not rewinds and (not records.due or early):
             return False
         self._sampled_at = self._now
-        due, stores = next_due(self.run, RECORDED_AT_ONCE), list(self.run.trainer_stores)
+        due = records.next_due(run.ledger.tasks, run.shards.store_names, RECORDED_AT_ONCE)
+        stores = list(run.shards.trainer_stores)
         self._answer(asked, SamplesDue(tasks=due, trainer_stores=stores, rewinds=rewinds, lost=records.lost))
         return True
 
     def _give_up_samples(self) -> None:
         """Stop holding tasks for a recorder that is silent or too slow."""
-        if not self.run.records.held_bytes:
+        if not self.run.ledger.records.held_bytes:
             self._held_since.clear()
             return
         silent = self._now - self._recorder_at > HOLD_S
-        held = {(each.task_id, each.fence): each for each, _ in self.run.records.held}
+        held = {(each.task_id, each.fence): each for each, _ in self.run.ledger.records.held}
         self._held_since = {key: self._held_since.get(key, self._now) for key in held}
         late = [each for key, each in held.items() if silent or self._now - self._held_since[key] > HOLD_S]
         if late:
@@ -620,25 +619,25 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- driver
 
     def _try_batch(self, asked: Asked, request: NextBatch) -> bool:
-        found = batch(self.run, request) or self._durable(request)
-        if found is None:
+        formed = batch(self.run.ledger, request) or self._durable(request)
+        if formed is None:
             self._check_troubles()
             return False
-        self._answer(asked, found)
+        self._answer(asked, formed)
         return True
 
     def _try_evals(self, asked: Asked, request: WaitEvals) -> bool:
-        check_driver(self.run, request.driver)
-        check_versions(self.run)
-        results = evaluated(self.run, request.step)
+        history = self.run.history
+        history.check_driver(request.driver)
+        history.check_versions()
+        results = history.evaluated(request.step)
         # Rows are written in step order: without the earlier evaluations, the run would end before this row is written.
-        earlier = any(step < request.step for _, step in self.run.evaluations.open)
+        earlier = any(step < request.step for _, step in history.evaluations.open)
         if results is None or earlier:
             self._check_troubles()
             return False
-        self._answer(
-            asked, EvalsDone(step=request.step, accuracy=results, metrics=self.run.evaluations.row(request.step))
-        )
+        metrics = history.evaluations.row(request.step)
+        self._answer(asked, EvalsDone(step=request.step, accuracy=results, metrics=metrics))
         return True
 
     def _check_troubles(self) -> None:

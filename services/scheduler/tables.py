@@ -27,9 +27,6 @@ CREATE TABLE parts (
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY, state TEXT NOT NULL, task_ids TEXT NOT NULL, committed_at REAL, metrics TEXT NOT NULL,
     sum BLOB NOT NULL);
-CREATE TABLE evals (
-    name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL, samples INTEGER NOT NULL,
-    dropped INTEGER NOT NULL, at REAL NOT NULL, sum BLOB NOT NULL, PRIMARY KEY (name, version));
 CREATE TABLE rows (step INTEGER PRIMARY KEY, row TEXT NOT NULL, sum BLOB NOT NULL);
 CREATE TABLE rewinds (
     lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, committed INTEGER NOT NULL, at REAL NOT NULL,
@@ -46,11 +43,10 @@ SAVE_META = "INSERT OR REPLACE INTO meta VALUES (?1, ?2, checksum(?1, ?2))"
 TAKE_BACK = """
 UPDATE steps SET state='TAKEN_BACK', sum=checksum(step, 'TAKEN_BACK', task_ids, committed_at, metrics) WHERE step > ?
 """
-SAVE_EVAL = "INSERT OR REPLACE INTO evals VALUES (?1, ?2, ?3, ?4, ?5, ?6, checksum(?1, ?2, ?3, ?4, ?5, ?6))"
 SAVE_ROW = "INSERT OR IGNORE INTO rows VALUES (?1, ?2, checksum(?1, ?2))"
 SAVE_REWIND = "INSERT OR REPLACE INTO rewinds VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
 SAVE_SNAPSHOT = "INSERT OR REPLACE INTO snapshot VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
-SUMMED = ("meta", "snapshot", "steps", "evals", "rows", "rewinds")
+SUMMED = ("meta", "snapshot", "steps", "rows", "rewinds")
 """The tables whose rows end with `sum`, the checksum of their other columns."""
 START = bytes(16)
 """The chain before the first event."""
@@ -65,7 +61,7 @@ def link(chain: bytes, seq: int, kind: int, at: float, body: bytes) -> bytes:
 def checksum(*values: object) -> bytes:
     """Return the checksum of a row's columns. -0.0 counts as 0.0, because SQLite drops the sign of zero."""
     return xxhash.xxh3_128_digest(
-        msgspec.msgpack.encode([each + 0.0 if isinstance(each, float) else each for each in values])
+        msgspec.msgpack.encode([value + 0.0 if isinstance(value, float) else value for value in values])
     )
 
 

@@ -1,35 +1,19 @@
-"""The live tasks of a run: plain objects whose states change according to one table. The module is pure."""
+"""The live tasks of a run, whose states change according to one table. The module is pure."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from enum import StrEnum
-from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
+
+from proto.messages import TaskState
 
 EVALUATION: Final = -1
 """Admission number of an evaluation task, which is outside admission."""
 REMEMBERED = 20_000
 """Number of transitions that `Tasks.log` keeps."""
-
-
-class TaskState(StrEnum):
-    """The states of a task. A task leased for a later stage (such as the reference) stays ROLLED_OUT; see
-    `Task.lease`."""
-
-    PENDING = "PENDING"
-    LEASED = "LEASED"
-    ROLLED_OUT = "ROLLED_OUT"
-    READY = "READY"
-    BATCHED = "BATCHED"
-    TRAINED = "TRAINED"
-    SCORED = "SCORED"
-    DROPPED = "DROPPED"
-    COLLECTED = "COLLECTED"
 
 
 _S = TaskState
@@ -54,16 +38,16 @@ or trained are not freed (docs/architecture.md, promise 3).
 
 
 class StagePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An accepted result of one stage, with the location of its shards. `store` indexes `RunState.store_names`."""
+    """An accepted result of one stage, with the location of its shards. `store` indexes
+    `StoredShards.store_names`."""
 
     store: int
     content_hash: int
     nbytes: int
 
 
-@dataclass(slots=True, eq=False)
-class Task:
-    """A live task. Fields are changed through `Tasks.edit` and `Tasks.move`."""
+class Task(msgspec.Struct, array_like=True, eq=False):
+    """A live task. A snapshot stores the fields in this order. The state is changed through `Tasks.move`."""
 
     task_id: str
     admission: int
@@ -81,7 +65,7 @@ class Task:
     clears: int = 0
     """Number of stores that have not yet acknowledged the last clear."""
     layout: int = 0
-    """Index into `RunState.layouts` of the columns in `scalars`."""
+    """Index into `TaskLedger.layouts` of the columns in `scalars`."""
     scalars: bytes = b""
     """Per-sample values of the rollout and later stages (see `scalars.py`)."""
     lost: bool = False
@@ -112,11 +96,6 @@ class Task:
         return [part for part in self.parts if part is not None]
 
 
-Row = tuple[Any, ...]
-"""The fields of a task, in the order of their declaration."""
-_row_of = attrgetter(*(field.name for field in fields(Task)))
-
-
 class Transition(NamedTuple):
     """One change of state, and the kind of event that caused it."""
 
@@ -128,7 +107,7 @@ class Transition(NamedTuple):
 
 
 class Tasks:
-    """All live tasks, by id. A snapshot in progress sees each task as it was when the snapshot began."""
+    """All live tasks, by id."""
 
     def __init__(self, stages: int) -> None:
         self.counts = dict.fromkeys(TaskState, 0)
@@ -140,8 +119,6 @@ class Tasks:
         """Minimum fence of a new attempt."""
         self._nothing: tuple[StagePart | None, ...] = (None,) * stages
         self._by_id: dict[str, Task] = {}
-        self._copies: dict[Task, Row] | None = None
-        """Tasks that have changed since the snapshot in progress began, each with its fields as they were then."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -149,12 +126,12 @@ class Tasks:
     def __iter__(self) -> Iterator[Task]:
         return iter(self._by_id.values())
 
-    def find(self, task_id: str) -> Task | None:
-        return self._by_id.get(task_id)
-
-    def known(self, task_id: str) -> Task:
+    def __getitem__(self, task_id: str) -> Task:
         """Return a task that must be live. Raises KeyError."""
         return self._by_id[task_id]
+
+    def find(self, task_id: str) -> Task | None:
+        return self._by_id.get(task_id)
 
     def add(self, task_id: str, admission: int, fence: int = 1) -> Task:
         """Add a PENDING task whose fence is at least `fence`."""
@@ -164,22 +141,13 @@ class Tasks:
         self.log.append(Transition(task_id, fence, None, TaskState.PENDING, self.cause))
         return task
 
-    def edit(self, task: Task) -> Task:
-        """Return `task` so that its fields can be changed.
-
-        Without this call, a snapshot in progress would see the change.
-        """
-        if self._copies is not None and task not in self._copies:
-            self._copies[task] = _row_of(task)
-        return task
-
     def move(self, task: Task, state: TaskState) -> None:
         """Change the state of a task. A COLLECTED task is removed. Raises ValueError if `TRANSITIONS` forbids it."""
         before = task.state
         if state not in TRANSITIONS[before]:
             problem = f"{before} -> {state} is not a transition ({self.cause})"
             raise ValueError(f"{task.task_id}, fence {task.fence}: {problem}; {self.told(task.task_id)}")
-        self.edit(task).state = state
+        task.state = state
         self.counts[before] -= 1
         self.counts[state] += 1
         self.log.append(Transition(task.task_id, task.fence, before, state, self.cause))
@@ -188,11 +156,11 @@ class Tasks:
 
     def story(self, task_id: str) -> list[Transition]:
         """Return those state changes of a task that `log` still contains, oldest first."""
-        return [each for each in self.log if each.task_id == task_id]
+        return [transition for transition in self.log if transition.task_id == task_id]
 
     def told(self, task_id: str) -> str:
         """Return the state changes of a task in one line."""
-        return "; ".join(f"{each.before} -> {each.after} ({each.cause})" for each in self.story(task_id))
+        return "; ".join(f"{change.before} -> {change.after} ({change.cause})" for change in self.story(task_id))
 
     def begin_attempt(self, task: Task) -> None:
         """Discard the results of the last attempt: the task is PENDING under a higher fence."""
@@ -203,30 +171,7 @@ class Tasks:
         task.scalars = b""
         task.lost = False
 
-    def begin_copy(self) -> Iterator[Row]:
-        """Return the rows of all tasks as they are now.
-
-        Each row is created when it is requested or before its task changes.
-        """
-        copies: dict[Task, Row] = {}
-        self._copies = copies
-
-        def rows(tasks: list[Task]) -> Iterator[Row]:
-            for task in tasks:
-                yield copies.get(task) or _row_of(task)
-            if self._copies is copies:
-                self._copies = None
-
-        return rows(list(self))
-
-    def rows(self) -> Iterator[Row]:
-        """Return the rows of all tasks. No task may change before the last row has been created."""
-        return map(_row_of, self)
-
-    def load(self, row: Row) -> Task:
-        """Add the task that a row describes."""
-        task_id, admission, parts, state, *rest = row
-        places = tuple(None if part is None else StagePart(*part) for part in parts)
-        task = self._by_id[task_id] = Task(task_id, admission, places, TaskState(state), *rest)
+    def load(self, task: Task) -> None:
+        """Add a task from a snapshot."""
+        self._by_id[task.task_id] = task
         self.counts[task.state] += 1
-        return task

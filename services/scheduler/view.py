@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from proto.messages import NextBatch, ServiceRow, Status, Trouble, TroubleKind, TroubleRow, WaitKind, WaitRow
+from proto.messages import NextBatch, ServiceRow, Status, TaskState, Trouble, TroubleKind, TroubleRow, WaitKind, WaitRow
 from services.scheduler.events import Tell
 from services.scheduler.leases import Holder
-from services.scheduler.leasing import waits as waits_for_stage
+from services.scheduler.registry import STORE
 from services.scheduler.run_state import RunState
-from services.scheduler.stores import STORE, room_for_tasks
-from services.scheduler.tasks import Task, TaskState
+from services.scheduler.tasks import Task
+from shared.actor.service import ProcessState
 from shared.rundir import service_name
 from shared.stages import TRAIN
 
@@ -26,7 +26,7 @@ class Seen:
     """The last heartbeat of an instance."""
 
     at: float
-    state: str = "STARTING"
+    state: str = ProcessState.STARTING
     rss_bytes: int = 0
     store_bytes: int = 0
     store_shards: int = 0
@@ -43,7 +43,7 @@ def status(run: RunState, seen: Mapping[Holder, Seen], last_row: dict[str, float
     """Return the status of the run at `now`, with a row for each registered instance."""
     nbytes, shards = stores_of(seen)
     rows = []
-    for (service, instance), row in run.registry.items():
+    for (service, instance), row in run.shards.registry.items():
         one = seen.get((service, instance), Seen(now))
         rows.append(
             ServiceRow(
@@ -60,20 +60,20 @@ def status(run: RunState, seen: Mapping[Holder, Seen], last_row: dict[str, float
         )
     return Status(
         run=run.plan.run,
-        step=run.committed_step,
-        steps=run.config.steps,
-        lineage=run.lineage,
-        version=run.versions.newest[1] if run.versions.newest else 0,
+        step=run.history.committed_step,
+        steps=run.history.config.steps,
+        lineage=run.history.lineage,
+        version=run.history.versions.newest[1] if run.history.versions.newest else 0,
         services=rows,
-        tasks={str(state): count for state, count in run.tasks.counts.items()},
+        tasks={str(state): count for state, count in run.ledger.tasks.counts.items()},
         store_bytes=nbytes,
-        store_limit_bytes=run.limit_bytes,
+        store_limit_bytes=run.shards.limit_bytes,
         store_shards=shards,
         last_row=last_row,
         troubles=troubles(seen),
-        dropped=dict(run.losses.dropped),
-        lost=dict(run.losses.lost),
-        last_drop=run.last_drop,
+        dropped=dict(run.ledger.losses.dropped),
+        lost=dict(run.ledger.losses.lost),
+        last_drop=run.ledger.last_drop,
     )
 
 
@@ -106,7 +106,7 @@ def waits(
         else:
             found += _evaluation_waits(run, step, since_s)
     for lease_id, idle_s in idle.items():
-        lease = run.leases.get(lease_id)
+        lease = run.ledger.leases.get(lease_id)
         if lease is not None:
             what = (
                 f"lease {lease_id} ({run.plan.stages[lease.stage].name}, {len(lease.tasks)} tasks) "
@@ -114,18 +114,18 @@ def waits(
             )
             found.append(WaitRow(WaitKind.LEASE, what, idle_s, lease_s, service_name(*lease.holder)))
     for store, since_s in clearing.items():
-        what = f"{run.clears.pending_at(store)} clears are not acknowledged"
+        what = f"{run.shards.clears.pending_at(store)} clears are not acknowledged"
         found.append(WaitRow(WaitKind.CLEAR, what, since_s, 0.0, store))
     for holder, one in sorted(seen.items()):
         for each in one.troubles:
             if each.kind == TroubleKind.JUDGE:
                 text = f"nothing is leased: {each.text}"
                 found.append(WaitRow(WaitKind.OUTAGE, text, 0.0, 0.0, service_name(*holder)))
-    room, wanted = room_for_tasks(run), run.plan.max_live - len(run.open_batch)
+    room, wanted = run.ledger.room_for_tasks(), run.plan.max_live - len(run.history.open_batch)
     if run.plan.task_bytes and room < wanted:
         text = f"the stores have room for {max(room, 0)} of the {wanted} tasks that may be live"
-        if run.uncovered_bytes:
-            text += f"; a checkpoint frees {run.uncovered_bytes} bytes"
+        if run.shards.uncovered_bytes:
+            text += f"; a checkpoint frees {run.shards.uncovered_bytes} bytes"
         found.append(WaitRow(WaitKind.ROOM, f"{text} (services.batch-store.memory)", 0.0))
     return found
 
@@ -133,7 +133,8 @@ def waits(
 def _step_waits(run: RunState, step: int, since_s: float) -> Iterator[WaitRow]:
     """Yield a row for each process or service that the tasks of the next step are waiting for."""
     wanted = run.plan.tasks_per_step
-    first = run.window.tasks.values() if run.plan.by_completion else islice(run.window.tasks.values(), wanted)
+    members = run.ledger.window.tasks.values()
+    first = members if run.plan.by_completion else islice(members, wanted)
     late = [task for task in first if task.state != TaskState.READY]
     groups: dict[tuple[str, str], list[Task]] = {}
     for task in late:
@@ -145,9 +146,9 @@ def _step_waits(run: RunState, step: int, since_s: float) -> Iterator[WaitRow]:
 
 
 def _evaluation_waits(run: RunState, step: int, since_s: float) -> Iterator[WaitRow]:
-    waiting = sum(len(one.waiting) for one in run.evaluations.open.values())
+    waiting = sum(len(one.waiting) for one in run.history.evaluations.open.values())
     leased: Counter[Holder] = Counter()
-    for lease in run.leases:
+    for lease in run.ledger.leases:
         leased[lease.holder] += sum(task.split != TRAIN for task in lease.tasks.values())
     for holder, count in leased.items():
         if count:
@@ -161,12 +162,12 @@ def _evaluation_waits(run: RunState, step: int, since_s: float) -> Iterator[Wait
 
 def _waited_for(run: RunState, task: Task) -> tuple[str, str]:
     """Return a phrase that says where an unready task is, and the process or service that the task is waiting for."""
-    lease = run.leases.get(task.lease)
+    lease = run.ledger.leases.get(task.lease)
     if lease is not None:
         holder = service_name(*lease.holder)
         return f"are leased to {holder} for {run.plan.stages[lease.stage].name}", holder
     for index, stage in enumerate(run.plan.stages):
-        if waits_for_stage(run, index, task):
+        if run.ledger.is_waiting(index, task):
             return f"no {stage.service} has leased for {stage.name}", stage.service
     return f"are {task.state}", ""
 
@@ -186,14 +187,14 @@ class Teller:
 
     def state(self, run: RunState, *, waiting: int, bad_rows: int) -> list[Tell]:
         """Return telemetry about tasks, leases and collection. `waiting` is the number of deferred lease requests."""
-        tasks = {str(state): float(count) for state, count in run.tasks.counts.items()}
-        leased = Counter(lease.stage for lease in run.leases)
+        ledger = run.ledger
+        tasks = {str(state): float(count) for state, count in ledger.tasks.counts.items()}
+        leased = Counter(lease.stage for lease in ledger.leases)
         stages = {f"stage/{stage.name}": float(leased[index]) for index, stage in enumerate(run.plan.stages)}
+        dropped = float(sum(ledger.losses.dropped.values()) + bad_rows)
+        collected, pending = float(ledger.tasks.counts[TaskState.COLLECTED]), float(run.shards.clears.pending())
         return [
-            *self.tell("scheduler/tasks", {**tasks, "dropped": float(sum(run.losses.dropped.values()) + bad_rows)}),
-            *self.tell("scheduler/leases", {"live": float(len(run.leases)), "waiting": float(waiting), **stages}),
-            *self.tell(
-                "scheduler/gc",
-                {"collected": float(run.tasks.counts[TaskState.COLLECTED]), "pending": float(run.clears.pending())},
-            ),
+            *self.tell("scheduler/tasks", {**tasks, "dropped": dropped}),
+            *self.tell("scheduler/leases", {"live": float(len(ledger.leases)), "waiting": float(waiting), **stages}),
+            *self.tell("scheduler/gc", {"collected": collected, "pending": pending}),
         ]

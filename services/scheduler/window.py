@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
-from services.scheduler.tasks import EVALUATION, Task, TaskState
+from proto.messages import TaskState
+from services.scheduler.tasks import EVALUATION, Task
 
 _BATCHED_OR_OVER = {TaskState.BATCHED, TaskState.TRAINED, TaskState.DROPPED}
 

@@ -20,6 +20,9 @@ from shared.topology.schema import Topology
 MOST_SAMPLES = MAX_INLINE_BYTES // 4
 """Maximum number of samples in a step, because each of their scalars, with four bytes per sample, is one array in a
 message."""
+MOST_LIVE_TASKS = 100_000
+"""Maximum number of training tasks that may be live at once, so that a snapshot of the scheduler takes no longer than
+200 ms."""
 _RATIO_IS_ONE = (
     "the ratio is 1 if anchor is proximal and a step has one update; remove it, set anchor to rollout, or configure "
     "several updates (mini_batch_tasks, num_iterations)"
@@ -57,6 +60,13 @@ def _sizes(topology: Topology) -> Found:
             "of their scalars (reward, length) travels in one message; lower it or group_size"
         )
         yield ("algorithm", "tasks_per_step"), message
+    live = tasks * (topology.staleness + 1)
+    if live > MOST_LIVE_TASKS:
+        message = (
+            f"{topology.staleness} with {tasks} tasks a step allows {live} live tasks, but at most {MOST_LIVE_TASKS} "
+            "are possible; lower it or algorithm.tasks_per_step"
+        )
+        yield ("staleness",), message
     for index, beta in enumerate(topology.optimizer.betas):
         if not 0 <= beta < 1:
             yield ("optimizer", "betas", index), f"{beta} is out of range: it must be from 0 to below 1, such as 0.9"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from proto.messages import History, TopicRow
+from proto.messages import History, TaskState, TopicRow
 from shared.runfiles.warnings import TOPIC, WarningRecord, of_topic
 from shared.view.curves import Curves, Point
 from shared.view.notices import MAX_WARNINGS, LogLine, LogTail, Rewind, TroubleView
@@ -13,8 +13,6 @@ from shared.view.pipeline import Pipeline, Progress, StoreView
 from shared.view.services import ServiceBook, ServiceView
 from shared.view.timeline import MAX_HISTORY, Lane, Span, StepEnd, Timeline
 
-STATES = ("PENDING", "LEASED", "ROLLED_OUT", "READY", "BATCHED", "TRAINED", "SCORED", "DROPPED", "COLLECTED")
-"""The states of tasks, in the order of a task's life."""
 MAX_REWINDS = 100
 _STAGE = "stage/"
 
@@ -149,9 +147,9 @@ class RunView:
 
     def pipeline(self) -> Pipeline:
         """Return the current tasks, leases and stores of the run."""
-        counts = {state: _integer(self._tasks, state) for state in STATES}
+        counts = {str(state): _integer(self._tasks, state) for state in TaskState}
         if not any(count is not None for count in counts.values()):
-            counts = {state: _integer(self._status, f"tasks/{state}") for state in STATES}
+            counts = {str(state): _integer(self._status, f"tasks/{state}") for state in TaskState}
         losses, histogram = self._losses, self._staleness
         return Pipeline(
             tasks={state: count for state, count in counts.items() if count is not None},

@@ -153,14 +153,14 @@ def _leased_again(path: Path, killed_at: float) -> tuple[int, float]:
         state = snapshot.load(plan, parts) if parts else RunState(plan)
         for at, event in recorded.events():
             if isinstance(event, LeaseExpired) and at > killed_at:
-                lease = state.leases.get(event.lease_id)
+                lease = state.ledger.leases.get(event.lease_id)
                 if lease is not None and lease.holder == VICTIM:
                     lost |= lease.tasks.keys()
                     count += len(lease.tasks)
-            newest = state.leases.next_id
+            newest = state.ledger.leases.next_id
             state.apply(event)
             state.out.clear()
-            granted = state.leases.get(newest)
+            granted = state.ledger.leases.get(newest)
             if granted is not None and granted.stage == 0 and lost & granted.tasks.keys():
                 lost -= granted.tasks.keys()
                 last_at = at

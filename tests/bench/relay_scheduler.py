@@ -7,8 +7,8 @@ from collections.abc import Callable
 from unittest import mock
 
 from services.scheduler.leases import Holder
-from services.scheduler.run_state import RunState
 from services.scheduler.server import SchedulerService
+from services.scheduler.shards import StoredShards
 from shared.actor.process import run_process
 from shared.rundir import service_name
 
@@ -22,17 +22,17 @@ def predecessors(number: int) -> list[str]:
     return found
 
 
-def tree(_run: RunState, store: Holder, _is_present: Callable[[Holder], bool]) -> list[str]:
+def tree(_shards: StoredShards, store: Holder, _is_present: Callable[[Holder], bool]) -> list[str]:
     """Return the predecessors of a store in a binary tree."""
     return predecessors(store[1])
 
 
-def direct(_run: RunState, _store: Holder, _is_present: Callable[[Holder], bool]) -> list[str]:
+def direct(_shards: StoredShards, _store: Holder, _is_present: Callable[[Holder], bool]) -> list[str]:
     """Return no predecessors: every store fetches the version from the trainer's store."""
     return []
 
 
 if __name__ == "__main__":
     shape = {"tree": tree, "direct": direct}[sys.argv.pop(1)]
-    with mock.patch("services.scheduler.state.upstream", shape):
+    with mock.patch.object(StoredShards, "upstream", shape):
         sys.exit(run_process(SchedulerService, "scheduler"))

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from services.scheduler.tasks import TaskState
+from proto.messages import TaskState
 from tests.bench.population import Cost, Population, make_topology
 from tests.bench.turns import heading, versions
 
@@ -45,12 +45,12 @@ def measure(hosts: int, seconds: float) -> Iterator[dict[str, Any]]:
     population = Population(topology, hosts)
     run, book = population.machine.run, population.book
     population.run_until(WARM_S)
-    size = {"hosts": hosts, "processes": len(run.registry)}
+    size = {"hosts": hosts, "processes": len(run.shards.registry)}
     start_s = {name: cost.total_s for name, cost in population.costs.items() if name in STARTS} | {"load": load_s}
     yield {"phase": "join", **size, "start_s": start_s, **_taken(population, WARM_S)}
     steps = population.steps
     population.run_until(WARM_S + seconds)
-    live = sum(count for state, count in run.tasks.counts.items() if state != TaskState.COLLECTED)
+    live = sum(count for state, count in run.ledger.tasks.counts.items() if state != TaskState.COLLECTED)
     done = {"steps": population.steps - steps, "live_tasks": live, "rss_mib": psutil.Process().memory_info().rss >> 20}
     yield {"phase": "steady", **size, **done, **_taken(population, seconds)}
     lost = population.lose(LOST_SHARE)

@@ -50,11 +50,11 @@ from proto.messages import (
     Status,
     StepBatch,
     TaskResult,
+    TaskState,
 )
 from services.scheduler.events import Answer, Asked, ClearDone, Configure, Effect, SendClear
 from services.scheduler.plan import Plan
 from services.scheduler.state import Scheduler
-from services.scheduler.tasks import TaskState
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
@@ -217,7 +217,7 @@ def measure_state(tasks: int) -> Figures:
         timed(CommitStep(driver=1, step=step, metrics={}))
         load.acknowledge()
     collect_s = time.perf_counter() - began
-    assert load.machine.run.tasks.counts[TaskState.COLLECTED] == tasks
+    assert load.machine.run.ledger.tasks.counts[TaskState.COLLECTED] == tasks
     in_batches = len(STAGES) * (tasks - singles)
     return Figures(
         tasks,

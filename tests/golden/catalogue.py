@@ -140,6 +140,7 @@ SHARED = {
 """The meaning of each field, for classes that do not state it."""
 
 VALUES = {
+    tasks.TaskState: "Keys of `Status.tasks`",
     tasks.Outcome: "Values of `TaskResult.outcome`",
     tasks.DropReason: "Values of `TaskResult.why`, and keys of `drops` and `dropped`. An unknown one counts as `other`",
     tasks.WeightsKind: "Values of `WeightsRef.kind`. An engine refuses an unknown one",

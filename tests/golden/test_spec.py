@@ -16,7 +16,7 @@ from services.batch_store import stream_server
 from services.monitor import server as monitor_server
 from services.monitor import state as monitor_state
 from services.monitor import subscriptions
-from services.scheduler import plausible
+from services.scheduler import registry
 from services.scheduler.state import RECONCILE_S
 from shared.actor import logging as actor_logging
 from shared.dataplane import bulk_seal, stream, stream_line
@@ -60,7 +60,7 @@ NUMBERS = {
     "duration of a handshake": seconds(curve.HANDSHAKE_MS / 1000),
     "names in an error": str(errors.MAX_NAMES),
     "bytes of a `LogLines`": size(actor_logging.TAIL_BYTES),
-    "troubles in a heartbeat": str(plausible.MOST_TROUBLES),
+    "troubles in a heartbeat": str(registry.MOST_TROUBLES),
     "requests in progress in a mailbox": str(mailbox.MAX_RUNNING),
     "requests in progress of all observers, and of all operators": str(mailbox.MAX_RUNNING_OF_GUESTS),
     "`retry_after_s` of a mailbox with too many requests in progress": seconds(mailbox.BUSY_S),

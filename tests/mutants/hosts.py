@@ -47,9 +47,9 @@ HOSTS = [
     Mutation(
         "the log-probs of ranks on other hosts are not counted and are never removed",
         Promise.BYTES,
-        "services/scheduler/stores.py",
-        "for each in run.registry.on_host(host) if each[0] == STORE)",
-        "for each in run.registry.on_host(host) if False)",
+        "services/scheduler/shards.py",
+        "for holder in self.registry.on_host(host) if holder[0] == STORE)",
+        "for holder in self.registry.on_host(host) if False)",
         f"{STORES}::test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both",
     ),
     Mutation(

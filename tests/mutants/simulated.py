@@ -54,8 +54,8 @@ SIMULATED = [
         "the batch of a step is not journaled",
         Promise.ONCE,
         "services/scheduler/state.py",
-        "found = batch(self.run, request) or self._durable(request)",
-        "found = batch(self.run, request) or self.run.apply(request)",
+        "formed = batch(self.run.ledger, request) or self._durable(request)",
+        "formed = batch(self.run.ledger, request) or self.run.apply(request).reply",
         SEEDS,
     ),
     Mutation(

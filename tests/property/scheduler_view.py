@@ -14,36 +14,36 @@ from services.scheduler.tasks import Task
 
 
 def find(run: RunState, task_id: str) -> Task | None:
-    return run.tasks.find(task_id)
+    return run.ledger.tasks.find(task_id)
 
 
 def live_ids(run: RunState) -> list[str]:
     """Return the training tasks that have not been batched yet, in admission order."""
-    return [task.task_id for task in run.window.tasks.values()]
+    return [task.task_id for task in run.ledger.window.tasks.values()]
 
 
 def batch_ids(run: RunState, step: int) -> list[str]:
-    return [task.task_id for task in run.batches.get(step, ())]
+    return [task.task_id for task in run.history.batches.get(step, ())]
 
 
 def taken_back_ids(run: RunState) -> list[str]:
     """Return the tasks of steps that were rolled back, which are admitted before all others."""
-    return list(run.reopened)
+    return list(run.ledger.reopened)
 
 
 def leased(run: RunState) -> list[Task]:
     """Return the tasks that live leases hold."""
-    return [task for lease in run.leases for task in lease.tasks.values()]
+    return [task for lease in run.ledger.leases for task in lease.tasks.values()]
 
 
 def waits_for_clears(run: RunState) -> bool:
     """Return whether any task is waiting for a store to acknowledge the task's last clear."""
-    return any(task.clears for task in run.tasks)
+    return any(task.clears for task in run.ledger.tasks)
 
 
 def could_train(run: RunState, request: LeaseRequest) -> bool:
     """Return whether a training task with a published version is waiting for a lease."""
-    return training_version(run, request, set()) is not None
+    return training_version(run.ledger, request, set()) is not None
 
 
 def replayed(plan: Plan, events: Iterable[Durable]) -> tuple[Scheduler, dict[int, dict[str, float]], set[str]]:
@@ -52,15 +52,13 @@ def replayed(plan: Plan, events: Iterable[Durable]) -> tuple[Scheduler, dict[int
     rows: dict[int, dict[str, float]] = {}
     dropped: set[str] = set()
     for event in events:
-        machine.run.apply(event)
-        for effect in machine.run.out:
+        for effect in machine.run.apply(event).effects:
             if isinstance(effect, WriteRow):
                 rows[effect.step] = effect.row
             elif isinstance(effect, DiscardRows):
                 rows = {step: row for step, row in rows.items() if step <= effect.step}
             elif isinstance(effect, Tell) and effect.topic == "scheduler/dropped":
                 dropped.add(str(effect.values["task"]))
-        machine.run.out.clear()
     return machine, rows, dropped
 
 

@@ -119,7 +119,7 @@ class Run:
 
     def measured(self) -> set[int]:
         """Return the steps of the versions that have tasks waiting for evaluation."""
-        return {one.version[1] for one in self.state.evaluations.open.values() if one.waiting}
+        return {one.version[1] for one in self.state.history.evaluations.open.values() if one.waiting}
 
     def go(self) -> None:
         view.validate(self.state)
@@ -140,7 +140,7 @@ class Run:
             self.train()
 
     def train(self) -> None:
-        step = self.state.committed_step + 1
+        step = self.state.history.committed_step + 1
         batch = self.bench.ask(NextBatch(driver=1, step=step), wait_s=0.0)
         if isinstance(batch, StepBatch):
             assert 0 <= step - 1 - int(batch.scalars["version_min"].min()) <= self.bench.plan.staleness
@@ -164,7 +164,7 @@ def test_evaluation_and_training_wait_for_at_most_one_step_of_leases_and_old_wei
         assert turns < 2000
     for engine in run.engines:
         back = sum(later < earlier for earlier, later in pairwise(engine.loads))
-        assert back <= run.state.committed_step + 1
+        assert back <= run.state.history.committed_step + 1
     copy = RunState(run.bench.plan)
     for event in run.bench.journal:
         copy.apply(event)
@@ -177,7 +177,7 @@ def test_an_engine_samples_with_the_evaluated_version_as_long_as_the_step_allows
     run = Run(engines=1, staleness=1, rows=300, every=1000, seed=0, lazy=1.0)
     [engine] = run.engines
     splits: list[str] = []
-    while run.state.committed_step < 2:
+    while run.state.history.committed_step < 2:
         grant = engine.ask()
         assert grant is not None
         splits.append(grant.split)
@@ -197,14 +197,14 @@ def test_the_number_of_waiting_evaluations_is_bounded_even_if_every_version_is_e
         run.go()
         assert len(before) < 2 or run.trained_in_a_row <= leased
         assert len(run.measured()) <= 2 + run.bench.plan.staleness  # Existing samples are trained on first.
-    assert run.state.committed_step > 5
+    assert run.state.history.committed_step > 5
 
 
 def test_an_engine_that_is_about_to_evaluate_is_not_offered_newer_weights() -> None:
     run = Run(engines=1, staleness=1, rows=8, every=1000, seed=0, lazy=1.0)
     [engine] = run.engines
     run.bench.register("rollout", 0, 7)
-    while run.state.committed_step < 1:
+    while run.state.history.committed_step < 1:
         engine.ask()
         engine.end()
         run.train()

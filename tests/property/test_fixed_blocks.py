@@ -218,7 +218,7 @@ class Run:
         assert ids == self.task_ids((step - 1) * TASKS, step * TASKS)
         assert batch.dropped == TASKS - len(ids)
         run = self.machine.run
-        new = step > run.committed_step
+        new = step > run.history.committed_step
         self.ask(CommitStep(driver=self.driver, step=step, metrics={"ids": float(hash(tuple(ids)) % 1000)}))
         self.holds = step
         if new:
@@ -228,7 +228,7 @@ class Run:
             self.ask(CheckpointSaved(driver=self.driver, step=step, kept=self.checkpoints))
 
     def publish(self, step: int) -> None:
-        lineage = self.machine.run.lineage
+        lineage = self.machine.run.history.lineage
         ref = weights_ref(lineage, step, CANARY)
         self.ask(PublishWeights(driver=self.driver, ref=ref))
 
@@ -295,13 +295,13 @@ class Run:
 
         The store still has the effects of these events.
         """
-        fence = self.machine.run.highest_fence
-        lineage, reached = self.machine.run.lineage, self.machine.run.committed_step
+        fence = self.machine.run.ledger.highest_fence
+        lineage, reached = self.machine.run.history.lineage, self.machine.run.history.committed_step
         del self.journal[len(self.journal) - self.chance.randrange(min(len(self.journal), 40)) :]
         self.machine, rows, _ = view.replayed(self.plan, self.journal)
         self.rows = [row for row in self.rows if row[0] in rows]
         self.clears = []
-        lost = TailLost(self.machine.run.committed_step, reached, fence, lineage)
+        lost = TailLost(self.machine.run.history.committed_step, reached, fence, lineage)
         self.take(self.machine.begin(self.config, self.now, lost))
         self.register("batch-store", 0, 1000 + self.data, f"data-{self.data}")
         for worker in range(3):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import islice
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given, settings
@@ -34,7 +32,6 @@ from services.scheduler.events import (
     Asked,
     Checked,
     CheckShards,
-    Claim,
     ClearDone,
     Configure,
     DiscardRows,
@@ -42,6 +39,7 @@ from services.scheduler.events import (
     Effect,
     Persist,
     SendClear,
+    ShardClaim,
     StopClear,
     TailLost,
     Tell,
@@ -163,7 +161,7 @@ class Model:
         room.
         """
         written = 1  # The shards are put into the store before the version is published.
-        assert len(self.machine.run.versions) + written <= live_versions(self.plan.staleness) + spare
+        assert len(self.machine.run.history.versions) + written <= live_versions(self.plan.staleness) + spare
         ref = weights_ref(self.lineage, step, CANARY, store=HOME)
         self.ask(PublishWeights(driver=1, ref=ref))
 
@@ -228,12 +226,12 @@ class Model:
     def silence(self) -> None:
         self.now += 6.0
         self.take(self.machine.handle(Tick(), self.now))
-        assert not len(self.machine.run.leases)
+        assert not len(self.machine.run.ledger.leases)
 
     def reborn(self) -> None:
         self.life += 1
         self.register("rollout", self.life)
-        assert not len(self.machine.run.leases)
+        assert not len(self.machine.run.ledger.leases)
 
     def away_joins(self) -> None:
         self.life += 1
@@ -249,15 +247,15 @@ class Model:
         self.take(self.machine.handle(Tick(), self.now))
         self.away = False
         run = self.machine.run
-        assert run.clears.stores == [HOME]
-        while run.clears.pending():
-            told = len(run.clears.head(HOME))
+        assert run.shards.clears.stores == [HOME]
+        while run.shards.clears.pending():
+            told = len(run.shards.clears.head(HOME))
             self.clears = []
             self.take(self.machine.handle(ClearDone(HOME, told), self.now))
         assert not view.waits_for_clears(run)
 
     def train(self) -> None:
-        step = self.machine.run.committed_step + 1
+        step = self.machine.run.history.committed_step + 1
         batch = self.ask(NextBatch(driver=1, step=step))
         if not isinstance(batch, StepBatch):
             return
@@ -269,7 +267,7 @@ class Model:
             self.damage()
             if self.chance.random() < 0.7:  # In this case a reader has found the loss, so the driver resumes.
                 self.ask(GetRunInfo(driver=1))
-                if self.machine.run.batched_step < step:
+                if self.machine.run.history.batched_step < step:
                     return
         self.trained += [task.task_id for task in batch.batch.tasks]
         assert len(self.trained) == len(set(self.trained)) == step * self.plan.tasks_per_step
@@ -297,12 +295,12 @@ class Model:
     def store_is_lost(self) -> None:
         """Lose the memory of the first store's host, or kill and resume the whole run."""
         self.life += 1
-        before = self.machine.run.window.tail
+        before = self.machine.run.ledger.window.tail
         self.data_id = f"{self.life}"
         self.register("batch-store", self.life, data_id=self.data_id)
         run = self.machine.run
-        assert run.window.head >= before  # All waiting tasks have new admission numbers.
-        assert run.committed_step == max(run.checkpoint_step, 0)
+        assert run.ledger.window.head >= before  # All waiting tasks have new admission numbers.
+        assert run.history.committed_step == max(run.history.checkpoint_step, 0)
         self.reload()
 
     def end_is_lost(self) -> None:
@@ -316,17 +314,17 @@ class Model:
         makings = {step: int(row["making"]) for step, row in rows.items()}
         agreed = min((step - 1 for step, making in self.rows if makings.get(step, making) != making), default=1000)
         fence, reached = max(self.fences.values(), default=1), max((step for step, _ in self.rows), default=0)
-        lost = TailLost(min(agreed, run.committed_step), reached, fence, self.lineage)
+        lost = TailLost(min(agreed, run.history.committed_step), reached, fence, self.lineage)
         kept = [row for row in self.rows if row[0] in makings]
         self.rows = kept + [each for each in makings.items() if each[0] not in dict(kept)]
         self.clears = []
         self.take(self.machine.begin(self.config, self.now, lost))
-        assert run.committed_step <= agreed
-        self.away = ("batch-store", 1) in run.registry
+        assert run.history.committed_step <= agreed
+        self.away = ("batch-store", 1) in run.shards.registry
         self.life += 1
         self.register("batch-store", self.life, data_id=self.data_id)
         self.register("rollout", self.life)
-        self.saved = [step for step in self.saved if step <= run.committed_step]
+        self.saved = [step for step in self.saved if step <= run.history.committed_step]
         self.reload()
         if not self.saved:  # No task is in the weights, and dropped tasks might also have been sampled again.
             self.dropped -= {*view.live_ids(run), *view.taken_back_ids(run)}
@@ -334,12 +332,12 @@ class Model:
     def damage(self) -> None:
         """Lose shards of some tasks in any state."""
         run = self.machine.run
-        tasks = [PutTask(task.task_id, task.fence) for task in run.tasks]
+        tasks = [PutTask(task.task_id, task.fence) for task in run.ledger.tasks]
         lost = self.chance.sample(tasks, min(len(tasks), self.chance.randint(1, 3)))
-        order = CheckShards(self.chance.choice([HOME, AWAY]), [Claim(each) for each in lost])
-        failures = {task.task_id: task.failures for task in run.tasks}
+        order = CheckShards(self.chance.choice([HOME, AWAY]), [ShardClaim(each) for each in lost])
+        failures = {task.task_id: task.failures for task in run.ledger.tasks}
         self.take(self.machine.handle(Checked(order, {}), self.now))
-        assert all(task.failures == failures[task.task_id] for task in run.tasks if task.task_id in failures)
+        assert all(task.failures == failures[task.task_id] for task in run.ledger.tasks if task.task_id in failures)
 
     def load(self, loaded: int) -> None:
         info = self.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
@@ -366,16 +364,16 @@ class Model:
     def check(self) -> None:
         run = self.machine.run
         self.check_no_task_is_left_out()
-        assert [step for step, _ in self.rows] == list(range(1, run.committed_step + 1))
-        assert run.window.live <= self.plan.max_live
+        assert [step for step, _ in self.rows] == list(range(1, run.history.committed_step + 1))
+        assert run.ledger.window.live <= self.plan.max_live
 
     def check_no_task_is_left_out(self) -> None:
         """Check that every admitted task is in the weights, dropped for a recorded reason, or still to be trained,
         and that tasks are trained in the order of the plan."""
         run, order = self.machine.run, EpochOrder(self.plan)
-        every = [make_task_id("train", *order.at(position)) for position in range(run.position)]
+        every = [make_task_id("train", *order.at(position)) for position in range(run.ledger.position)]
         live = set(view.live_ids(run))
-        open_ = set(view.batch_ids(run, run.committed_step + 1))
+        open_ = set(view.batch_ids(run, run.history.committed_step + 1))
         waiting = set(view.taken_back_ids(run))
         kept = [set(self.trained), self.dropped, live, open_, waiting]
         assert set(every) == set().union(*kept)
@@ -405,29 +403,3 @@ def test_every_history_keeps_the_promises_and_replays_to_the_same_state(
     packed = snapshot.dump(model.machine.run)
     assert snapshot.dump(replayed.run) == packed
     assert snapshot.dump(snapshot.load(model.plan, packed)) == packed
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.sampled_from(ACTIONS), min_size=20, max_size=100),
-    st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=40),
-    st.integers(0, 2),
-    st.integers(0, 1000),
-    st.booleans(),
-)
-def test_a_snapshot_shows_the_run_as_it_was_when_the_snapshot_began(
-    before: list[str], during: list[str], staleness: int, seed: int, by_completion: bool
-) -> None:
-    model = Model(staleness, seed, by_completion=by_completion, collect_at_commit=False)
-    for action in before:
-        getattr(model, action)()
-    with patch.object(snapshot, "PART_ROWS", 2):
-        expected = snapshot.dump(model.machine.run)
-        parts = snapshot.begin(model.machine.run)
-        written = [next(parts)]
-        for action in during:
-            getattr(model, action)()
-            if model.chance.random() < 1 / 8:
-                written += islice(parts, 1)
-        written += parts
-    assert written == expected

@@ -64,7 +64,7 @@ from services.scheduler.events import (
 )
 from services.scheduler.plan import Plan
 from services.scheduler.state import Scheduler
-from services.scheduler.stores import replayable
+from services.scheduler.steps import replayable
 from shared.rpc.errors import RpcError
 from shared.stages import REFERENCE, ROLLOUT
 from tests.property import scheduler_view as view
@@ -311,11 +311,11 @@ class Both(RuleBasedStateMachine):
         return True
 
     def publish(self, step: int) -> None:
-        name = f"weights/{self.machine.run.lineage}/{step}"
+        name = f"weights/{self.machine.run.history.lineage}/{step}"
         if self.put([(name, 1)], "w") == ErrorCode.BUSY:
             self.deliver_all()  # There is room once the ordered clears are done and no reader maps the files.
             assert self.put([(name, 1)], "w") == ""
-        ref = weights_ref(self.machine.run.lineage, step, CANARY)
+        ref = weights_ref(self.machine.run.history.lineage, step, CANARY)
         self.ask(PublishWeights(driver=1, ref=ref))
 
     def deliver_all(self) -> None:
@@ -429,7 +429,7 @@ class Both(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         run = self.machine.run
-        step = run.committed_step + 1
+        step = run.history.committed_step + 1
         batch = self.ask(NextBatch(driver=1, step=step))
         if not isinstance(batch, StepBatch):
             return
@@ -468,9 +468,9 @@ class Both(RuleBasedStateMachine):
         """The trainer loads the newest checkpoint and replays the steps committed since, with the same tasks and all
         shards. If some of these shards are lost, the run returns to the checkpoint."""
         run = self.machine.run
-        committed = run.committed_step
+        committed = run.history.committed_step
         loaded = self.checkpoints[-1] if self.checkpoints else 0
-        whole = all(replayable(run, step) for step in range(loaded + 1, committed + 1))
+        whole = all(replayable(run.ledger, step) for step in range(loaded + 1, committed + 1))
         info = self.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
         assert isinstance(info, RunInfo)
         if not whole:
@@ -479,7 +479,7 @@ class Both(RuleBasedStateMachine):
             self.publish(loaded)
             self.forget_gone()
             return
-        assert (info.committed_step, info.lineage) == (committed, run.lineage)
+        assert (info.committed_step, info.lineage) == (committed, run.history.lineage)
         for step in range(loaded + 1, committed + 1):
             batch = self.ask(NextBatch(driver=1, step=step))
             assert isinstance(batch, StepBatch)
@@ -593,10 +593,12 @@ class Both(RuleBasedStateMachine):
         else:
             self.list_store()
         self.damaged = False
-        if self.machine.run.lost_version:
-            assert not isinstance(self.ask(NextBatch(driver=1, step=self.machine.run.committed_step + 1)), StepBatch)
+        if self.machine.run.history.lost_version:
+            assert not isinstance(
+                self.ask(NextBatch(driver=1, step=self.machine.run.history.committed_step + 1)), StepBatch
+            )
             self.ask(GetRunInfo(driver=1))
-            self.publish(self.machine.run.committed_step)
+            self.publish(self.machine.run.history.committed_step)
         self.forget_gone()
 
     @rule()
@@ -711,7 +713,7 @@ class Both(RuleBasedStateMachine):
         """Check promise 2: no task is in two steps, and committed steps do not change."""
         trained = [task_id for tasks in self.batches.values() for task_id, _ in tasks]
         assert len(trained) == len(set(trained))
-        assert len(self.batches) >= self.machine.run.committed_step
+        assert len(self.batches) >= self.machine.run.history.committed_step
 
     @invariant()
     def nothing_that_is_leased_is_cleared(self) -> None:
@@ -754,7 +756,7 @@ class Both(RuleBasedStateMachine):
                 assert task is not None
                 assert task.fence == entry.fence
                 assert task.made  # Every lease has expired, so each task still in the store has an accepted result.
-        assert self.machine.run.clears.pending() == 0
+        assert self.machine.run.shards.clears.pending() == 0
         self.last_mappings_go()
         assert not self.granted
         assert self.store.stats().zombie_bytes == 0

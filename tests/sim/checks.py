@@ -10,13 +10,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
-from proto.messages import Complete, CompleteAck, GetRunInfo, LeaseGrant, Outcome, PutTask, StepBatch
+from proto.messages import Complete, CompleteAck, GetRunInfo, LeaseGrant, Outcome, PutTask, StepBatch, TaskState
 from services.batch_store.room import Tier
 from services.batch_store.server import StoreService
 from services.scheduler.events import Answer, Asked, DriverRequest, Effect, Persist, Rewound, SaveStep, SendClear
 from services.scheduler.server import SchedulerService
 from services.scheduler.state import Scheduler
-from services.scheduler.tasks import TaskState
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import checkpoint_steps
@@ -100,7 +99,7 @@ class Checks:
         if not any(isinstance(effect, Persist) for effect in effects):
             return
         size, run = self._world.scenario.size, machine.run
-        live = run.window.live + len(run.open_batch)
+        live = run.ledger.window.live + len(run.history.open_batch)
         most = (size.staleness + 1) * size.tasks
         check(live <= most or size.deterministic, f"{live} tasks are live, but the bound is {most}")
         try:
@@ -195,7 +194,7 @@ class Checks:
             check(known_lease == mine, f"lease {body.lease_id} was {known_lease} and is now {mine}")
             key = (call.incarnation, call.request_id)
             before, self._asked[key] = self._asked.get(key, body.lease_id), body.lease_id
-            lives = self._scheduler is not None and self._scheduler._state.run.leases.get(before) is not None
+            lives = self._scheduler is not None and self._scheduler._state.run.ledger.leases.get(before) is not None
             text = f"one request was given lease {body.lease_id} although it holds lease {before}"
             check(before == body.lease_id or not lives, text)
             for task_id, fence in held:
@@ -228,7 +227,7 @@ class Checks:
     def _nothing_leased(self, tasks: list[PutTask]) -> None:
         if self._scheduler is None or not hasattr(self._scheduler, "_state"):
             return
-        for lease in self._scheduler._state.run.leases:
+        for lease in self._scheduler._state.run.ledger.leases:
             for task in lease.tasks.values():
                 for each in tasks:
                     self._world.check(
@@ -279,7 +278,7 @@ class Checks:
         """Check promise 1: the store has all shards that the scheduler has accepted but not ordered to be collected."""
         if self._store is None or self._scheduler is None or not self._store._scanned.is_set():
             return
-        for task in self._scheduler._state.run.tasks:
+        for task in self._scheduler._state.run.ledger.tasks:
             if task.made and not task.clears:
                 try:
                     self._store.index.locate([PutTask(task.task_id, task.fence)])

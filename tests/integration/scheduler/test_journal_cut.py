@@ -15,7 +15,7 @@ import pytest
 
 from proto.messages import Complete, ErrorCode, LeaseGrant, Registered
 from services.scheduler.journal import rewinds
-from services.scheduler.store_loss import TAIL_LOST
+from services.scheduler.recovery import TAIL_LOST
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from tests.integration.journal_cut import cut, reaches_its_mark

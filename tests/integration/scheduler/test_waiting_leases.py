@@ -18,7 +18,7 @@ import pytest
 from proto.messages import BatchMeta, LeaseGrant
 from services.rollout.weights import source as weights_source
 from services.rollout.weights.source import Arrays, WeightsSource
-from services.scheduler.pace import Paces
+from services.scheduler.leases import LeasePaces
 from shared.dataplane.client import TaskShards
 from shared.dataplane.stream import OnProgress
 from shared.lease import Lease, LeaseBook
@@ -40,7 +40,7 @@ class Holder:
         grant = LeaseGrant(lease_id=1, stage="rollout", split="train", lease_s=LEASE_S, batch=BatchMeta(tasks=[]))
         self.lease = Lease(grant, lambda: 0)
         self.book._held[1] = self.lease
-        self.paces = Paces(LEASE_S)
+        self.paces = LeasePaces(LEASE_S)
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:

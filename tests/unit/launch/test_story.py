@@ -42,9 +42,7 @@ class Recording:
 
     def compact(self) -> None:
         self.write()
-        self.journal.begin_snapshot(snapshot.begin(self.bench.machine.run))
-        while self.journal.write_part():
-            pass
+        self.journal.write_snapshot(snapshot.dump(self.bench.machine.run))
 
     def acknowledge_clears(self) -> None:
         for effect in [each for each in self.bench.effects if isinstance(each, SendClear) and each.tracked]:

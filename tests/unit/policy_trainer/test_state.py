@@ -341,12 +341,12 @@ def test_the_lost_version_of_a_refreshed_reference_is_loaded_from_its_checkpoint
     for step in (1, 2, 3):
         bench.step(step)
     bench.ask(CheckpointSaved(driver=1, step=3, kept=[2, 3]))
-    bench.machine.run.versions.forget(STORE)
+    bench.machine.run.history.versions.forget(STORE)
     workers = Workers(-1)
     standing = resumed(bench, workers, [2, 3])
     assert workers.calls == ["load 3", "load 2", "publish 2", "load 3"]
     assert standing.version == 3
-    assert bench.machine.run.versions.at_step(2) == (1, 2)
+    assert bench.machine.run.history.versions.at_step(2) == (1, 2)
 
 
 def batch_of(parts: list[BatchPart]) -> Batch:

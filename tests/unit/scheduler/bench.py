@@ -143,7 +143,7 @@ class Bench:
 
     def publish_again(self, step: int) -> Any:
         """Publish a step under the scheduler's newest lineage."""
-        self.lineage = self.machine.run.lineage
+        self.lineage = self.machine.run.history.lineage
         return self.publish(step)
 
     def lease(self, stage: str = "rollout", most: int = 4, instance: int = 0, life: int = 7) -> Any:

@@ -22,16 +22,16 @@ def test_live_tasks_never_exceed_the_bound() -> None:
     while isinstance(grant := bench.lease(), LeaseGrant):
         leased += ids(grant)
     assert len(leased) == 2 * 4
-    assert bench.machine.run.window.live == 8
+    assert bench.machine.run.ledger.window.live == 8
 
 
 def test_the_tasks_of_a_step_in_training_are_live_until_it_is_committed() -> None:
     bench = Bench().start()
     bench.complete(bench.granted())
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
-    assert bench.machine.run.window.live == 4
+    assert bench.machine.run.ledger.window.live == 4
     bench.ask(CommitStep(driver=1, step=1, metrics={}))
-    assert bench.machine.run.window.live == 8
+    assert bench.machine.run.ledger.window.live == 8
 
 
 def test_a_lease_names_the_oldest_version_with_which_its_step_may_be_sampled() -> None:
@@ -86,9 +86,9 @@ def test_a_step_consumes_tasks_in_admission_order_and_waits_for_the_oldest() -> 
 
 def test_lack_of_room_delays_admission_but_never_the_next_step() -> None:
     bench = Bench(plan(staleness=3, task_bytes=100, weight_bytes=100)).start(limit_bytes=900)
-    assert bench.machine.run.window.live == 6  # There are 900 bytes minus 3 versions of 100 bytes.
+    assert bench.machine.run.ledger.window.live == 6  # There are 900 bytes minus 3 versions of 100 bytes.
     small = Bench(plan(staleness=3, task_bytes=100, weight_bytes=100)).start(limit_bytes=100)
-    assert small.machine.run.window.live == 4
+    assert small.machine.run.ledger.window.live == 4
 
 
 def test_a_checkpoint_is_ordered_when_trained_bytes_fill_the_store() -> None:

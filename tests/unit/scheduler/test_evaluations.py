@@ -18,7 +18,7 @@ from proto.messages import (
 )
 from services.scheduler.events import (
     Configure,
-    SaveEval,
+    Tell,
     WriteRow,
 )
 from services.scheduler.plan import EvalPlan, Plan
@@ -34,18 +34,19 @@ def test_evaluations_are_leased_first_with_their_exact_version_and_are_not_count
     grant = bench.granted(most=8)
     assert ids(grant) == ["held/0/0", "held/0/1", "held/0/4"]
     assert (grant.split, grant.exact, grant.group_size, grant.weights and grant.weights.step) == ("held", True, 1, 0)
-    assert bench.machine.run.window.live == 8
+    assert bench.machine.run.ledger.window.live == 8
     assert bench.complete(grant, samples=1, reward=0.5) == []
     assert bench.acknowledge() == {(task, 1) for task in ids(grant)}
     assert bench.ask(WaitEvals(driver=1, step=0)).accuracy == {"held": 0.5}
-    assert [(e.version, e.accuracy) for e in bench.effects if isinstance(e, SaveEval)] == [(0, 0.5)]
+    (told,) = [effect.values for effect in bench.effects if isinstance(effect, Tell) and effect.topic == "eval"]
+    assert (told["step"], told["eval/held/accuracy"]) == (0, 0.5)
 
 
 def test_a_run_without_steps_samples_nothing_but_its_evaluations() -> None:
     bench = Bench(evaluated(), Configure(0, 3, 2, False)).start()
     grant = bench.granted(most=8)
     assert ids(grant) == ["held/0/0", "held/0/1", "held/0/4"]
-    assert bench.machine.run.window.live == 0
+    assert bench.machine.run.ledger.window.live == 0
     assert bench.ask(WaitEvals(driver=1, step=0)) is None
     bench.complete(grant, samples=1, reward=0.5)
     done = bench.ask(WaitEvals(driver=1, step=0))
@@ -115,4 +116,3 @@ def test_failed_samples_in_an_evaluation_are_counted_as_wrong_answers() -> None:
     assert row["eval/held/accuracy"] == row["eval/held/avg@4"] == 0.25 / 2
     assert row["eval/held/pass@4"] == 0.5
     assert [row[f"eval/held/{name}"] for name in ("rows_scored", "rows_dropped", "samples_failed")] == [2, 1, 7]
-    assert [(e.accuracy, e.samples, e.dropped) for e in bench.effects if isinstance(e, SaveEval)] == [(0.125, 2, 1)]

@@ -73,7 +73,7 @@ def test_number_of_refills_is_bounded_per_step() -> None:
     assert [task.task_id for task in batch.batch.tasks] == done[2:]
     assert batch.dropped == 2
     again = roll_out(bench, (1, 1))
-    assert bench.machine.run.losses.filtered.tasks == 1
+    assert bench.machine.run.ledger.losses.filtered.tasks == 1
     assert bench.acknowledge() == {(task, 1) for task in (*done[:2], *again)}
 
 
@@ -82,7 +82,7 @@ def test_tasks_put_together_are_dropped_together_or_not_at_all() -> None:
     bench = Bench(plan(filter_limit=3)).start()
     first = roll_out(bench, (1, 1), (1, 0), (0, 0))
     second = roll_out(bench, (1, 1), (0, 0), (0, 1))
-    assert [bench.machine.run.losses.filtered.tasks, bench.acknowledge()] == [2, {(first[0], 1), (first[2], 1)}]
+    assert [bench.machine.run.ledger.losses.filtered.tasks, bench.acknowledge()] == [2, {(first[0], 1), (first[2], 1)}]
     [third] = roll_out(bench, (0, 0))
     assert bench.acknowledge() == {(third, 1)}
     batch = next_batch(bench)
@@ -104,7 +104,7 @@ def test_a_repeated_request_gets_the_same_unfiltered_mean_even_after_a_restart()
     replayed = RunState(bench.plan)
     for event in bench.journal:
         replayed.apply(event)
-    found = steps.batch(replayed, NextBatch(driver=1, step=1))
+    found = steps.batch(replayed.ledger, NextBatch(driver=1, step=1))
     assert found is not None
     assert found.reward_mean_unfiltered == first.reward_mean_unfiltered
     loaded = snapshot.load(bench.plan, snapshot.dump(bench.machine.run))

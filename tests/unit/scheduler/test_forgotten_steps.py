@@ -20,11 +20,10 @@ from services.scheduler.events import (
     ForgetSteps,
     Persist,
     Rewound,
-    SaveEval,
     SaveStep,
     WriteRow,
 )
-from services.scheduler.journal import PART_EVENTS, Journal, reading
+from services.scheduler.journal import FORGOTTEN_AT_ONCE, Journal, reading
 from services.scheduler.metrics_file import MetricsFile, traces
 from services.scheduler.plan import EvalPlan
 from services.scheduler.server import rebuild
@@ -60,7 +59,7 @@ class Run:
             match effect:
                 case Persist():
                     self.journal.append(effect.event, 1.0)
-                case SaveStep() | SaveEval() | Rewound() | ForgetSteps() | WriteRow():
+                case SaveStep() | Rewound() | ForgetSteps() | WriteRow():
                     self.journal.save(effect, 2.0)
                 case DiscardRows():
                     self.file.discard(effect.lineage, effect.step, effect.waiting)
@@ -72,7 +71,7 @@ class Run:
 
     def steps(self, first: int, last: int, best: Sequence[int] = ()) -> None:
         for step in range(first, last + 1):
-            while self.bench.machine.run.evaluations.open:
+            while self.bench.machine.run.history.evaluations.open:
                 self.bench.complete(self.bench.granted(), samples=1)
             self.bench.step(step)
             if step % 2 == 0:
@@ -91,7 +90,7 @@ class Run:
         self.journal = Journal(self.path, PLAN.fingerprint())
         state = Scheduler(PLAN, lease_s=10.0, incarnation=2)
         rebuild(self.journal, state)
-        self.file = MetricsFile(self.metrics, self.journal.rows_after, state.run.next_row - 1, 0)
+        self.file = MetricsFile(self.metrics, self.journal.rows_after, state.run.history.next_row - 1, 0)
         return state
 
     def close(self) -> None:
@@ -116,7 +115,7 @@ def test_steps_that_no_recovery_needs_are_forgotten_and_the_metrics_file_keeps_t
     assert steps_in(run.metrics) == list(range(22))
     state = run.reopened()
     assert snapshot.dump(state.run) == snapshot.dump(run.bench.machine.run)
-    assert (run.journal.forgotten, state.run.committed_step) == (16, 21)
+    assert (run.journal.forgotten, state.run.history.committed_step) == (16, 21)
     assert traces(run.metrics, run.journal.rows_after(-1))[1] == 21
     with reading(run.path) as recorded:
         assert recorded.forgotten == 16
@@ -126,7 +125,7 @@ def test_steps_that_no_recovery_needs_are_forgotten_and_the_metrics_file_keeps_t
 def test_results_of_evaluations_are_kept_for_existing_checkpoints_only(run: Run) -> None:
     run.steps(1, 5)
     run.steps(6, 23, best=[4])
-    assert sorted(run.bench.machine.run.evaluations.done) == [0, 4, 20]
+    assert sorted(run.bench.machine.run.history.evaluations.done) == [0, 4, 20]
 
 
 def test_a_missing_row_that_was_not_forgotten_is_reported(run: Run) -> None:
@@ -151,19 +150,19 @@ def test_a_run_that_returns_to_before_the_forgotten_steps_writes_their_rows_agai
     run.bench.ask(GetRunInfo(driver=2, reload=True, loaded_step=0))
     run.write()
     assert (run.journal.forgotten, run.stored("rows"), steps_in(run.metrics)) == (0, [], [0])
-    assert run.reopened().run.committed_step == 0
+    assert run.reopened().run.history.committed_step == 0
 
 
 def test_a_journal_of_an_earlier_release_is_cut_down_in_parts(run: Run) -> None:
     run.steps(1, 2)
-    count = PART_EVENTS + 500
+    count = FORGOTTEN_AT_ONCE + 500
     with contextlib.closing(sqlite3.connect(run.path)) as db:
         db.create_function("checksum", -1, tables.checksum)
         db.executemany(tables.SAVE_ROW, [(step, json.dumps({"step": step})) for step in range(3, count)])
         given = [(step, "TRAINED", '["train/0/0"]', 1.0, '{"loss": 1.0}') for step in range(3, count)]
         db.executemany(tables.SAVE_STEP, given)
         db.commit()
-    for forgotten in (PART_EVENTS - 1, count - 10, count - 10):
+    for forgotten in (FORGOTTEN_AT_ONCE - 1, count - 10, count - 10):
         run.journal.save(ForgetSteps(count - 10), 1.0)
         run.journal.commit()
         assert run.journal.forgotten == forgotten

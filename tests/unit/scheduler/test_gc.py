@@ -8,7 +8,6 @@ from services.scheduler.events import Configure, SaveStep, WriteRow
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
 from services.scheduler.steps import rewind
-from services.scheduler.stores import held_in
 from tests.unit.scheduler.bench import Bench, ids, plan
 
 AT_COMMIT = Configure(5, 3, 2, True)
@@ -36,7 +35,7 @@ def test_steps_after_the_checkpoint_are_trained_again_on_the_same_tasks() -> Non
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     undone = trained(bench, 2) + trained(bench, 3)
     reload(bench, 1)
-    assert bench.machine.run.committed_step == 1
+    assert bench.machine.run.history.committed_step == 1
     bench.publish(1)
     again = [trained(bench, step) for step in (2, 3, 4, 5)]
     history = first + [name for step in again for name in step]
@@ -159,7 +158,7 @@ def test_a_checkpoint_of_undone_steps_does_not_collect_tasks() -> None:
     bench.publish(0)
     trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1, 2]))
-    assert bench.machine.run.checkpoint_step == 1
+    assert bench.machine.run.history.checkpoint_step == 1
 
 
 def test_journaled_steps_are_replayed_from_any_checkpoint_whose_next_step_is_in_the_journal() -> None:
@@ -187,7 +186,7 @@ def test_no_bytes_are_counted_as_uncovered_after_a_rewind() -> None:
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     trained(bench, 2)
     reload(bench, 1)
-    assert bench.machine.run.uncovered_bytes == 0
+    assert bench.machine.run.shards.uncovered_bytes == 0
 
 
 def test_uncovered_bytes_are_those_of_trained_tasks_that_wait_for_a_checkpoint() -> None:
@@ -195,10 +194,10 @@ def test_uncovered_bytes_are_those_of_trained_tasks_that_wait_for_a_checkpoint()
     trained(bench, 1)
     trained(bench, 2)
     run = bench.machine.run
-    tasks = [task for step in (1, 2) for task in run.batches[step]]
-    assert run.uncovered_bytes == held_in(run, tasks).total() > 0
-    rewind(run, 1)  # The loss of a store does the same and undoes step 2.
-    assert run.uncovered_bytes == held_in(run, run.batches[1]).total()
+    tasks = [task for step in (1, 2) for task in run.history.batches[step]]
+    assert run.shards.uncovered_bytes == run.shards.held_by(tasks).total() > 0
+    rewind(run.ledger, 1)  # The loss of a store does the same and undoes step 2.
+    assert run.shards.uncovered_bytes == run.shards.held_by(run.history.batches[1]).total()
 
 
 def test_the_row_of_an_undone_step_that_waits_for_an_evaluation_is_never_written() -> None:
@@ -268,7 +267,7 @@ def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_old_and_
     done = evaluation(8)
     assert [task.task_id for task in done.batch.tasks] == [f"held/4/{row}" for row in range(6)]
     bench.complete(done, samples=1, reward=1.0)
-    assert bench.machine.run.evaluations.done[4]["held"]["eval/held/accuracy"] == 1.0
+    assert bench.machine.run.history.evaluations.done[4]["held"]["eval/held/accuracy"] == 1.0
     assert bench.ask(WaitEvals(driver=1, step=4)) is None, "the evaluation of version 2 is not done"
     assert reload(bench, 1).committed_step == 1
     bench.publish(1)
@@ -292,7 +291,7 @@ def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_old_and_
     rows = {effect.step: effect.row for effect in bench.effects if isinstance(effect, WriteRow)}
     assert rows[2]["eval/held/accuracy"] == 0.0
     bench.acknowledge()
-    assert not bench.machine.run.evaluations.open
+    assert not bench.machine.run.history.evaluations.open
     copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)

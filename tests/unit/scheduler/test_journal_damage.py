@@ -20,7 +20,7 @@ import pytest
 
 from proto.messages import CheckpointSaved, GetRunInfo
 from services.scheduler import snapshot
-from services.scheduler.events import Cleared, Configure, DiscardRows, Persist, Rewound, SaveEval, SaveStep, WriteRow
+from services.scheduler.events import Cleared, Configure, DiscardRows, Persist, Rewound, SaveStep, WriteRow
 from services.scheduler.journal import Journal
 from services.scheduler.mark import SLOT_BYTES, Mark, Reached
 from services.scheduler.plan import EvalPlan
@@ -31,7 +31,7 @@ from shared.rpc.errors import RpcError
 from tests.unit.scheduler.bench import Bench, plan
 
 MAIN, LOG, MARK = FILES = ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-mark")
-TABLES = ("meta", "steps", "evals", "rows", "rewinds")
+TABLES = ("meta", "steps", "rows", "rewinds")
 PLAN = plan(evals=(EvalPlan("held", range(4), 1, 1),))
 
 
@@ -83,14 +83,14 @@ class Recorder:
         for effect in effects:
             if isinstance(effect, Persist):
                 self.journal.append(effect.event, 1.5)
-            elif isinstance(effect, SaveStep | SaveEval | WriteRow | Rewound | DiscardRows):
+            elif isinstance(effect, SaveStep | WriteRow | Rewound | DiscardRows):
                 self.journal.save(effect, 2.5)
         self.journal.commit()
         self.history.states[self.journal.seq] = snapshot.dump(self.bench.machine.run)
         self.history.tables[self.journal.seq] = contents(self.path)
 
     def evaluate(self) -> None:
-        while self.bench.machine.run.evaluations.open:
+        while self.bench.machine.run.history.evaluations.open:
             self.bench.complete(self.bench.granted(), samples=1)
 
     def steps(self, first: int, last: int) -> None:
@@ -115,9 +115,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def take_snapshot(journal: Journal, run: Any) -> None:
-    journal.begin_snapshot(snapshot.begin(run))
-    while journal.write_part():
-        pass
+    journal.write_snapshot(snapshot.dump(run))
 
 
 def copy_log(path: Path, mode: str) -> None:
@@ -252,7 +250,6 @@ VALUES = {
     "parts": "body = flipped(body)",
     "snapshot": "parts = parts - 1",
     "steps": "task_ids = '[]'",
-    "evals": "accuracy = 2.0",
     "rows": "row = '{}'",
     "rewinds": "step = step - 1",
     "meta": "value = value || ' '",
@@ -277,7 +274,7 @@ def test_one_changed_value_anywhere_is_reported(history: History, tmp_path: Path
 
 
 @pytest.mark.parametrize("history", ["in the file"], indirect=True)
-@pytest.mark.parametrize("table", ["events", "parts", "steps", "evals", "rows"])
+@pytest.mark.parametrize("table", ["events", "parts", "steps", "rows"])
 def test_a_missing_row_is_reported(history: History, tmp_path: Path, table: str) -> None:
     copy_files(history.folder, tmp_path / "copy")
     with contextlib.closing(sqlite3.connect(tmp_path / "copy" / MAIN)) as db:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from proto.messages import Heartbeat, LeaseGrant, NextBatch, PutTask, Trouble
-from services.scheduler import collection, shard_loss
+from services.scheduler import audits, shards
 from services.scheduler.events import CheckShards, Configure, Fail, Listed, Tick
 from services.scheduler.planning import heartbeat_s
 from services.scheduler.state import ANSWERED_AT_ONCE, Scheduler
@@ -85,9 +85,9 @@ def test_a_burst_of_deferred_leases_is_answered_in_parts_so_that_other_requests_
     for instance in range(waiting):
         assert bench.lease(instance=instance, life=100 + instance, most=1) is None
     bench.start()
-    assert len(bench.machine.run.leases) == ANSWERED_AT_ONCE
+    assert len(bench.machine.run.ledger.leases) == ANSWERED_AT_ONCE
     bench.event(Tick())
-    assert len(bench.machine.run.leases) == waiting
+    assert len(bench.machine.run.ledger.leases) == waiting
 
 
 def test_inventories_of_many_stores_are_compared_in_one_pass_and_each_store_learns_what_it_lacks(
@@ -99,7 +99,7 @@ def test_inventories_of_many_stores_are_compared_in_one_pass_and_each_store_lear
         grant = bench.granted(instance=host, life=1000 + host, most=2)
         bench.complete(grant, life=1000 + host, store=f"batch-store/{host}")
         made[f"batch-store/{host}"] = [PutTask(task.task_id, task.fence) for task in grant.batch.tasks]
-    monkeypatch.setattr(shard_loss, "AUDITED_AT_ONCE", 0)  # This simulates a long comparison since the last tick.
+    monkeypatch.setattr(audits, "AUDITED_AT_ONCE", 0)  # This simulates a long comparison since the last tick.
     bench.event(Tick())
     bench.effects.clear()
     for store, tasks in made.items():
@@ -119,7 +119,7 @@ def test_inventories_of_many_stores_are_compared_in_one_pass_and_each_store_lear
 def test_clears_beyond_one_message_are_sent_once_the_message_is_acknowledged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collection, "MAX_CLEARS", 3)
+    monkeypatch.setattr(shards, "MAX_CLEARS", 3)
     bench = Bench(plan(tasks_per_step=8), Configure(9, 3, 2, True)).start()
     step = bench.step(1)
     sent = bench.acknowledge()
@@ -134,7 +134,7 @@ def test_a_problem_that_ends_the_run_has_no_effect_once_its_service_withdraws_it
     assert "rollout/1: no judge" in bench.effects[-1].message
     beat(bench, 1)
     assert bench.ask(NextBatch(driver=1, step=1)) is None
-    assert bench.machine.run.clears.stores[0] == STORE
+    assert bench.machine.run.shards.clears.stores[0] == STORE
 
 
 def test_stores_send_a_heartbeat_each_second_in_runs_of_any_size() -> None:

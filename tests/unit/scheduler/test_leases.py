@@ -18,12 +18,12 @@ from proto.messages import (
     TaskResult,
 )
 from services.scheduler import snapshot
-from services.scheduler.attempts import FAILURE
 from services.scheduler.events import (
     Asked,
     Fail,
     Tick,
 )
+from services.scheduler.ledger import FAILURE
 from services.scheduler.state import Scheduler
 from services.scheduler.steps import HOPELESS_TASKS
 from shared.stages import REFERENCE, ROLLOUT

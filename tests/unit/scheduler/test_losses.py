@@ -79,12 +79,12 @@ def test_dropped_tasks_and_lost_samples_are_counted_by_reason_in_status_and_batc
     replayed = RunState(bench.plan)
     for event in bench.journal:
         replayed.apply(event)
-    again = steps.batch(replayed, NextBatch(driver=1, step=1))
+    again = steps.batch(replayed.ledger, NextBatch(driver=1, step=1))
     assert again is not None
     assert (again.drops, again.lost) == (batch.drops, batch.lost)
     loaded = snapshot.load(bench.plan, snapshot.dump(bench.machine.run))
     assert snapshot.dump(loaded) == snapshot.dump(bench.machine.run)
-    assert loaded.losses.dropped == status.dropped
+    assert loaded.ledger.losses.dropped == status.dropped
 
 
 def test_unknown_reasons_and_losses_without_a_reason_count_as_other() -> None:

@@ -13,9 +13,9 @@ from services.scheduler import snapshot
 from services.scheduler.events import Answer, Configure, DiscardRows, Rewound, TailLost
 from services.scheduler.metrics_file import traces
 from services.scheduler.plan import EvalPlan, Plan
+from services.scheduler.recovery import TAIL_LOST
 from services.scheduler.run_state import RunState
 from services.scheduler.state import Scheduler
-from services.scheduler.store_loss import TAIL_LOST
 from tests.unit.scheduler.bench import LEASE_S, Bench, plan
 
 CONFIG = Configure(40, 3, 2, False)
@@ -68,8 +68,8 @@ def shortened(bench: Bench, events: int, agreed: int = LAST) -> Bench:
     again.machine = Scheduler(bench.plan, lease_s=LEASE_S, incarnation=100)
     for event in again.journal:
         again.machine.replay(event)
-    agreed = min(agreed, again.machine.run.committed_step)
-    lost = TailLost(agreed, run.committed_step, run.highest_fence, run.lineage)
+    agreed = min(agreed, again.machine.run.history.committed_step)
+    lost = TailLost(agreed, run.history.committed_step, run.ledger.highest_fence, run.history.lineage)
     again._keep(again.machine.begin(CONFIG, 0.0, lost))
     return again
 
@@ -129,9 +129,9 @@ def test_steps_whose_rows_are_from_another_history_are_also_rolled_back() -> Non
     bench, _ = whole(PLANS["in order"])
     short = shortened(bench, len(bench.journal) - 1, agreed=3)
     run = short.machine.run
-    assert (run.committed_step, run.checkpoint_step) == (3, 3)
+    assert (run.history.committed_step, run.history.checkpoint_step) == (3, 3)
     assert resume(short).committed_step == 2
-    assert run.checkpoint_step == 2
+    assert run.history.checkpoint_step == 2
 
 
 def test_every_task_is_trained_if_only_the_initial_model_is_left() -> None:

@@ -16,12 +16,12 @@ from proto.messages import (
     SamplesDue,
     TakenBack,
     TakeSamples,
+    TaskState,
 )
 from services.scheduler import snapshot
 from services.scheduler.events import Configure, Fail, Recording, Tick
 from services.scheduler.plan import EvalPlan
 from services.scheduler.state import HOLD_S, RECORD_S
-from services.scheduler.tasks import TaskState
 from shared.samples.choice import Choice
 from tests.unit.scheduler.bench import STORE, Bench, plan
 
@@ -76,7 +76,7 @@ def test_a_filtered_task_is_cleared_only_after_the_recorder_has_taken_it() -> No
     assert ended.reason.startswith("filtered: all 2 rewards are 1.0")
     assert due(b, ended) == []
     assert b.acknowledge() == {(ended.task_id, 1)}
-    assert b.machine.run.tasks.find(ended.task_id) is None
+    assert b.machine.run.ledger.tasks.find(ended.task_id) is None
     b.machine.run.validate()
 
 
@@ -130,7 +130,7 @@ def test_the_scheduler_does_not_wait_for_a_recorder_that_is_away() -> None:
     b.complete(b.granted(most=1), reward=1.0)
     b.event(Tick(), after_s=0.1)
     assert b.acknowledge() == {("train/0/0", 1)}
-    assert b.machine.run.records.lost == 1
+    assert b.machine.run.ledger.records.lost == 1
 
 
 def test_the_oldest_tasks_are_released_when_they_take_up_room_that_others_need() -> None:
@@ -139,7 +139,7 @@ def test_the_oldest_tasks_are_released_when_they_take_up_room_that_others_need()
     for _ in range(3):  # each has 50 bytes
         b.complete(b.granted(most=1), reward=1.0)
     assert b.acknowledge() == {("train/0/0", 1)}
-    assert b.machine.run.records.lost == 1
+    assert b.machine.run.ledger.records.lost == 1
     assert [each.task_id for each in due(b)] == ["train/0/1", "train/0/2"]
     b.machine.run.validate()
 
@@ -185,8 +185,8 @@ def test_samples_of_rolled_back_steps_are_not_due_and_the_recorder_is_told_once_
     b.step(2)
     run = b.machine.run
     assert due(b)[0].state == "filtered"
-    for task in run.batches[1]:
-        run.tasks.edit(task).lost = True
+    for task in run.history.batches[1]:
+        task.lost = True
     b.ask(GetRunInfo(driver=1, reload=True))
     answer = ask(b, final=True)
     assert answer.tasks == []
@@ -199,10 +199,10 @@ def test_a_replayed_journal_and_a_snapshot_give_the_same_due_tasks() -> None:
     b = bench(filter_limit=4)
     assert ask(b) is None
     b.complete(b.granted(most=1), reward=1.0)
-    b.step(1) if b.machine.run.window.finished else None
+    b.step(1) if b.machine.run.ledger.window.finished else None
     again = snapshot.load(b.plan, snapshot.dump(b.machine.run))
-    assert again.records.due == b.machine.run.records.due
-    assert again.records.held_bytes == b.machine.run.records.held_bytes > 0
+    assert again.ledger.records.due == b.machine.run.ledger.records.due
+    assert again.ledger.records.held_bytes == b.machine.run.ledger.records.held_bytes > 0
     other = Bench(b.plan, b.config)
     for event in b.journal[1:]:
         other.machine.replay(event)
@@ -215,7 +215,7 @@ def test_a_run_without_a_recorder_keeps_nothing(step: int) -> None:
     b.complete(b.granted(most=1), reward=1.0)
     assert b.acknowledge() == {("train/0/0", 1)}
     assert due(b) == []
-    assert b.machine.run.tasks.counts[TaskState.DROPPED] == 0
+    assert b.machine.run.ledger.tasks.counts[TaskState.DROPPED] == 0
 
 
 def test_a_repeated_commit_does_not_record_its_step_again() -> None:

@@ -71,16 +71,16 @@ def test_the_version_of_the_reference_is_kept_while_those_of_the_policy_are_coll
         score(made)
         train(made, step)
     run = made.machine.run
-    assert run.versions.at_step(4) is not None
-    assert run.versions.at_step(3) is None
+    assert run.history.versions.at_step(4) is not None
+    assert run.history.versions.at_step(3) is None
     # Until a checkpoint covers the steps, a rewind to the first step may need the older refresh again.
-    assert run.versions.at_step(2) is not None
+    assert run.history.versions.at_step(2) is not None
     made.ask(CheckpointSaved(driver=1, step=5, kept=[5]))
     roll_out(made)
     score(made)
     train(made, 6)
-    assert run.versions.at_step(2) is None
-    assert run.versions.at_step(4) is not None
+    assert run.history.versions.at_step(2) is None
+    assert run.history.versions.at_step(4) is not None
 
 
 def test_after_a_return_to_a_step_before_the_refresh_the_first_model_scores_again() -> None:
@@ -111,7 +111,7 @@ def test_a_version_lost_with_its_store_is_requested_from_its_checkpoint() -> Non
         score(made)
         train(made, step)
         made.ask(CheckpointSaved(driver=1, step=step, kept=[step]))
-    made.machine.run.versions.forget("batch-store/0")
+    made.machine.run.history.versions.forget("batch-store/0")
     info = made.ask(GetRunInfo(driver=1, reload=True, loaded_step=3))
     assert (info.committed_step, info.reference_step) == (3, EVERY)
     made.publish_again(EVERY)

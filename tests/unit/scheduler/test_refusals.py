@@ -70,9 +70,9 @@ def test_weights_whose_name_has_another_step_are_refused(wrong: dict[str, Any]) 
 
 def test_checkpoint_of_a_step_that_is_not_committed_is_refused() -> None:
     bench = Bench().start()
-    before = bench.machine.run.checkpoint_step
+    before = bench.machine.run.history.checkpoint_step
     refused(bench, CheckpointSaved(driver=1, step=4, kept=[4]), ErrorCode.CONFLICT)
-    assert bench.machine.run.checkpoint_step == before
+    assert bench.machine.run.history.checkpoint_step == before
 
 
 @pytest.mark.parametrize("wrong", [{"instance": -1}, {"endpoint": "x" * 2000}, {"host": "x" * 2000}])
@@ -87,9 +87,9 @@ def test_a_surplus_set_of_scalars_is_refused_and_its_lease_stays_open() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     granted = bench.granted()
-    layouts = bench.machine.run.layouts
+    layouts = bench.machine.run.ledger.layouts
     layouts += [((f"y{number}", "<f4"),) for number in range(MOST_LAYOUTS - len(layouts))]
-    lease = bench.machine.run.leases.get(granted.lease_id)
+    lease = bench.machine.run.ledger.leases.get(granted.lease_id)
     assert lease is not None
     empty = {"x": np.zeros(0, np.float32)}
     request = Complete(lease_id=granted.lease_id, stage="rollout", incarnation=7, results=[], scalars=empty)
@@ -106,8 +106,8 @@ def test_evaluation_ends_even_if_its_rewards_have_no_mean(rewards: list[float]) 
         if isinstance(granted, LeaseGrant) and granted.split == "held":
             tasks = len(granted.batch.tasks)
             bench.complete(granted, samples=1, reward=(rewards * tasks)[:tasks])
-    assert not bench.machine.run.evaluations.open
-    assert bench.machine.run.evaluations.known("held", 0)
+    assert not bench.machine.run.history.evaluations.open
+    assert bench.machine.run.history.evaluations.begun("held", 0)
 
 
 def test_the_drivers_metrics_do_not_set_the_step_of_a_row() -> None:
@@ -180,8 +180,8 @@ def test_damaged_lines_of_discarded_rows_do_not_hide_other_rows(tmp_path: Path) 
 
 def test_instances_and_stores_beyond_their_limits_are_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    here = len(bench.machine.run.registry)
-    monkeypatch.setattr(registry, "MOST_STORES", len(bench.machine.run.registry.stores) + 1)
+    here = len(bench.machine.run.shards.registry)
+    monkeypatch.setattr(registry, "MOST_STORES", len(bench.machine.run.shards.registry.stores) + 1)
     monkeypatch.setattr(registry, "MOST_INSTANCES", here + 2)
 
     def register(service: str, instance: int) -> Register:

@@ -68,7 +68,7 @@ def test_replay_restores_the_same_state() -> None:
     for event in bench.journal:
         replayed.replay(event)
     assert snapshot.dump(replayed.run) == snapshot.dump(bench.machine.run)
-    assert bench.machine.run.committed_step == 3
+    assert bench.machine.run.history.committed_step == 3
 
 
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.9])

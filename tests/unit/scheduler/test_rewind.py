@@ -36,11 +36,11 @@ def begun(made: Plan, config: Configure = AT_CHECKPOINT, limit_bytes: int = 1 <<
 
 def resumed(bench: Bench, loaded: int = -1, **store: Any) -> None:
     """Kill everything, restart the stores empty, and have the driver load a checkpoint (-1: the newest)."""
-    life = bench.machine.run.registry["batch-store", 0].incarnation + 1
+    life = bench.machine.run.shards.registry["batch-store", 0].incarnation + 1
     bench.register("batch-store", 0, life, data_id=f"{life}", **{"limit_bytes": 1 << 30, **store})
     bench.ask(GetRunInfo(driver=1))
     bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
-    bench.publish_again(bench.machine.run.committed_step)
+    bench.publish_again(bench.machine.run.history.committed_step)
 
 
 def lease_now(bench: Bench) -> LeaseGrant | None:
@@ -69,10 +69,10 @@ def test_the_tasks_of_undone_steps_are_sampled_again_before_all_others(
     saved(bench, 1)
     lost = [bench.step(step) for step in (2, 3, 4)]
     waits = bench.granted()
-    tail = bench.machine.run.window.tail
+    tail = bench.machine.run.ledger.window.tail
     resumed(bench)
     run = bench.machine.run
-    assert run.window.head >= tail
+    assert run.ledger.window.head >= tail
     again = [bench.step(step) for step in (2, 3, 4)]
     assert [names(batch) for batch in again] == [names(batch) for batch in lost]
     fences = {task.task_id: task.fence for batch in lost for task in batch.batch.tasks}
@@ -110,9 +110,9 @@ def test_a_run_that_goes_back_further_reopens_earlier_tasks_before_later_ones() 
     saved(bench, 2, 1)
     steps += [names(bench.step(step)) for step in (3, 4, 5)]
     resumed(bench)
-    assert bench.machine.run.committed_step == 2
+    assert bench.machine.run.history.committed_step == 2
     resumed(bench, loaded=1)
-    assert bench.machine.run.committed_step == 1
+    assert bench.machine.run.history.committed_step == 1
     assert [names(bench.step(step)) for step in (2, 3, 4, 5)] == steps[1:]
 
 
@@ -121,7 +121,7 @@ def test_task_ids_of_a_step_are_kept_until_the_oldest_checkpoint_covers_the_step
     for step in (1, 2, 3, 4):
         bench.step(step)
         saved(bench, step, *([step - 1] if step > 1 else []))
-    assert list(bench.machine.run.identities) == [4]
+    assert list(bench.machine.run.history.identities) == [4]
 
 
 def test_earlier_checkpoints_remain_after_a_checkpoint_made_at_a_stop() -> None:
@@ -131,7 +131,7 @@ def test_earlier_checkpoints_remain_after_a_checkpoint_made_at_a_stop() -> None:
     lost = [names(bench.step(step)) for step in (2, 3)]
     saved(bench, 3, 1, at_stop=True)
     resumed(bench)
-    assert bench.machine.run.committed_step == 3
+    assert bench.machine.run.history.committed_step == 3
     resumed(bench, loaded=1)  # The checkpoint of step 3 is damaged.
     assert [names(bench.step(step)) for step in (2, 3)] == lost
 
@@ -157,7 +157,7 @@ def test_reopened_tasks_always_fit_into_a_store_of_the_smallest_accepted_size(
         while not isinstance(batch := bench.ask(NextBatch(driver=1, step=step)), StepBatch):
             while grant := lease_now(bench):
                 held.append(grant)
-            taken = run.uncovered_bytes + 3 * WEIGHT_BYTES + run.window.live * TASK_BYTES
+            taken = run.shards.uncovered_bytes + 3 * WEIGHT_BYTES + run.ledger.window.live * TASK_BYTES
             assert taken <= limit_bytes
             most = max(most, taken)
             bench.complete(held.pop())
@@ -174,7 +174,7 @@ def test_reopened_tasks_always_fit_into_a_store_of_the_smallest_accepted_size(
     history = [train(step) for step in (1, 2, 3)]
     for _ in range(3):
         resumed(bench, limit_bytes=limit_bytes)
-        back, ordered = run.committed_step, 0
+        back, ordered = run.history.committed_step, 0
         assert back < len(history)
         lost = {name for step in history[back:] for name in step}
         del history[back:]
@@ -222,4 +222,4 @@ def test_replaying_a_rewind_gives_the_same_state() -> None:
     packed = snapshot.dump(bench.machine.run)
     assert snapshot.dump(copy) == packed
     assert snapshot.dump(snapshot.load(bench.plan, packed)) == packed
-    assert copy.reopened
+    assert copy.ledger.reopened

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from proto.messages import NextBatch, Outcome
-from services.scheduler.tasks import TRANSITIONS, Tasks, TaskState
+from proto.messages import NextBatch, Outcome, TaskState
+from services.scheduler.tasks import TRANSITIONS, Tasks
 from tests.unit.scheduler.bench import Bench, ids
 
 
@@ -59,7 +59,7 @@ def test_story_includes_every_change_to_a_task_with_its_cause() -> None:
 def test_validate_names_an_inconsistent_task_and_includes_its_story(field: str, value: object, problem: str) -> None:
     run = Bench().start().machine.run
     run.validate()
-    task = next(iter(run.tasks))
+    task = next(iter(run.ledger.tasks))
     setattr(task, field, value)
     with pytest.raises(AssertionError, match=f"^{task.task_id}, fence 1, {task.state}: {problem}; None -> PENDING"):
         run.validate()
@@ -67,7 +67,7 @@ def test_validate_names_an_inconsistent_task_and_includes_its_story(field: str, 
 
 def test_validate_finds_wrong_counts_and_a_task_that_no_lease_can_get() -> None:
     run = Bench().start().machine.run
-    run.tasks.counts[TaskState.READY] += 1
-    run.waiting[0].pop()
+    run.ledger.tasks.counts[TaskState.READY] += 1
+    run.ledger.leave_line(0, run.ledger.tasks["train/0/0"])
     with pytest.raises(AssertionError, match=r"^step 0: counts, tasks that wait for stage 0"):
         run.validate()

@@ -22,7 +22,7 @@ from proto.messages import (
     StepBatch,
     TaskHandle,
 )
-from services.scheduler import shard_loss, snapshot
+from services.scheduler import audits, snapshot
 from services.scheduler.events import Checked, CheckShards, Effect, Fail, Listed, RequestInventory, Tick, WriteRow
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
@@ -79,7 +79,7 @@ def test_a_ready_task_whose_shards_are_lost_is_sampled_again_without_counting_an
         again = bench.granted()
         assert fences(again) == {lost: fence + 1}
         bench.complete(again)
-    assert bench.machine.run.tasks.known(lost).failures == 0
+    assert bench.machine.run.ledger.tasks[lost].failures == 0
     assert bench.counts()["READY"] == 4
     assert replays_alike(bench)
 
@@ -151,7 +151,7 @@ def test_a_reference_lease_loses_the_task_whose_rollout_is_lost() -> None:
     refused = bench.complete(reading)
     assert [(each.task_id, each.code) for each in refused] == [(lost, ErrorCode.COLLECTED)]
     assert bench.counts()["READY"] == len(others)
-    assert bench.machine.run.tasks.known(lost).failures == 0
+    assert bench.machine.run.ledger.tasks[lost].failures == 0
 
 
 # ------------------------------------------------------------------------------------------------ the open step
@@ -281,7 +281,7 @@ def test_an_evaluation_of_a_lost_version_that_is_not_published_again_does_not_de
     measured = bench.granted(most=1)
     assert measured.split == "test"
     bench.complete(bench.granted(most=4, instance=1))
-    while bench.machine.run.committed_step < 1:
+    while bench.machine.run.history.committed_step < 1:
         if bench.ask(NextBatch(driver=1, step=1)) is None:
             bench.complete(bench.granted(most=4, instance=1), samples=2)
         else:
@@ -332,7 +332,7 @@ def test_an_inventory_without_the_newest_version_reveals_that_it_is_missing() ->
 
 
 def test_a_large_inventory_is_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_loss, "AUDITED_AT_ONCE", 3)
+    monkeypatch.setattr(audits, "AUDITED_AT_ONCE", 3)
     bench = Bench().start()
     bench.complete(grant := bench.granted())
     assert ordered(inventory(bench)) == []

@@ -13,7 +13,7 @@ from proto.messages import (
     StepBatch,
 )
 from services.scheduler import snapshot
-from services.scheduler.events import Configure, SaveEval, WriteRow
+from services.scheduler.events import Configure, Tell, WriteRow
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
 from tests.unit.scheduler.bench import Bench, ids, plan
@@ -48,7 +48,7 @@ def test_a_restart_with_the_same_data_loses_nothing() -> None:
     grant = bench.granted()
     bench.complete(grant)
     register(bench, "a", 2)
-    assert bench.machine.run.committed_step == 1
+    assert bench.machine.run.history.committed_step == 1
     assert bench.counts()["READY"] == 4
 
 
@@ -103,7 +103,7 @@ def test_replaying_a_loss_of_data_gives_the_same_state() -> None:
     copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)
-    assert copy.committed_step == bench.machine.run.committed_step == 1
+    assert copy.history.committed_step == bench.machine.run.history.committed_step == 1
     assert snapshot.dump(copy) == snapshot.dump(bench.machine.run)
 
 
@@ -128,7 +128,8 @@ def test_an_evaluation_that_can_no_longer_be_scored_has_no_result_and_does_not_d
     bench.ask(CommitStep(driver=1, step=1, metrics={}))
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     register(bench, "b", 2)
-    assert not [effect for effect in bench.effects if isinstance(effect, SaveEval)]
+    (told,) = [effect.values for effect in bench.effects if isinstance(effect, Tell) and effect.topic == "eval"]
+    assert "eval/held/accuracy" not in told
     assert 0 in [effect.step for effect in bench.effects if isinstance(effect, WriteRow)]
 
 

@@ -23,11 +23,11 @@ from services.scheduler.events import (
     Asked,
     Checked,
     CheckShards,
-    Claim,
     ClearDone,
     Configure,
     Listed,
     SendClear,
+    ShardClaim,
     StopClear,
     Tick,
 )
@@ -67,7 +67,7 @@ class TwoHosts(Bench):
 
     def acknowledges(self, store: str) -> None:
         """Acknowledge every clear that `store` has been sent so far."""
-        while told := self.machine.run.clears.head(store):
+        while told := self.machine.run.shards.clears.head(store):
             self.event(ClearDone(store, len(told)))
 
     def sent(self) -> dict[str, list[str]]:
@@ -101,7 +101,7 @@ def test_log_probs_from_the_trainer_are_counted_in_its_own_store() -> None:
     made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1)
     bench = TwoHosts(made, NINE).begin(300 + 400 + 200, 1 << 20)
     assert steps(bench, AWAY) == [False, False, *[True] * 7]
-    assert bench.machine.run.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
+    assert bench.machine.run.shards.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
 
 
 def test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both(tmp_path: Path) -> None:
@@ -110,20 +110,22 @@ def test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both(tmp
     bench.register("policy-trainer-worker", 0, 21, host_id="home")
     bench.step(1, AWAY)
     run = bench.machine.run
-    assert run.uncovered == {AWAY: 200, STORE: 80}
+    assert run.shards.uncovered == {AWAY: 200, STORE: 80}
     bench.register("policy-trainer-worker", 1, 22, host_id="away")  # From now on, this instance can put shards there.
-    assert run.uncovered == {AWAY: 280, STORE: 80}
+    assert run.shards.uncovered == {AWAY: 280, STORE: 80}
     bench.step(2, STORE)
-    assert run.uncovered == {AWAY: 280 + 80, STORE: 80 + 280}
+    assert run.shards.uncovered == {AWAY: 280 + 80, STORE: 80 + 280}
     run.validate()
     again = snapshot.load(bench.plan, snapshot.dump(run))
-    assert again.trainer_stores == run.trainer_stores == (STORE, AWAY)
+    assert again.shards.trainer_stores == run.shards.trainer_stores == (STORE, AWAY)
     bench.ask(CheckpointSaved(driver=1, step=2, kept=[2]))
-    clears = {store: {entry[0] for entry in entries if entry[2]} for store, entries in run.clears.entries().items()}
+    clears = {
+        store: {entry[0] for entry in entries if entry[2]} for store, entries in run.shards.clears.entries().items()
+    }
     assert clears[AWAY] == clears[STORE]
     assert len(clears[AWAY]) == 8
     bench.ask(HostGone(host="b", incarnations=[22, 5], cause="power cut"))
-    assert run.trainer_stores == (STORE,)
+    assert run.shards.trainer_stores == (STORE,)
     run.validate()
 
 
@@ -136,10 +138,10 @@ def test_results_of_each_stage_are_counted_in_the_store_where_they_were_put() ->
     bench.complete(bench.granted("reference", most=2), store=AWAY)
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
     bench.ask(CommitStep(driver=1, step=1, metrics={}))
-    assert run.uncovered == {AWAY: 4 * (50 + 3) + 2 * 50, STORE: 2 * (50 + 3)}
-    assert run.uncovered_bytes == 4 * 53 + 2 * 50 + 2 * 53
+    assert run.shards.uncovered == {AWAY: 4 * (50 + 3) + 2 * 50, STORE: 2 * (50 + 3)}
+    assert run.shards.uncovered_bytes == 4 * 53 + 2 * 50 + 2 * 53
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
-    assert run.uncovered == {}
+    assert run.shards.uncovered == {}
     told = bench.sent()
     assert len(told[AWAY]) == len(told[STORE]) == 4
     assert snapshot.dump(snapshot.load(bench.plan, snapshot.dump(run))) == snapshot.dump(run)
@@ -147,9 +149,9 @@ def test_results_of_each_stage_are_counted_in_the_store_where_they_were_put() ->
 
 def test_a_task_is_admitted_only_if_every_store_could_hold_it() -> None:
     made = plan(staleness=3, task_bytes=100, weight_bytes=100)
-    assert TwoHosts(made).begin(900, 1 << 20).machine.run.window.live == 6
-    assert TwoHosts(made).begin(1 << 20, 800).machine.run.window.live == 5
-    assert TwoHosts(made).begin(1 << 20, 1 << 20).machine.run.window.live == 16
+    assert TwoHosts(made).begin(900, 1 << 20).machine.run.ledger.window.live == 6
+    assert TwoHosts(made).begin(1 << 20, 800).machine.run.ledger.window.live == 5
+    assert TwoHosts(made).begin(1 << 20, 1 << 20).machine.run.ledger.window.live == 16
 
 
 # ------------------------------------------------------------------------------------------------ clears
@@ -197,9 +199,11 @@ def test_a_store_that_never_answers_does_not_delay_the_others() -> None:
         assert isinstance(bench.step(step, STORE), StepBatch)
         bench.acknowledges(STORE)
     assert bench.counts()["COLLECTED"] == 32
-    assert bench.machine.run.clears.pending_at(STORE) == 0
-    assert [task for task, _, _ in bench.machine.run.clears.entries()[AWAY]] == [f"weights/0/{i}" for i in range(8)]
-    assert len(bench.machine.run.tasks) == bench.machine.run.window.live
+    assert bench.machine.run.shards.clears.pending_at(STORE) == 0
+    assert [task for task, _, _ in bench.machine.run.shards.clears.entries()[AWAY]] == [
+        f"weights/0/{i}" for i in range(8)
+    ]
+    assert len(bench.machine.run.ledger.tasks) == bench.machine.run.ledger.window.live
 
 
 # ------------------------------------------------------------------------------------------------ gone for good
@@ -228,8 +232,8 @@ def test_a_joined_store_that_is_silent_for_a_long_time_loses_its_queue_of_clears
     assert bench.counts()["COLLECTED"] == 0
     quiet(bench)
     assert bench.counts()["COLLECTED"] == 4
-    assert bench.machine.run.limit_bytes == 1 << 30
-    assert bench.machine.run.clears.stores == [STORE]
+    assert bench.machine.run.shards.limit_bytes == 1 << 30
+    assert bench.machine.run.shards.clears.stores == [STORE]
     assert [effect.store for effect in bench.effects if isinstance(effect, StopClear)] == [AWAY]
     assert bench.event(ClearDone(AWAY, 4)) == []  # This acknowledges the message that was in transit.
     assert [row.service for row in bench.ask(GetStatus()).services].count("batch-store") == 1
@@ -240,7 +244,7 @@ def test_a_joined_store_that_is_silent_for_a_long_time_loses_its_queue_of_clears
 def test_the_trainers_store_is_waited_for_indefinitely() -> None:
     bench = TwoHosts().begin()
     quiet(bench, alive=(("batch-store", 1, 5),))
-    assert bench.machine.run.clears.stores == [STORE, AWAY]
+    assert bench.machine.run.shards.clears.stores == [STORE, AWAY]
 
 
 def test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_are_sampled_again(
@@ -253,7 +257,7 @@ def test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_
     grant = bench.granted(most=1, instance=1, life=8)
     bench.complete(grant, store=AWAY, life=8)
     quiet(bench)
-    assert bench.machine.run.clears.stores == [STORE]
+    assert bench.machine.run.shards.clears.stores == [STORE]
     again = bench.granted(most=1)
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(grant)]
 
@@ -272,7 +276,7 @@ def test_unfinished_tasks_of_a_store_declared_gone_are_sampled_again_and_other_t
         (name, 2) for name in [ids(here)[0], *ids(there)]
     ]
     assert bench.granted("reference", most=4).batch.tasks[0].task_id == ids(here)[1]
-    assert bench.machine.run.committed_step == 0
+    assert bench.machine.run.history.committed_step == 0
     assert replays_alike(bench)
 
 
@@ -304,8 +308,8 @@ def test_a_host_with_another_store_keeps_its_leases() -> None:
         lost = bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, progress))
         bench.event(Tick())
     assert not lost
-    assert bench.machine.run.clears.stores == [STORE, "batch-store/2"]
-    assert bench.machine.run.leases.get(there.lease_id) is not None
+    assert bench.machine.run.shards.clears.stores == [STORE, "batch-store/2"]
+    assert bench.machine.run.ledger.leases.get(there.lease_id) is not None
 
 
 def test_a_result_in_a_store_declared_gone_is_computed_again() -> None:
@@ -340,7 +344,7 @@ def test_a_trainer_that_reloads_before_the_ordered_checkpoint_is_saved_rewinds_t
     assert bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=1)).committed_step == 1
     bench.publish_again(1)
     assert [task.task_id for step in (2, 3) for task in bench.step(step).batch.tasks] == undone
-    assert bench.machine.run.uncovered.keys() == {STORE}
+    assert bench.machine.run.shards.uncovered.keys() == {STORE}
     assert replays_alike(bench)
 
 
@@ -361,11 +365,11 @@ def test_a_store_that_comes_back_late_is_reconciled_without_pending_clears() -> 
     quiet(bench)
     bench.acknowledges(STORE)
     bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="data of away")
-    assert bench.machine.run.clears.pending_at(AWAY) == 0
+    assert bench.machine.run.shards.clears.pending_at(AWAY) == 0
     strays = bench.event(Listed(AWAY, [PutTask(old.task_id, old.fence)]))
     assert [effect.tasks for effect in strays if isinstance(effect, SendClear)] == [[PutTask(old.task_id, old.fence)]]
     bench.step(2, AWAY)
-    assert bench.machine.run.committed_step == 2
+    assert bench.machine.run.history.committed_step == 2
     assert replays_alike(bench)
 
 
@@ -389,7 +393,7 @@ def test_the_return_of_an_unused_store_without_data_does_not_undo_steps() -> Non
     bench.complete(waits)
     come_back_empty(bench)
     assert ids(waits) == [task.task_id for task in bench.step(2).batch.tasks]  # The driver continues, too.
-    assert bench.machine.run.lineage == 0
+    assert bench.machine.run.history.lineage == 0
     assert replays_alike(bench)
 
 
@@ -407,7 +411,7 @@ def test_unfinished_tasks_of_a_store_that_comes_back_empty_are_sampled_again_wit
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [
         (name, 2) for name in [*ids(finished), *ids(there)]
     ]
-    assert bench.machine.run.committed_step == 1
+    assert bench.machine.run.history.committed_step == 1
     assert replays_alike(bench)
 
 
@@ -430,10 +434,10 @@ def test_the_leases_of_a_lost_host_are_reassigned_and_its_store_is_declared_gone
     effects = bench.event(Asked(99, HostGone(host="b", incarnations=[5, 8], cause="test"), bench.now + 5))
     assert isinstance(bench.answer(effects, 99), Ack)
     assert bench.answer(effects, waiting).code == "lost"
-    assert bench.machine.run.clears.stores == [STORE]
+    assert bench.machine.run.shards.clears.stores == [STORE]
     again = bench.granted(most=4)
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(there)]
-    assert bench.machine.run.leases.get(here.lease_id) is not None
+    assert bench.machine.run.ledger.leases.get(here.lease_id) is not None
     assert replays_alike(bench)
 
 
@@ -443,9 +447,9 @@ def test_a_store_that_returns_after_its_host_was_lost_is_not_registered_again() 
     assert isinstance(bench.ask(HostGone(host="b", incarnations=[5, 8], cause="test")), Ack)
     again = bench.register("batch-store", 1, 5, limit_bytes=1 << 30, host_id="away", data_id="data of away")
     assert again.code == "lost"
-    assert bench.machine.run.clears.stores == [STORE]
+    assert bench.machine.run.shards.clears.stores == [STORE]
     bench.register("batch-store", 2, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
-    assert bench.machine.run.clears.stores == [STORE, "batch-store/2"]
+    assert bench.machine.run.shards.clears.stores == [STORE, "batch-store/2"]
     assert replays_alike(bench)
 
 
@@ -453,8 +457,8 @@ def test_the_leases_of_a_lost_process_are_reassigned_although_a_store_on_its_hos
     bench = TwoHosts().begin()
     there = bench.granted(most=2, instance=1, life=8)
     assert isinstance(bench.ask(HostGone(host="b", incarnations=[8], cause="test")), Ack)
-    assert bench.machine.run.clears.stores == [STORE, AWAY]
-    assert bench.machine.run.leases.get(there.lease_id) is None
+    assert bench.machine.run.shards.clears.stores == [STORE, AWAY]
+    assert bench.machine.run.ledger.leases.get(there.lease_id) is None
     assert [(task.task_id, task.fence) for task in bench.granted(most=2).batch.tasks] == [
         (name, 2) for name in ids(there)
     ]
@@ -511,10 +515,10 @@ def test_a_version_is_cleared_with_its_copies() -> None:
     bench = TwoHosts(config=AT_COMMIT).begin()
     bench.step(1, STORE)
     for store in (STORE, AWAY):
-        assert ("weights/0/0", 1, False) in bench.machine.run.clears.entries()[store]
+        assert ("weights/0/0", 1, False) in bench.machine.run.shards.clears.entries()[store]
 
 
 def test_copies_of_a_version_that_its_store_has_lost_are_cleared() -> None:
     bench = TwoHosts().begin()
-    bench.event(Checked(CheckShards(STORE, [Claim(PutTask("weights/0/0", 1))]), {}))
+    bench.event(Checked(CheckShards(STORE, [ShardClaim(PutTask("weights/0/0", 1))]), {}))
     assert bench.sent()[AWAY] == ["weights/0/0"]

@@ -13,7 +13,7 @@ from proto import codec
 from proto.errors import WireError
 from proto.messages import BatchMeta, StepBatch
 from shared.topology import load, task_bytes, weight_bytes, worst_case_bytes
-from shared.topology.algorithm_checks import MOST_SAMPLES
+from shared.topology.algorithm_checks import MOST_LIVE_TASKS, MOST_SAMPLES
 from shared.topology.capacity import weight_versions
 from tests.unit.shared.topology.small_topology import BASE, WEIGHTS, edited, problems, write
 
@@ -572,6 +572,14 @@ def test_error_for_too_little_memory_names_a_sufficient_size(folder: Path) -> No
 )
 def test_hosts_that_cannot_run_their_services_are_refused(folder: Path, overrides: list[str], line: str) -> None:
     assert any(line in each for each in problems(write(folder), *overrides))
+
+
+def test_more_live_tasks_than_a_snapshot_can_hold_are_refused(folder: Path) -> None:
+    room = ("services.batch-store.memory=900GiB", "algorithm.group_size=4", "algorithm.tasks_per_step=4096")
+    most = MOST_LIVE_TASKS // 4096 - 1
+    load(write(folder), [*room, f"staleness={most}"])
+    [line] = problems(folder / "t.yaml", *room, f"staleness={most + 1}")
+    assert f"staleness: {most + 1} with 4096 tasks a step allows 102400 live tasks, but at most 100000" in line
 
 
 def test_a_step_whose_scalars_exceed_the_message_size_is_refused(folder: Path) -> None:
