@@ -32,7 +32,7 @@ _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _NO_FIELDS: Mapping[str, str | int] = MappingProxyType({})
 
 
-class FileHead(NamedTuple):
+class CutHead(NamedTuple):
     """The first line of a file that was cut, or zeros for a file that was not cut."""
 
     dropped_bytes: int = 0
@@ -47,17 +47,17 @@ class FileHead(NamedTuple):
         return self.dropped_bytes - self.nbytes
 
 
-def head_of(descriptor: int) -> FileHead:
+def head_of(descriptor: int) -> CutHead:
     """Return the head of an open file. Raises OSError."""
     line = os.pread(descriptor, HEAD_BYTES, 0)
     if _MARK not in line or line.find(b"\n") != HEAD_BYTES - 1:
-        return FileHead()
+        return CutHead()
     try:
         entry = json.loads(line)
         dropped = int(entry["dropped_bytes"]) if entry["event"] == _EVENT else 0
     except (ValueError, KeyError, TypeError):
-        return FileHead()
-    return FileHead(dropped, HEAD_BYTES) if dropped >= HEAD_BYTES else FileHead()
+        return CutHead()
+    return CutHead(dropped, HEAD_BYTES) if dropped >= HEAD_BYTES else CutHead()
 
 
 def cut(path: Path, limit_bytes: int, fields: Mapping[str, str | int] = _NO_FIELDS) -> bool:

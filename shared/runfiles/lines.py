@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shared.bounded_file import FileHead, head_of
+from shared.bounded_file import CutHead, head_of
 
 READ_BYTES = 4 << 20
 """Default limit in bytes of one `poll`, and of the length of a line. Longer lines are skipped."""
@@ -24,7 +24,7 @@ class FollowedFile:
         self._read_bytes = read_bytes
         self._position = 0
         """The number of bytes that have been read or skipped. It includes bytes that were removed from the file since
-        (see `FileHead.offset`)."""
+        (see `CutHead.offset`)."""
         self._newest = b""
         """The last line that was read. If it no longer ends at `_position`, the file was truncated."""
         self._skipping = False
@@ -79,7 +79,7 @@ class FollowedFile:
             for line in lines:
                 yield line.decode(errors="replace")
 
-    def _was_truncated(self, descriptor: int, head: FileHead) -> bool:
+    def _was_truncated(self, descriptor: int, head: CutHead) -> bool:
         end = self._position - head.offset
         if os.fstat(descriptor).st_size < end:
             return True

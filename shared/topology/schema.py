@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from shared import stages
 from shared.data import FORMS
 from shared.topology import document
 from shared.topology.algorithm import Algorithm, Optimizer
@@ -314,7 +313,7 @@ class Topology(Section):
             dtype=self.policy.dtype,
             passes=self.policy.passes,
             temperature=self.sampling.temperature,
-            stage=stages.REFERENCE.name,
+            stage=REFERENCE,
             refreshed=kl is not None and kl.refresh_every is not None,
             reward_kl=kl.estimator if kl is not None and in_reward else "",
             deterministic=self.run.deterministic,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from shared import stages
 from shared.rundir import SOCKET_NAME_BYTES
 from shared.topology import load
 from shared.topology.models import POLICY_WORKER
@@ -22,7 +23,7 @@ def test_a_run_trains_the_policy_and_freezes_the_reference(tmp_path: Path) -> No
     assert policy.publishes is not None
     assert (policy.publishes.route, policy.publishes.mapped, policy.publishes.earlier) == ("shards", True, 0)
     [reference] = topology.frozen
-    assert (reference.name, reference.temperature, reference.stage) == ("reference", 0.7, "reference")
+    assert (reference.name, reference.temperature, reference.stage) == ("reference", 0.7, stages.REFERENCE.name)
     assert not reference.refreshed
     assert topology.ranks == {POLICY_WORKER: 1, "reference": 1}
 
