@@ -20,7 +20,8 @@ import torch
 
 from proto.tensors import Array
 from services.rollout.engine import WeightsMismatch
-from services.rollout.engines import load_trace, vllm_worker
+from services.rollout.engines import vllm_worker
+from services.rollout.engines.proof import load_trace
 from services.rollout.engines.vllm_engine import VllmEngine
 from shared.tensors_torch import to_torch
 from shared.weights.digests import digests_of

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from proto.messages import AskTransfer, TransferOffer
-from services.policy_trainer.worker.weights import nccl, sender
+from services.policy_trainer.worker.weights import channels, nccl
 from services.policy_trainer.worker.weights.channels import OutgoingWeights
 from services.policy_trainer.worker.weights.nccl import NcclGroup
 from shared.rpc.mailbox import Call
@@ -102,7 +102,7 @@ def test_the_thread_that_sends_closes_the_channel_and_the_event_loop_does_not_wa
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     channel = Noted()
-    monkeypatch.setattr(sender, "open_channel", lambda *_, **__: channel)
+    monkeypatch.setattr(channels, "open_channel", lambda *_, **__: channel)
 
     async def scenario() -> float:
         trainer = Trainer(tmp_path)
