@@ -24,7 +24,7 @@ from launch.commands.access import access_of, export
 from launch.commands.console import Console, show_plan
 from launch.commands.interrupts import Interrupts
 from launch.placement.book import HostBook
-from launch.placement.desk import HostDesk
+from launch.placement.desk import OtherHosts
 from launch.placement.facts import facts, refusals
 from launch.placement.ray_engine import RayEngine
 from launch.processes.gpus import own_gpus, resources_of
@@ -341,10 +341,10 @@ async def _supervise(
 
     given = resources_of(topology, own_gpus())
     plan = {key: given[key] for key in processes_at_home(topology)}
-    hosts: HostDesk | None = None
+    hosts = OtherHosts()
     if len(topology.store_hosts()) > 1:
         check = functools.partial(refusals, topology, facts())
-        hosts = HostDesk(HostBook(topology), check, on_notice=console.notice)
+        hosts = OtherHosts(HostBook(topology), check)
     supervisor = Supervisor(
         run,
         plan,
@@ -375,8 +375,8 @@ async def _supervise(
         loop.create_task(console.follow(supervisor, on_poll=ready)),
         loop.create_task(_keep(run, lock, supervisor)),
     ]
-    if engine is not None and hosts is not None:
-        engine.start(access_of(run, Role.SERVICE), hosts)
+    if engine is not None and hosts.book.hosts:
+        engine.start(access_of(run, Role.SERVICE), supervisor.hosts)
     try:
         return await supervisor.run()
     finally:

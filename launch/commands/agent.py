@@ -119,7 +119,11 @@ class HostLink:
         self, supervisor: Supervisor, deadline_s: float, *, failed: str = "", ended: bool = False
     ) -> HostOrders:
         report = msgspec.structs.replace(
-            self._report, endpoint=supervisor.door, processes=supervisor.rows(), ended=ended, failed=failed
+            self._report,
+            endpoint=supervisor.sockets.door,
+            processes=supervisor.views.rows(),
+            ended=ended,
+            failed=failed,
         )
         return await self._client.call(report, HostOrders, deadline_s=deadline_s)
 

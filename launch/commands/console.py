@@ -12,6 +12,7 @@ from typing import NoReturn
 from launch.checks import preflight
 from launch.checks.memory import memory_lines
 from launch.commands import evaluation
+from launch.placement.book import Told
 from launch.processes.gpus import own_gpus, visible_gpus, wanted
 from launch.processes.plan import module_of, processes_at_home, threads_of
 from launch.spares.heavy import spare_kinds
@@ -120,7 +121,7 @@ class Console:
                 f"{service_name(*event.key)}: {shorten(event.cause)}; the run goes on without it "
                 f"(ctl restart {service_name(*event.key)} starts it again), log: {self._run.log_file(*event.key)}"
             )
-        elif isinstance(event, SpareNotice):
+        elif isinstance(event, SpareNotice | Told):
             self.notice(event.text)
         elif isinstance(event, Reported) and event.state == ProcessState.DRAINING and event.cause:
             self.notice(f"stopping: {event.cause} (again: kill now)")
@@ -145,14 +146,14 @@ class Console:
             states: dict[str, str] = {
                 service_name(*key): process.state for key, process in supervisor.state.processes.items()
             }
-            states |= {service_name(row.service, row.instance): row.state for row in supervisor.rows_of_hosts()}
+            states |= {service_name(row.service, row.instance): row.state for row in supervisor.hosts.book.rows()}
             on_poll()
-            if supervisor.draining:
+            if supervisor.state.ending:
                 left = [name for name, process in states.items() if process not in _OVER]
                 self._screen.progress(f"ending: {', '.join(left)}")
                 continue
             if states.get("scheduler/0") == ProcessState.READY:
-                status = await supervisor.scheduler_status(STATUS_DEADLINE_S)
+                status = await supervisor.sockets.status(STATUS_DEADLINE_S)
                 for notice in troubles.take(status) if status is not None else ():
                     self.notice(notice)
             self._metrics.poll(time.monotonic())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from launch.processes.gpus import visible_gpus
-from launch.processes.plan import RANK, Key, threads_of
+from launch.processes.plan import Key, threads_of
 from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow, WaitKind, WaitRow
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
@@ -341,10 +341,7 @@ class HostBook:
 def _units(topology: Topology) -> list[Unit]:
     """Return the units that the topology places on other hosts, except the stores."""
     seen = visible_gpus(topology)
-    services = topology.services
-    ranks = {RANK: services.policy_trainer.world_size, "rollout": 1}
-    if services.reference is not None:
-        ranks["reference"] = services.reference.parallel.model_ranks
+    ranks = {**topology.ranks, "rollout": 1}
     groups: dict[tuple[str, str, int], list[Key]] = {}
     for spec in topology.away_plan():
         if spec.service in ranks:

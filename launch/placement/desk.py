@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 import structlog
@@ -34,40 +35,49 @@ END_S = 40.0
 """Maximum seconds to wait for agents to stop their processes at the end of a run."""
 
 
+@dataclass(frozen=True)
+class OtherHosts:
+    """The hosts of a run except the one on which it was started. By default, there are none."""
+
+    book: HostBook = field(default_factory=HostBook)
+    refusals: Callable[[str, HostFacts], Sequence[str]] = lambda host, facts: ()
+    """Returns the reasons why a host with these facts cannot take part."""
+
+
 class HostDesk:
     """Serves the agents of a run's other hosts, on the event loop of the run's supervisor."""
 
     def __init__(
         self,
-        book: HostBook,
-        refusals: Callable[[str, HostFacts], Sequence[str]],
+        hosts: OtherHosts,
+        mailbox: Mailbox,
+        scheduler: Callable[[], Client],
+        client_of: Callable[[str, str], Client],
         *,
-        on_notice: Callable[[str], None],
+        on_notice: Callable[[Told], None],
+        on_unable: Callable[[str], None],
     ) -> None:
-        """`refusals` returns the reasons why a host with these facts cannot take part. `on_notice` is called with each
-        human-readable line.
+        """The agents ask at `mailbox`. `scheduler` returns the scheduler's client, and `client_of` the client of a
+        process by its name and endpoint. `on_notice` is called with each line for the user, and `on_unable` with the
+        cause if the processes of a host cannot continue.
         """
-        self.book = book
-        self._refusals = refusals
+        self.book = hosts.book
+        self._refusals = hosts.refusals
+        self._scheduler, self._client_of = scheduler, client_of
         self._refused: dict[str, str] = {}
         """The last reasons for which each host was refused."""
-        self.on_unable: Callable[[str], None] = lambda cause: None
-        """Called once if the processes of a host cannot continue."""
+        self.on_unable = on_unable
         self._on_notice = on_notice
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._log = structlog.get_logger("hosts")
-
-    def open(self, mailbox: Mailbox, scheduler: Callable[[], Client], client_of: Callable[[str, str], Client]) -> None:
-        """Begin to answer agents at `mailbox`, and to look for silent agents.
-
-        `scheduler` returns the scheduler's client, and `client_of` the client of a process by its name and endpoint.
-        """
-        self._scheduler, self._client_of = scheduler, client_of
-        for host in self.book.hosts.values():
-            host.since = asyncio.get_running_loop().time()
         mailbox.handle(HostCheck, self._on_check)
         mailbox.handle(HostReport, self._on_report)
+
+    def begin(self) -> None:
+        """Look for silent agents from now on."""
+        for host in self.book.hosts.values():
+            host.since = asyncio.get_running_loop().time()
         self._background(self._look())
 
     async def close(self) -> None:
@@ -83,7 +93,7 @@ class HostDesk:
 
     def tell(self, text: str) -> None:
         """Show a line to the user."""
-        self._on_notice(text)
+        self._on_notice(Told(text))
 
     def end(self) -> None:
         """Have all agents stop their processes."""
@@ -125,7 +135,7 @@ class HostDesk:
             elif error.code == ErrorCode.BAD_REQUEST and self._refused.get(host) != text:
                 self._refused[host] = text
                 for line in text.splitlines():
-                    self._on_notice(f"host {host} is refused: {line}")
+                    self.tell(f"host {host} is refused: {line}")
             raise
 
     async def _look(self) -> None:
@@ -141,7 +151,7 @@ class HostDesk:
                     gone = HostGone(host=effect.host, incarnations=effect.incarnations, cause=effect.cause)
                     self._background(self._tell_scheduler(gone))
                 case Told():
-                    self._on_notice(effect.text)
+                    self._on_notice(effect)
                 case Unable():
                     self.on_unable(effect.cause)
                 case _:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launch.processes.plan import Key, Resources, listen_endpoint, threads_of
 from shared.topology import Topology
-from shared.topology.services import DEVICE_SERVICE
+from shared.topology.models import DEVICE_SERVICE
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _placed(topology: Topology) -> list[tuple[_Share, int]]:
 def _shares(topology: Topology) -> list[_Share]:
     """Return the services that use GPUs, by host.
 
-    Colocated services use the same number of GPUs (`colocate_checks`).
+    Colocated services use the same number of GPUs (`service_checks`).
     """
     shares: dict[tuple[str, str | None], _Share] = {}
     for name, section in topology.services.placed.items():

@@ -11,13 +11,13 @@ from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name, service_name
 from shared.topology import Topology
-from shared.topology.services import DEVICE_SERVICE, Transport
+from shared.topology.models import DEVICE_SERVICE, WORKERS
+from shared.topology.services import Transport
 
 Key = tuple[str, int]
 """(service, instance) of one process."""
 
 DRIVER = "policy-trainer"
-RANK = "policy-trainer-worker"
 SUPERVISOR = "supervisor"
 
 FIRST = ("scheduler", "batch-store", "monitor")
@@ -29,7 +29,14 @@ LAST = (("batch-store",), ("monitor",), ("scheduler",))
 OPTIONAL = frozenset({"exporter", "recorder", "tracker", "web"})
 """If these services keep failing, the run goes on without them."""
 
-DRAIN_ORDER = ((DRIVER,), ("rollout", "reference"), (RANK,), ("exporter", "recorder", "web"), ("tracker",), *LAST)
+DRAIN_ORDER = (
+    (DRIVER,),
+    ("rollout", "reference"),
+    tuple(WORKERS.values()),
+    ("exporter", "recorder", "web"),
+    ("tracker",),
+    *LAST,
+)
 """All processes of a group have exited before the next group is told to stop. Services not named here belong to the
 first group."""
 
@@ -42,7 +49,7 @@ ROLLING_ORDER = (
     "tracker",
     "rollout",
     "reference",
-    RANK,
+    *WORKERS.values(),
     DRIVER,
     "batch-store",
     "scheduler",
@@ -79,7 +86,7 @@ def processes_at_home(topology: Topology) -> list[Key]:
 
 def module_of(service: str) -> str:
     """Return the module for `python -m`: `batch-store` -> `services.batch_store`."""
-    if service == RANK:
+    if service in WORKERS.values():
         return "services.policy_trainer.worker"
     return f"services.{service.replace('-', '_')}"
 

@@ -12,15 +12,7 @@ import structlog
 
 from launch.placement.desk import KILL_S, HostDesk
 from launch.processes.plan import EVERYTHING, LEASING, SUPERVISOR, Key, rolling_order
-from launch.supervisor.events import (
-    DrainAsked,
-    Event,
-    KillOrdered,
-    RestartAsked,
-    RollingRestartAsked,
-    StartAsked,
-    StopAsked,
-)
+from launch.supervisor import events as e
 from launch.supervisor.runner import Runner
 from launch.supervisor.scaling import Scaling
 from launch.supervisor.sockets import SupervisorSockets
@@ -50,7 +42,7 @@ class OperatorRequests:
         hosts: HostDesk,
         scaling: Scaling | None,
         *,
-        feed: Callable[[Event], None],
+        feed: Callable[[e.Event], None],
     ) -> None:
         """`feed` passes an event to the state machine. Without `scaling`, no service can be scaled."""
         self._run = run
@@ -72,10 +64,10 @@ class OperatorRequests:
     def _on_restart(self, request: RestartService, call: Call) -> Answer | Awaitable[Answer]:
         self._refuse_at_end()
         if request.service == EVERYTHING:
-            self._feed(RollingRestartAsked(rolling_order(self._state.processes, self._ranks)))
+            self._feed(e.RollingRestartAsked(rolling_order(self._state.processes, self._ranks)))
             return self._pass_on(request, [*self._hosts.book.keys()])
         here, away = self._keys(request.service, request.instance)
-        self._feed(RestartAsked(here))
+        self._feed(e.RestartAsked(here))
         return self._pass_on(request, away)
 
     def _on_drain(self, request: DrainService, call: Call) -> Answer | Awaitable[Answer]:
@@ -89,7 +81,7 @@ class OperatorRequests:
             name = service_name(request.service, request.instance)
             text = f"{name} holds one of {ranks} pieces of its model; drain {request.service} as a whole, or scale it"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
-        self._feed(DrainAsked(here))
+        self._feed(e.DrainAsked(here))
         return self._pass_on(request, away)
 
     async def _on_scale(self, request: ScaleService, call: Call) -> Ack:
@@ -106,9 +98,9 @@ class OperatorRequests:
         for key in here:
             self._runner.give(key, resized[key])
         self._log.info("scaled", name=request.service, instances=request.instances)
-        self._feed(StartAsked(here))
+        self._feed(e.StartAsked(here))
         above = [key for key in self._state.processes if key[0] == request.service and key not in here]
-        self._feed(DrainAsked(above))
+        self._feed(e.DrainAsked(above))
         drained = {(row.service, row.instance) for row in book.rows() if row.state == ProcessState.DRAINED}
         for service, instance in sorted(drained & {*resized}):
             await self._forward(RestartService(service=service, instance=instance), [(service, instance)])
@@ -139,12 +131,12 @@ class OperatorRequests:
                 return Ack()
             case False:
                 self._log.warning("to be killed", name=service_name(*key), cause=request.cause)
-                self._feed(KillOrdered(key, request.pid, request.cause))
+                self._feed(e.KillOrdered(key, request.pid, request.cause))
                 return DEFERRED
 
     def _on_stop(self, _: StopRun, call: Call) -> Ack:
         # deferred, so that the answer is sent before the mailbox closes
-        asyncio.get_running_loop().call_soon(self._feed, StopAsked("stopped by the operator"))
+        asyncio.get_running_loop().call_soon(self._feed, e.EndAsked("stopped by the operator"))
         return Ack()
 
     def _keys(self, service: str, instance: int) -> tuple[list[Key], list[Key]]:

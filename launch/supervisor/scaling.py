@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from launch.processes.gpus import described, own_gpus, resources_of, wanted
-from launch.processes.plan import LEASING, RANK, Key, Resources, listen_endpoint, threads_of
+from launch.processes.plan import LEASING, Key, Resources, listen_endpoint, threads_of
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
@@ -16,19 +16,12 @@ THREADS_PER_CPU = 4
 """Maximum number of CPU threads of all instances together per CPU that this process may use."""
 
 
-def ranks(topology: Topology) -> dict[str, int]:
-    """Return the number of processes that together hold one model, by service."""
-    services = topology.services
-    reference = services.reference.parallel.model_ranks if services.reference is not None else 1
-    return {RANK: services.policy_trainer.world_size, "reference": reference}
-
-
 class Scaling:
     """Decides how many instances the services of one run can have."""
 
     def __init__(self, run: RunDir, topology: Topology) -> None:
         self._run = run
-        self.ranks = ranks(topology)
+        self.ranks = topology.ranks
 
     def resize(self, service: str, instances: int) -> dict[Key, Resources]:
         """Return what each of the `instances` of a service is given, and write the number into the resolved topology.
@@ -77,7 +70,7 @@ def _check(topology: Topology, service: str, instances: int) -> None:
         raise _refused(service, instances, "run.deterministic fixes the plan; start a new run with that number")
     if service in topology.colocated_services:
         raise _refused(service, instances, "it takes turns on devices (placement.colocate), in a fixed plan")
-    size = ranks(topology).get(service, 1)
+    size = topology.ranks.get(service, 1)
     if instances < 1 or instances % size:
         raise _refused(
             service, instances, f"use a multiple of {size}, at least {size}" if size > 1 else "use 1 or more"

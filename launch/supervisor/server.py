@@ -10,13 +10,14 @@ from typing import Any, assert_never
 
 import structlog
 
-from launch.placement.book import HostBook
-from launch.placement.desk import HostDesk
+from launch.placement.book import Told
+from launch.placement.desk import HostDesk, OtherHosts
 from launch.processes.plan import DRIVER, SUPERVISOR, Key, Resources
 from launch.processes.programs import Programs
 from launch.spares.processes import SpareNotice, SpareProcesses
 from launch.spares.state import SpareKind
 from launch.supervisor import events as e
+from launch.supervisor.events import RunOutcome
 from launch.supervisor.requests import STATUS_CALL_S, OperatorRequests
 from launch.supervisor.runner import Runner
 from launch.supervisor.scaling import Scaling
@@ -24,7 +25,7 @@ from launch.supervisor.sockets import SupervisorSockets
 from launch.supervisor.state import RunLifecycle, RunPhase
 from launch.supervisor.views import ProcessWaits, Views
 from launch.supervisor.watch import MailboxWatch
-from proto.messages import Ack, ErrorCode, ProcessRow, ServiceReport, Status
+from proto.messages import Ack, ErrorCode, ServiceReport
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
@@ -32,7 +33,7 @@ from shared.rundir import RunDir, service_name
 from shared.security.access import Access
 
 SOCKETS_DELETED = "the folder of the run's sockets, was deleted; continue the run with --resume"
-EVENTS = e.Died | e.GivenUp | e.Spawned | e.Reported | SpareNotice
+EVENTS = e.Died | e.GivenUp | e.Spawned | e.Reported | SpareNotice | Told
 """The events passed to `on_event`."""
 
 
@@ -51,7 +52,7 @@ class Supervisor:
         save_limit_s: float = 0.0,
         spares: Sequence[SpareKind] = (),
         scaling: Scaling | None = None,
-        hosts: HostDesk | None = None,
+        hosts: OtherHosts | None = None,
         access: Access | None = None,
     ) -> None:
         """`processes` are the processes to run, with what each is given. A process that is not READY within
@@ -60,19 +61,27 @@ class Supervisor:
         is the maximum time, in seconds, that the trainer may take to save a checkpoint at the end. `spares` are the
         spare processes to keep; services are forked from them. Without `scaling`, no service can be scaled.
 
-        `hosts` manages the other hosts of the run. `access` provides the run's endpoints and
-        keys to a supervisor on another host, which runs a part of the run.
+        `hosts` are the other hosts of the run. `access` provides the run's endpoints and keys to a supervisor on
+        another host, which runs a part of the run.
         """
+        hosts = hosts or OtherHosts()
         self._run = run
         self._on_event = on_event
         self._listen = listen
         self._outcome_due = access is None
-        self._hosts = hosts or HostDesk(HostBook(), lambda host, facts: [], on_notice=lambda text: None)
         forked = {service for kind in spares for service in kind.services}
         self.state = RunLifecycle(
-            list(processes), save_limit_s, start_limit_s=start_limit_s, hosts=bool(self._hosts.book.hosts), held=forked
+            list(processes), save_limit_s, start_limit_s=start_limit_s, hosts=bool(hosts.book.hosts), held=forked
         )
-        self._sockets = SupervisorSockets(run, access)
+        self.sockets = SupervisorSockets(run, access)
+        self.hosts = HostDesk(
+            hosts,
+            self.sockets.mailbox,
+            lambda: self.sockets.announced("scheduler"),
+            lambda name, endpoint: self.sockets.client(name, endpoint, self.sockets.keys),
+            on_notice=on_event,
+            on_unable=lambda cause: self._feed(e.EndAsked(cause, RunOutcome.FAILED)),
+        )
         self._programs = Programs(run, lock=lock, drain_limit_s=self.state.drain_limit_s)
         self._spares = SpareProcesses(
             run,
@@ -82,20 +91,20 @@ class Supervisor:
             on_settled=lambda services: self._feed(e.SpareSettled(services)),
             on_notice=on_event,
         )
-        self._runner = Runner(run, self._sockets, processes, self._programs, self._spares, on_exit=self._exited)
+        self._runner = Runner(run, self.sockets, processes, self._programs, self._spares, on_exit=self._exited)
         self._requests = OperatorRequests(
-            run, self.state, self._sockets, self._runner, self._hosts, scaling, feed=self._feed
+            run, self.state, self.sockets, self._runner, self.hosts, scaling, feed=self._feed
         )
         self._waits = ProcessWaits()
-        self._views = Views(run, self.state, self._waits, self._sockets, self._spares.rows, self._hosts.book)
+        self.views = Views(run, self.state, self._waits, self.sockets, self._spares.rows, self.hosts.book)
         self._watch = MailboxWatch(
             run,
-            self._sockets,
+            self.sockets,
             ready=self._ready_processes,
             on_silent=lambda key, pid, seconds: self._feed(e.Silent(key, pid, seconds)),
-            on_unreachable=lambda: self._feed(e.HostUnable(f"{run.sockets}, {SOCKETS_DELETED}")),
+            on_unreachable=lambda: self._feed(e.EndAsked(f"{run.sockets}, {SOCKETS_DELETED}", RunOutcome.FAILED)),
         )
-        self._sockets.mailbox.handle(ServiceReport, self._on_report)
+        self.sockets.mailbox.handle(ServiceReport, self._on_report)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[e.RunEnded] = asyncio.Queue()
@@ -104,13 +113,8 @@ class Supervisor:
     async def run(self) -> e.RunEnded:
         """Start everything, keep it running and return how the run ended. Leaves no process behind, even on errors."""
         try:
-            self._sockets.open(self._listen)
-            self._hosts.on_unable = lambda cause: self._feed(e.HostUnable(cause))
-            self._hosts.open(
-                self._sockets.mailbox,
-                lambda: self._sockets.announced("scheduler"),
-                lambda name, endpoint: self._sockets.client(name, endpoint, self._sockets.keys),
-            )
+            self.sockets.open(self._listen)
+            self.hosts.begin()
             self._run.outcome.unlink(missing_ok=True)
             self._programs.start_guard()
             self._feed(e.TimePassed())
@@ -122,7 +126,7 @@ class Supervisor:
 
     def stop(self, cause: str) -> None:
         """Drain everything and end the run."""
-        self._feed(e.StopAsked(cause))
+        self._feed(e.EndAsked(cause))
 
     def add(self, key: Key, resources: Resources) -> None:
         """Run one more process."""
@@ -135,33 +139,12 @@ class Supervisor:
 
     def kill(self, cause: str = "killed") -> None:
         """Kill everything at once."""
-        self._feed(e.KillAsked(cause))
-
-    @property
-    def draining(self) -> bool:
-        return self.state.ending
-
-    @property
-    def door(self) -> str:
-        """Endpoint at which the supervisor answers other hosts, or an empty string."""
-        return self._sockets.door
-
-    def rows(self) -> list[ProcessRow]:
-        """Return the processes on this host."""
-        return self._views.rows()
-
-    def rows_of_hosts(self) -> list[ProcessRow]:
-        """Return the processes on the other hosts."""
-        return self._hosts.book.rows()
+        self._feed(e.EndAsked(cause, at_once=True))
 
     @property
     def all_ready(self) -> bool:
         """Whether every process here has been READY, and so are the processes that other hosts need to run."""
-        return self._hosts.book.all_ready and self.state.phase == RunPhase.RUNNING
-
-    async def scheduler_status(self, deadline_s: float) -> Status | None:
-        """Return the status of the run, or None if the scheduler does not answer."""
-        return await self._sockets.status(deadline_s)
+        return self.hosts.book.all_ready and self.state.phase == RunPhase.RUNNING
 
     # ---- events and effects
 
@@ -176,7 +159,7 @@ class Supervisor:
             self._timer.cancel()
         deadline = self.state.next_deadline() if self.state.phase != RunPhase.ENDED else None
         self._timer = loop.call_at(deadline, self._feed, e.TimePassed()) if deadline is not None else None
-        if self.draining:
+        if self.state.ending:
             self._spares.close()
             self._end_hosts()
             self._write_outcome()
@@ -216,14 +199,14 @@ class Supervisor:
 
     def _end_hosts(self) -> None:
         """Stop the other hosts once the driver has ended. Until then, the driver may need what is on those hosts."""
-        book = self._hosts.book
+        book = self.hosts.book
         if not book.hosts or book.ending or any(key[0] == DRIVER for key, _ in self.state.pids()):
             return
-        self._hosts.end()
+        self.hosts.end()
         self._background(self._hosts_ended())
 
     async def _hosts_ended(self) -> None:
-        await self._hosts.ended()
+        await self.hosts.ended()
         self._feed(e.HostsEnded())
 
     def _write_outcome(self) -> None:
@@ -240,7 +223,7 @@ class Supervisor:
             self._log.warning("the outcome cannot be written", error=str(error))
 
     def _exited(self, key: Key, pid: int, status: int) -> None:
-        if key[0] == DRIVER and status == 0 and not self.draining:
+        if key[0] == DRIVER and status == 0 and not self.state.ending:
             self._background(self._driver_exited(key, pid))
         else:
             self._feed(e.Exited(key, pid, status))
@@ -248,7 +231,7 @@ class Supervisor:
     async def _driver_exited(self, key: Key, pid: int) -> None:
         """Report the exit. A driver that drains after a SIGTERM from outside also exits with 0, so the run is complete
         only after its last step. An evaluation has no steps and exports nothing: it is complete once it has a row."""
-        status = await self._sockets.status(STATUS_CALL_S)
+        status = await self.sockets.status(STATUS_CALL_S)
         complete = self._run.export.is_dir() and (status is None or status.step >= status.steps)
         if status is not None and status.steps == 0:
             complete = bool(status.last_row)
@@ -266,7 +249,7 @@ class Supervisor:
         return Ack()
 
     def _ready_processes(self) -> Iterator[tuple[Key, int]]:
-        if not self.draining:
+        if not self.state.ending:
             for key, process in self.state.processes.items():
                 if process.state == ProcessState.READY:
                     yield key, process.pid
@@ -283,6 +266,6 @@ class Supervisor:
             task.cancel()
         await self._watch.close()
         self._runner.close()
-        await self._hosts.close()
-        await self._sockets.close()
+        await self.hosts.close()
+        await self.sockets.close()
         await self._programs.close_guard()

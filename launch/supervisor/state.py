@@ -29,6 +29,7 @@ from launch.supervisor import events as e
 from launch.supervisor.events import RunOutcome
 from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS, ProcessState
 from shared.rundir import service_name
+from shared.topology.models import WORKERS
 
 FAILURE_LIMIT = 4
 """If a process dies this many times within `WINDOW_S` through its own fault (an error, a crash), the run fails."""
@@ -43,7 +44,7 @@ DRAIN_LIMIT_S = 15.0
 """Seconds after which a process that was told to stop is killed. Services limit their own drain to 10 s."""
 RETIRE_LIMIT_S = 600.0
 """Seconds after which a process that was asked to finish its leases is told to stop, so that it returns them."""
-SAVES = frozenset({DRIVER, "policy-trainer-worker"})
+SAVES = frozenset({DRIVER, *WORKERS.values()})
 """At the end of a run, these services have time to save a checkpoint, in addition to `DRAIN_LIMIT_S`."""
 
 
@@ -147,18 +148,14 @@ class RunLifecycle:
                     self._begin(self.processes.setdefault(key, Process(key)), now)
             case e.KillOrdered(key, pid, cause):
                 self._kill(self.processes[key], pid, cause)
-            case e.StopAsked(cause):
-                self._drain(RunOutcome.STOPPED, cause, None)
-            case e.HostUnable(cause):
-                self._drain(RunOutcome.FAILED, cause, None)
+            case e.EndAsked(cause, outcome, at_once):
+                self._drain(outcome, cause, None)
+                if at_once:
+                    self._hosts = False  # the keepers of the other hosts kill their processes
+                    for process in self.processes.values():
+                        process.kill_at = now if process.alive else process.kill_at
             case e.HostsEnded():
                 self._hosts = False
-            case e.KillAsked(cause):
-                self._hosts = False  # the keepers of the other hosts kill their processes
-                self._drain(RunOutcome.STOPPED, cause, None)
-                for process in self.processes.values():
-                    if process.alive:
-                        process.kill_at = now
             case _:
                 assert_never(event)
         self._advance(now)

@@ -95,6 +95,7 @@ from proto.messages.tasks import (
     ReportShards,
     TaskHandle,
     TaskResult,
+    WeightsKind,
     WeightsRef,
 )
 from proto.messages.telemetry import (
@@ -111,6 +112,7 @@ from proto.messages.telemetry import (
     Update,
 )
 from proto.messages.trainer import (
+    AdamW,
     Forward,
     ForwardBackward,
     ForwardBackwardDone,

@@ -16,11 +16,12 @@ from services.scheduler.leases import Holder
 from services.scheduler.tasks import Task
 from shared.rundir import service_name
 from shared.topology import TRAINER_STORE
+from shared.topology.models import POLICY_WORKER
 
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
-STORE, RANK = "batch-store", "policy-trainer-worker"
+STORE, RANK = "batch-store", POLICY_WORKER
 FORERUNNERS = 2
 """Maximum number of stores that a store tries for a version before the trainer's store."""
 FULL_SHARE = 0.8

@@ -383,7 +383,7 @@ class SimSupervisor(Supervisor):
         self._runner.spawn = self._start  # type: ignore[method-assign]
 
     def _start(self, key: Key) -> Spawned:
-        node = self._world.start(key, self._sockets.endpoint)
+        node = self._world.start(key, self.sockets.endpoint)
         self._runner._children[key] = cast(Any, SimProcess(self._world, node))
         return Spawned(key, node.pid)
 

@@ -17,7 +17,7 @@ from services.monitor.warnings.facts import Facts
 from services.monitor.warnings.history import RowHistory, median
 from services.monitor.warnings.live import Live
 from shared.runfiles.warnings import WarningRecord
-from shared.topology.monitor_warnings import WarningKind
+from shared.topology.monitor import WarningKind
 
 ROWS_OVER = 20
 """If a condition is absent for this many rows, its episode is over. A warning is also not repeated within this many

@@ -21,20 +21,7 @@ import msgspec
 
 from proto.messages import ErrorCode, LossReason, WaitKind, WaitRow
 from services.rollout.user_code import frames
-from services.rollout.user_code.frames import (
-    LENGTH,
-    TO_PROCESS_BYTES,
-    TO_SERVICE_BYTES,
-    Failed,
-    Marks,
-    Purpose,
-    Rated,
-    Ready,
-    Returned,
-    Setup,
-    frame,
-    make_marks,
-)
+from services.rollout.user_code.frames import Failed, Marks, Purpose, Rated, Ready, Returned, Setup, frame
 from services.rollout.user_code.trace import StackFile, hangs_at
 from shared.data.gym_process import HASH_SEED
 from shared.rpc.errors import BadInput, RpcError
@@ -106,7 +93,7 @@ class UserProcess:
     async def _ready(self, setup: Setup) -> Ready:
         try:
             async with asyncio.timeout(START_S):
-                self.write(frame(setup, TO_PROCESS_BYTES))
+                self.write(frame(setup, frames.TO_PROCESS_BYTES))
                 ready = decoded(await self.read(), _READY)
         except (TimeoutError, *GONE) as error:
             status = await self.end()
@@ -130,10 +117,10 @@ class UserProcess:
 
     async def read(self) -> bytes:
         """Return the body of the next message. Raises one of GONE once the process is gone."""
-        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        if length > TO_SERVICE_BYTES:
+        (length,) = frames.LENGTH.unpack(await self._reader.readexactly(frames.LENGTH.size))
+        if length > frames.TO_SERVICE_BYTES:
             raise ConnectionError(
-                f"a process that runs users' code announced {length} bytes; the limit is {TO_SERVICE_BYTES}"
+                f"a process that runs users' code announced {length} bytes; the limit is {frames.TO_SERVICE_BYTES}"
             )
         return await self._reader.readexactly(length)
 
@@ -241,7 +228,7 @@ class UserHost:
     @classmethod
     async def start(cls, setup: Setup) -> UserHost:
         """Start a process. Raises a one-line RpcError(bad_request) if its functions cannot be loaded."""
-        descriptor = make_marks()
+        descriptor = frames.make_marks()
         try:
             marks = Marks(descriptor)
             process, ready = await UserProcess.start(setup, descriptor)
@@ -273,7 +260,7 @@ class UserHost:
         live = _LiveCall(work, loop.time(), loop.time() + limit_s, loop.create_future())
         try:
             try:
-                message = frame(work.begin(slot), TO_PROCESS_BYTES)
+                message = frame(work.begin(slot), frames.TO_PROCESS_BYTES)
             except frames.UNFIT as error:
                 what = "sample" if self._setup.purpose is Purpose.REWARD else "row"
                 return Failed(slot, f"the {what} cannot be handed to a process: {error}", LossReason.ANSWER)
@@ -307,7 +294,7 @@ class UserHost:
         return [WaitRow(WaitKind.CODE, text, since_s, self._setup.timeout_s)]
 
     def send(self, message: frames.ToProcess) -> None:
-        self.write(frame(message, TO_PROCESS_BYTES))
+        self.write(frame(message, frames.TO_PROCESS_BYTES))
 
     def write(self, message: bytes) -> None:
         """Send a framed message."""

@@ -28,7 +28,7 @@ from services.tracker.exporter import End, Note, Subject, TrackerRefused
 from services.tracker.redaction import flat
 from services.tracker.samples import SampleTable
 from shared.runfiles.metrics import CommittedRow
-from shared.topology.monitor_trackers import Mlflow
+from shared.topology.monitor import Mlflow
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100
 """Maximum sizes of a batch, set by MLflow's API."""

@@ -23,7 +23,7 @@ from services.tracker.exporter import End, Note, Subject
 from services.tracker.redaction import flat
 from services.tracker.samples import Cell, SampleTable
 from shared.runfiles.metrics import CommittedRow
-from shared.topology.monitor_trackers import Tensorboard
+from shared.topology.monitor import Tensorboard
 
 
 class TensorboardExporter:

@@ -20,7 +20,7 @@ from trackio.sqlite_storage import SQLiteStorage
 from services.tracker.exporter import End, Note, Subject, TrackerRefused
 from services.tracker.samples import SampleTable
 from shared.runfiles.metrics import CommittedRow
-from shared.topology.monitor_trackers import Trackio
+from shared.topology.monitor import Trackio
 
 TIMEOUT_S = 20.0
 STEP = "training_step"

@@ -21,7 +21,7 @@ from wandb.errors import AuthenticationError, CommError, UsageError
 from services.tracker.exporter import End, Note, Subject, TrackerRefused
 from services.tracker.samples import SampleTable
 from shared.runfiles.metrics import CommittedRow
-from shared.topology.monitor_trackers import Wandb
+from shared.topology.monitor import Wandb
 
 INIT_S = 60.0
 """Maximum time, in seconds, that the server may take to answer at the start of a run."""

@@ -19,7 +19,7 @@ from services.monitor.warnings.watch import (
     Watch,
 )
 from shared.runfiles.warnings import WarningRecord
-from shared.topology.monitor_warnings import WarningKind
+from shared.topology.monitor import WarningKind
 
 FACTS = Facts()
 
