@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from proto.messages import AdamW
-from shared.metrics_follower import MetricsFollower
+from shared.runfiles.metrics import MetricsFollower
 from shared.topology.algorithm import Optimizer
 
 
