@@ -104,7 +104,7 @@ BUS = [
     Mutation(
         "any token opens the page",
         Promise.WIRE,
-        "shared/bearer.py",
+        "shared/guest_server.py",
         'return kind.lower() == "bearer" and self.matches(given)',
         'return kind.lower() == "bearer"',
         "tests/unit/web/test_guard.py::test_data_needs_the_token_if_one_is_set",
