@@ -71,6 +71,7 @@ class Driver:
         Raises RpcError(bad_request) as `own_estimator` does.
         """
         self.topology = topology
+        self.model = topology.policy_model
         self.loss = loss_spec(topology)
         self.estimator = own_estimator(topology)
         self.scheduler = scheduler
@@ -168,7 +169,7 @@ class Driver:
         loss_tokens = token_weights.trained_tokens(algorithm.overlong, tasks.scalars)
         tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
         mini_batches: list[Batch] = []
-        for part in tasks.split(algorithm.mini_batch_tasks):
+        for part in tasks.split(self.model.mini_batch_tasks):
             weights = token_weights.sample_weights(
                 algorithm.loss.aggregation,
                 part.scalars[LOSS_TOKENS],
@@ -209,7 +210,7 @@ class Driver:
 
     def numbers(self, step: int) -> AdamW:
         """Return the numbers of an update of `step`. A replayed step repeats the learning rate of its commit."""
-        numbers = optimizer_numbers(self.topology.optimizer, step)
+        numbers = optimizer_numbers(self.model.optimizer, step)
         return structs.replace(numbers, lr=self.rates[step]) if step in self.rates else numbers
 
     async def skip_update(self, error: RpcError, metrics: StepMetrics, *, left: int) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proto.messages import WeightsRef
-
-if TYPE_CHECKING:
-    from services.policy_trainer.worker.weights.sender import WeightsSender
+from services.policy_trainer.worker.weights.sender import WeightsSender
 
 
 class Publishing:
