@@ -45,7 +45,7 @@ HOSTS = [
     Mutation(
         "a process whose exit was not observed never counts as having exited",
         SCHEDULER,
-        "return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S",
+        "return row is None or row.incarnation != incarnation or seen is None or now - seen.at > GONE_S",
         "return known is None or known.incarnation != incarnation",
         f"{STORES}::test_a_process_whose_end_was_not_observed_counts_as_ended_after_another_registration_or_a_long_silence",
     ),
