@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -23,13 +24,14 @@ from launch.commands.access import access_of, export
 from launch.commands.console import Console, show_plan
 from launch.commands.interrupts import Interrupts
 from launch.placement.book import HostBook
-from launch.placement.desk import HostDesk
+from launch.placement.desk import OtherHosts
+from launch.placement.facts import facts, refusals
 from launch.placement.ray_engine import RayEngine
+from launch.processes.gpus import own_gpus, resources_of
+from launch.processes.plan import SUPERVISOR, listen_endpoint, processes_at_home
 from launch.spares.heavy import spare_kinds
-from launch.supervisor import scaling
 from launch.supervisor.events import RunEnded, RunOutcome
-from launch.supervisor.gpus import visible_gpus
-from launch.supervisor.plan import SUPERVISOR, listen_endpoint, processes_at_home
+from launch.supervisor.scaling import Scaling
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.viewers.progress import Screen
 from shared.actor import logging
@@ -102,47 +104,52 @@ def main(
         _refuse([f"--checkpoint {checkpoint}: has no effect without --evaluate; add it, or set policy.model to train"])
     if evaluate and resume:
         _refuse(["--evaluate: starts a new run, so there is nothing to --resume; leave one of them out"])
+    given = StartOptions(
+        topology_file,
+        overrides or [],
+        run_dir,
+        access,
+        checkpoint.absolute() if checkpoint is not None else None,
+        evaluate=evaluate,
+        resume=resume,
+        dry_run=dry_run,
+        detach=detach,
+    )
     try:
-        _main(
-            topology_file,
-            overrides or [],
-            run_dir,
-            access,
-            interrupts,
-            checkpoint.absolute() if checkpoint is not None else None,
-            evaluate=evaluate,
-            resume=resume,
-            dry_run=dry_run,
-            detach=detach,
-        )
+        _main(given, interrupts)
     except KeyboardInterrupt:
         print("interrupted before anything was started", file=sys.stderr)
         raise typer.Exit(EXIT_FAILED) from None
 
 
-def _main(
-    topology_file: Path,
-    overrides: list[str],
-    run_dir: Path | None,
-    access: Path | None,
-    interrupts: Interrupts,
-    checkpoint: Path | None,
-    *,
-    evaluate: bool,
-    resume: bool,
-    dry_run: bool,
-    detach: bool,
-) -> NoReturn:
+@dataclass(frozen=True)
+class StartOptions:
+    """The command line of a start."""
+
+    file: Path
+    overrides: list[str]
+    run_dir: Path | None
+    access: Path | None
+    checkpoint: Path | None
+    _: KW_ONLY
+    evaluate: bool
+    resume: bool
+    dry_run: bool
+    detach: bool
+
+
+def _main(given: StartOptions, interrupts: Interrupts) -> NoReturn:
+    topology_file, overrides, access, checkpoint = given.file, given.overrides, given.access, given.checkpoint
     fetches: list[hub.Missing] = []
     try:
         names = hub_names(topology_file, overrides)
         topology = load(topology_file, overrides, check_files=not names)
-        path = run_dir or (place.resumable(topology) if resume else place.default_path(topology))
+        path = given.run_dir or (place.resumable(topology) if given.resume else place.default_path(topology))
         run_path(path)
         if names:
-            overrides = [*overrides, *(hub.pinned(names, path / "topology.yaml") if resume else ())]
+            overrides = [*overrides, *(hub.pinned(names, path / "topology.yaml") if given.resume else ())]
             names = hub_names(topology_file, overrides)
-            if dry_run:
+            if given.dry_run:
                 fetches = hub.missing(names)
             else:
                 with interrupts.telling(hub.leave):
@@ -154,19 +161,19 @@ def _main(
         _refuse([f"{topology_file}: {error}"])
     except RpcError as error:
         _refuse([str(error)])
-    if evaluate:
+    if given.evaluate:
         topology = _for_evaluation(topology, topology_file, checkpoint)
     try:
-        begun, topology = resumed.begun(path, topology) if resume else (Inputs(), topology)
+        begun, topology = resumed.begun(path, topology) if given.resume else (Inputs(), topology)
         findings = preflight.check(topology, str(topology_file), begun.rows)
         inputs = resumed.inputs_now(topology, findings.rows, begun)
     except (RpcError, TopologyError, OSError) as error:
         _refuse(str(error).splitlines())
-    if resume:
-        resumed.compare(path, topology, str(topology_file), begun, inputs, findings)
+    if given.resume:
+        resumed.compare(path, topology, begun, inputs, findings)
     topology = preflight.with_room(topology)
     if not findings.errors:
-        topology = preflight.prove(topology, str(topology_file), findings)
+        topology = preflight.prove(topology, findings)
     engine = RayEngine(topology) if topology.placement.engine == "ray" else None
     if engine is not None and not findings.errors:
         more = engine.check(path)
@@ -174,7 +181,7 @@ def _main(
         findings.warnings += more.warnings
         if topology.transport.listen is None and engine.address:
             topology = _reachable(topology, engine.address)
-            preflight.check_doors(topology, str(topology_file), findings)
+            preflight.check_doors(topology, findings)
     if access is not None:
         if topology.transport.listen is None:
             findings.errors.append(f"--export-access {access}: the run answers this machine only; set transport.listen")
@@ -185,25 +192,24 @@ def _main(
         print(line)
     for line in findings.warnings:
         print(f"warning: {line}" if not line.startswith(" ") else line, file=sys.stderr)
-    if findings.errors and not dry_run:
+    if findings.errors and not given.dry_run:
         if engine is not None:
             engine.close()
         _refuse(findings.errors)
-    if dry_run:
+    if given.dry_run:
         if engine is not None:
             engine.close()
-        for each in fetches:
-            if each.files:
-                print(f"would fetch    {each}")
+        for missing in fetches:
+            if missing.files:
+                print(f"would fetch    {missing}")
         show_plan(topology, path, engine.machines if engine is not None else {})
         if findings.errors:
             _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
     if checkpoint is not None and not evaluation.is_checkpoint(checkpoint):
         checkpoint = None  # its folder is already a model
-    raise typer.Exit(
-        _launch(topology, path, inputs, access, interrupts, engine, checkpoint, resume=resume, detach=detach)
-    )
+    given = replace(given, access=access, checkpoint=checkpoint)
+    raise typer.Exit(_launch(given, topology, path, inputs, interrupts, engine))
 
 
 def _for_evaluation(topology: Topology, file: Path, checkpoint: Path | None) -> Topology:
@@ -244,18 +250,15 @@ def _refuse(lines: Iterable[str]) -> NoReturn:
 
 
 def _launch(
+    given: StartOptions,
     topology: Topology,
     path: Path,
     inputs: Inputs,
-    access: Path | None,
     interrupts: Interrupts,
     engine: RayEngine | None,
-    checkpoint: Path | None,
-    *,
-    resume: bool,
-    detach: bool,
 ) -> int:
-    """Run `topology`, with the weights of `checkpoint` if one is given, and return the exit status."""
+    """Run `topology`, with the weights of a checkpoint if one is given, and return the exit status."""
+    resume, access, checkpoint = given.resume, given.access, given.checkpoint
     root = preflight.shm_root(topology)
     with ExitStack() as stack:
         if engine is not None:
@@ -290,7 +293,7 @@ def _launch(
         except OSError as error:
             _refuse([place.cannot_start_text(path, topology, error)])
         stays: detached.Detached | None = None
-        if detach:
+        if given.detach:
             side = detached.detach(run)
             if isinstance(side, detached.Launcher):
                 stack.pop_all()  # The child process removes these files.
@@ -336,29 +339,22 @@ async def _supervise(
         ready()
         console.tell(event)
 
-    plan = processes_at_home(topology)
-    threads = {key: preflight.threads_of(topology, key[0]) for key in plan}
-    doors = {key: listen_endpoint(topology.transport, key[0]) for key in [*plan, (SUPERVISOR, 0)]}
-    listen = {key: endpoint for key, endpoint in doors.items() if endpoint}
-    gpus = visible_gpus(topology, preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES")))
-    hosts: HostDesk | None = None
+    given = resources_of(topology, own_gpus())
+    plan = {key: given[key] for key in processes_at_home(topology)}
+    hosts = OtherHosts()
     if len(topology.store_hosts()) > 1:
-        every = {spec.service for spec in topology.services_plan()}
-        away = {service: preflight.threads_of(topology, service) for service in every}
-        hosts = HostDesk(topology, HostBook(topology, away), on_notice=console.notice)
+        check = functools.partial(refusals, topology, facts())
+        hosts = OtherHosts(HostBook(topology), check)
     supervisor = Supervisor(
         run,
         plan,
-        threads=threads,
         start_limit_s=topology.run.start_limit_s,
-        gpus=gpus,
-        listen=listen,
         on_event=on_event,
+        listen=listen_endpoint(topology.transport, SUPERVISOR),
         lock=lock,
         save_limit_s=stop_limit_s(topology),
         spares=spare_kinds(topology, {service for service, _ in plan}),
-        ranks=scaling.ranks(topology),
-        resize=functools.partial(scaling.resize, run),
+        scaling=Scaling(run, topology),
         hosts=hosts,
     )
     taken = 0
@@ -379,8 +375,8 @@ async def _supervise(
         loop.create_task(console.follow(supervisor, on_poll=ready)),
         loop.create_task(_keep(run, lock, supervisor)),
     ]
-    if engine is not None and hosts is not None:
-        engine.start(access_of(run, Role.SERVICE), hosts)
+    if engine is not None and hosts.book.hosts:
+        engine.start(access_of(run, Role.SERVICE), supervisor.hosts)
     try:
         return await supervisor.run()
     finally:

@@ -12,53 +12,64 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from launch.commands.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
-from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, processes_at_home, select
-from launch.viewers.logs import readable
+from launch.processes.plan import EVERYTHING, SUPERVISOR, Key, processes_at_home, select
+from launch.viewers.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.viewers.samples import FEW, Color, choose, show
 from launch.viewers.samples import as_json as as_document
-from proto.messages import (
-    Ack,
-    DrainService,
-    ErrorCode,
-    GetLog,
-    GetStatus,
-    GetStory,
-    GetSupervisorState,
-    LogLines,
-    RestartService,
-    ScaleService,
-    Status,
-    StopRun,
-    Story,
-    SupervisorState,
-)
+from proto import messages
+from proto.messages import ErrorCode
 from proto.registry import Request
 from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name, service_name
+from shared.runfiles.logs import readable
 from shared.samples.record import split_of
 from shared.samples.selection import Order
 from shared.security.access import Access, read
 from shared.stages import TRAIN
 from shared.topology import TopologyError, load
-from shared.tracing import trace_id
 
 FOLLOW_S = 0.25
 REMOTE_FOLLOW_S = 1.0
 STORY_S = 60.0
 SCALE_S = 15.0
-R = TypeVar("R")
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__)
+
+class OneLineErrors(TyperGroup):
+    """Prints the errors of all commands as one line, and exits with their status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (RpcError, TopologyError) as error:
+            print(error, file=sys.stderr)
+            usage = isinstance(error, TopologyError) or error.code == ErrorCode.BAD_REQUEST
+            raise typer.Exit(EXIT_USAGE if usage else EXIT_UNREACHABLE) from None
+
+
+app = typer.Typer(
+    cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__
+)
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@dataclass(frozen=True)
+class CtlOptions:
+    """The options that stand before the command."""
+
+    run: Run
+    as_json: bool
+
+
 _FIND_THEIR_OWN = ("join", "plot")
 """Commands that need no run on this machine, or accept several runs."""
 
@@ -74,10 +85,9 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Find the run for the command."""
-    with _one_line_errors():
-        if context.invoked_subcommand in _FIND_THEIR_OWN:
-            return
-        context.obj = (find(run, access), as_json)
+    if context.invoked_subcommand in _FIND_THEIR_OWN:
+        return
+    context.obj = CtlOptions(find(run, access), as_json)
 
 
 @app.command()
@@ -85,10 +95,9 @@ def status(context: typer.Context, as_json: Json = False) -> None:
     """Show step, services, tasks and store."""
     from launch.viewers.status import collect, table
 
-    run, before = context.obj
-    with _one_line_errors():
-        answer = asyncio.run(collect(run))
-    if as_json or before:
+    run = context.obj.run
+    answer = asyncio.run(collect(run))
+    if _as_json(context, as_json):
         print(json.dumps(answer))
     else:
         table(answer)
@@ -102,17 +111,15 @@ def restart(
     as_json: Json = False,
 ) -> None:
     """Stop a service, or one of its instances, and start it again. With all, one process restarts at a time."""
-    run, before = context.obj
-    with _one_line_errors():
-        if everything == bool(name):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"restart {name or '(nothing)'}: name a service or give --all")
-        if everything or name == EVERYTHING:
-            keys, service, instance = _supervised_keys(run), EVERYTHING, -1
-        else:
-            keys = select(name, _supervised_keys(run))
-            service, instance = parse_service_name(name)
-        _send(run, RestartService(service=service, instance=instance))
-    _print_facts({"restarting": [service_name(*key) for key in keys]}, as_json=as_json or before)
+    run = context.obj.run
+    if everything == bool(name):
+        raise RpcError(ErrorCode.BAD_REQUEST, f"restart {name or '(nothing)'}: name a service or give --all")
+    if everything or name == EVERYTHING:
+        keys, service, instance = _supervised_keys(run), EVERYTHING, -1
+    else:
+        keys = select(name, _supervised_keys(run))
+        service, instance = parse_service_name(name)
+    _order(context, messages.RestartService(service=service, instance=instance), "restarting", keys, as_json=as_json)
 
 
 @app.command()
@@ -120,12 +127,9 @@ def drain(
     context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
 ) -> None:
     """Stop a rollout or reference once it has finished its leases. It stays down until restart or scale starts it."""
-    run, before = context.obj
-    with _one_line_errors():
-        keys = select(name, _supervised_keys(run))
-        service, instance = parse_service_name(name)
-        _send(run, DrainService(service=service, instance=instance))
-    _print_facts({"draining": [service_name(*key) for key in keys]}, as_json=as_json or before)
+    keys = select(name, _supervised_keys(context.obj.run))
+    service, instance = parse_service_name(name)
+    _order(context, messages.DrainService(service=service, instance=instance), "draining", keys, as_json=as_json)
 
 
 @app.command()
@@ -136,14 +140,14 @@ def scale(
     as_json: Json = False,
 ) -> None:
     """Run N instances of a service: start missing instances, and drain those above N."""
-    run, before = context.obj
-    with _one_line_errors():
-        select(name, _supervised_keys(run))
-        service, instance = parse_service_name(name)
-        if instance != -1:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"scale {name}: give the name of a service and a number of instances")
-        _send(run, ScaleService(service=service, instances=instances), SCALE_S)
-    _print_facts({"scaling": [service_name(service, each) for each in range(instances)]}, as_json=as_json or before)
+    select(name, _supervised_keys(context.obj.run))
+    service, instance = parse_service_name(name)
+    if instance != -1:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"scale {name}: give the name of a service and a number of instances")
+    keys = [(service, instance) for instance in range(instances)]
+    _order(
+        context, messages.ScaleService(service=service, instances=instances), "scaling", keys, SCALE_S, as_json=as_json
+    )
 
 
 @app.command()
@@ -152,26 +156,19 @@ def track(
     name: Annotated[str, typer.Argument(metavar="[TRACKER]", help="wandb, tensorboard, mlflow or trackio")] = "",
 ) -> None:
     """Send missing data to the trackers of a run that has ended. Exit status 0 if they have everything."""
-    run, _ = context.obj
-    with _one_line_errors():
-        if isinstance(run, Access):
-            raise RpcError(ErrorCode.BAD_REQUEST, "track: needs the run directory (--run), which holds the metrics")
-        known = list(load(run.topology, check_supported=False, check_files=False).services.monitor.trackers)
-        if not known or (name and name not in known):
-            there = ", ".join(known) or "none"
-            raise RpcError(ErrorCode.BAD_REQUEST, f"track {name}: no such tracker in the topology; it has {there}")
+    run = _run_dir(context, "trackers can be fed")
+    trackers = list(load(run.topology, check_files=False).services.monitor.trackers)
+    if not trackers or (name and name not in trackers):
+        there = ", ".join(trackers) or "none"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"track {name}: no such tracker in the topology; it has {there}")
     command = [sys.executable, "-m", "services.tracker.rest", "--run", str(run.path)]
-    chosen = [name] if name else known
-    raise typer.Exit(max(subprocess.run([*command, each], check=False).returncode for each in chosen))
+    raise typer.Exit(subprocess.run([*command, *([name] if name else trackers)], check=False).returncode)
 
 
 @app.command()
 def stop(context: typer.Context, as_json: Json = False) -> None:
     """Drain everything and end the run. --resume continues it."""
-    run, before = context.obj
-    with _one_line_errors():
-        _send(run, StopRun())
-    _print_facts({"stopping": run.name}, as_json=as_json or before)
+    _order(context, messages.StopRun(), "stopping", context.obj.run.name, as_json=as_json)
 
 
 @app.command()
@@ -180,16 +177,15 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
     0 if all is well."""
     from launch.viewers.doctor import as_document, as_lines, diagnose, examine
 
-    run, before = context.obj
-    with _one_line_errors():
-        examined = asyncio.run(examine(run))
+    run = context.obj.run
+    examined = asyncio.run(examine(run))
     findings = diagnose(examined)
-    if as_json or before:
+    if _as_json(context, as_json):
         print(json.dumps(as_document(examined, findings)))
     else:
         for line in as_lines(examined, findings):
             print(line)
-    raise typer.Exit(EXIT_UNREACHABLE if any(each.wrong for each in findings) else 0)
+    raise typer.Exit(EXIT_UNREACHABLE if any(finding.wrong for finding in findings) else 0)
 
 
 @app.command()
@@ -200,14 +196,16 @@ def trace(
 ) -> None:
     """Show the history of one task across processes, even after it has been collected or the run has ended."""
     from launch.viewers.story import as_lines, as_rows, from_message, story
+    from services.exporter.spans import trace_id
 
-    run, before = context.obj
-    with _one_line_errors():
-        if isinstance(run, RunDir):
-            entries = story(run, task_id)
-        else:
-            entries = from_message(asyncio.run(with_client(run, SUPERVISOR, GetStory(task_id=task_id), Story, STORY_S)))
-    if as_json or before:
+    run = context.obj.run
+    if isinstance(run, RunDir):
+        entries = story(run, task_id)
+    else:
+        entries = from_message(
+            asyncio.run(with_client(run, SUPERVISOR, messages.GetStory(task_id=task_id), messages.Story, STORY_S))
+        )
+    if _as_json(context, as_json):
         told = {"task_id": task_id, "trace_id": trace_id(run.name, task_id).hex(), "story": as_rows(entries)}
         print(json.dumps(told))
         return
@@ -218,28 +216,25 @@ def trace(
 @app.command()
 def plot(
     context: typer.Context,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.svg", help="picture to write")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="page to write")],
     runs: Annotated[list[Path] | None, typer.Argument(metavar="[RUN]...", help="run directories")] = None,
     metric: Annotated[
         list[str] | None,
         typer.Option("--metric", metavar="NAME", help="metric or pattern, such as eval/*/accuracy; may be repeated"),
     ] = None,
 ) -> None:
-    """Draw the curves of one or more runs, whether they have ended or are still in progress."""
-    from launch.viewers.curves import chosen, read_histories
-    from launch.viewers.drawing import picture
+    """Write a page with the curves of one or more runs, whether they have ended or are still in progress."""
+    from launch.viewers.report import plot as write_plot
 
-    with _one_line_errors():
-        if out.suffix != ".svg":
-            text = f"--out {out}: must end in .svg; a browser or rsvg-convert can convert it to other formats"
-            raise RpcError(ErrorCode.BAD_REQUEST, text)
-        histories = read_histories(runs or [_given_run(context)])
-        metrics = chosen(histories, metric or [])
-        try:
-            out.write_text(picture(histories, metrics), encoding="utf-8")
-        except OSError as error:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"--out {out}: cannot be written ({error.strerror})") from None
-    print(f"{out}: {len(metrics)} metrics of {', '.join(history.name for history in histories)}")
+    if out.suffix != ".html":
+        text = f"--out {out}: must end in .html; a browser shows the page, and can print it as PDF"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    folders = runs or [_run_dir(context, "a run without its directory can be drawn").path]
+    try:
+        metrics = write_plot(folders, metric or [], out)
+    except OSError as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"--out {out}: cannot be written ({error.strerror})") from None
+    print(f"{out}: {len(metrics)} metrics of {', '.join(folder.absolute().name for folder in folders)}")
 
 
 @app.command()
@@ -247,17 +242,11 @@ def report(context: typer.Context) -> None:
     """Write report.html into the run directory, as happens at the end of every run."""
     from launch.viewers.report import write_report
 
-    run, _ = context.obj
-    with _one_line_errors():
-        if not isinstance(run, RunDir):
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
-                "a report can be written only on the host that holds the run directory; use --run there",
-            )
-        try:
-            print(write_report(run))
-        except OSError as error:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"run {run.path}: no report ({error.strerror})") from None
+    run = _run_dir(context, "a report can be written")
+    try:
+        print(write_report(run))
+    except OSError as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"run {run.path}: no report ({error.strerror})") from None
 
 
 @app.command()
@@ -282,24 +271,18 @@ def samples(
     as_json: Json = False,
 ) -> None:
     """Show recorded samples, even after the run has ended."""
-    run, before = context.obj
-    with _one_line_errors():
-        if not isinstance(run, RunDir):
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
-                "samples can be read only on the host that holds the run directory; use --run there",
-            )
-        orders = {Order.WORST: worst, Order.BEST: best, Order.LONGEST: longest}
-        given = [(order, count) for order, count in orders.items() if count is not None]
-        if len(given) > 1:
-            raise RpcError(ErrorCode.BAD_REQUEST, "samples: give one of --worst, --best and --longest")
-        order, count = given[0] if given else (None, FEW)
-        split = split or (split_of(task) if task is not None else TRAIN)
-        found = choose(run.path, step=step, task=task, split=split, order=order, count=count)
-    if as_json or before:
-        print(json.dumps({"split": split, "total": found.total, "samples": as_document(found.records)}))
+    run = _run_dir(context, "samples can be read")
+    orders = {Order.WORST: worst, Order.BEST: best, Order.LONGEST: longest}
+    given = [(order, count) for order, count in orders.items() if count is not None]
+    if len(given) > 1:
+        raise RpcError(ErrorCode.BAD_REQUEST, "samples: give one of --worst, --best and --longest")
+    order, count = given[0] if given else (None, FEW)
+    split = split or (split_of(task) if task is not None else TRAIN)
+    choice = choose(run.path, step=step, task=task, split=split, order=order, count=count)
+    if _as_json(context, as_json):
+        print(json.dumps({"split": split, "total": choice.total, "samples": as_document(choice.records)}))
     else:
-        show(found, color, full=full)
+        show(choice, color, full=full)
 
 
 @app.command()
@@ -311,14 +294,8 @@ def export_access(
     """Write an access file with which another machine can watch the run, control it or take part in it."""
     from launch.commands.access import export, role_of
 
-    run, _ = context.obj
-    with _one_line_errors():
-        if not isinstance(run, RunDir):
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
-                "access can be exported only on the host that holds the run directory; use --run there",
-            )
-        export(run, role_of(role), to)
+    run = _run_dir(context, "access can be exported")
+    export(run, role_of(role), to)
     print(f"{to}: role {role} of run {run.name}; copy it over a trusted channel")
 
 
@@ -328,8 +305,7 @@ def join(
     run_dir: Annotated[Path, typer.Option("--run-dir", help="run directory to create on this host")],
 ) -> None:
     """Make this host part of a run, so that python -m services.NAME --run DIR works here."""
-    with _one_line_errors():
-        joined = RunDir.join(run_dir, read(file))
+    joined = RunDir.join(run_dir, read(file))
     print(f"{joined.path}: joins the run at {joined.scheduler}")
 
 
@@ -342,22 +318,22 @@ def logs(
     as_json: Json = False,
 ) -> None:
     """Print the log of a service."""
-    run, before = context.obj
-    raw = as_json or before
-    with _one_line_errors(), suppress(KeyboardInterrupt):
+    run = context.obj.run
+    raw = _as_json(context, as_json)
+    with suppress(KeyboardInterrupt):
         keys = select(name, [*_known_keys(run), (SUPERVISOR, 0), *_registered_keys(run)])
         is_local = isinstance(run, RunDir) and set(keys) <= {*_keys_at_home(run), (SUPERVISOR, 0)}
         positions = dict.fromkeys(keys, -1)
         shown = lines
         while True:
-            found: list[str] = []
+            new: list[str] = []
             for key in keys:
                 if is_local:
                     page, positions[key] = log_page(run.log_file(*key), lines, positions[key])
                 else:
                     page, positions[key] = _remote_page(run, key, lines, positions[key])
-                found += page
-            for line in sorted(found, key=_timestamp)[-shown:] if shown else []:
+                new += page
+            for line in sorted(new, key=_timestamp)[-shown:] if shown else []:
                 print(line if raw else readable(line), flush=True)
             if not follow:
                 return
@@ -365,49 +341,55 @@ def logs(
             time.sleep(FOLLOW_S if is_local else REMOTE_FOLLOW_S)
 
 
-def _given_run(context: typer.Context) -> Path:
-    """Return the run directory given with `--run`, or else the directory of the newest run."""
+def _run_dir(context: typer.Context, what: str) -> RunDir:
+    """Return the run directory that the options name. Raises RpcError(bad_request) for a run on another machine."""
     given = context.parent.params if context.parent is not None else {}
-    found = find(given.get("run"), given.get("access"))
-    if not isinstance(found, RunDir):
-        raise RpcError(ErrorCode.BAD_REQUEST, "--access: the files of a run are read on its own machine; use --run")
-    return found.path
+    run = find(given.get("run"), given.get("access"))
+    if not isinstance(run, RunDir):
+        text = f"{what} only on the host that holds the run directory; use --run there"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    return run
+
+
+def _as_json(context: typer.Context, as_json: bool) -> bool:
+    """Return whether JSON is wanted. The option may stand before or after the command."""
+    return as_json or context.obj.as_json
 
 
 def _remote_page(run: Run, key: Key, lines: int, position: int) -> tuple[list[str], int]:
-    request = GetLog(service=key[0], instance=key[1], lines=lines, position=position)
-    page = asyncio.run(with_client(run, SUPERVISOR, request, LogLines))
+    request = messages.GetLog(service=key[0], instance=key[1], lines=lines, position=position)
+    page = asyncio.run(with_client(run, SUPERVISOR, request, messages.LogLines))
     return page.lines, page.position
 
 
 def _known_keys(run: Run) -> list[Key]:
     if isinstance(run, Access):
-        state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
+        state = asyncio.run(with_client(run, SUPERVISOR, messages.GetSupervisorState(), messages.SupervisorState))
         return [(process.service, process.instance) for process in state.processes]
-    return [(spec.service, spec.instance) for spec in load(run.topology, check_supported=False).services_plan()]
+    return [(spec.service, spec.instance) for spec in load(run.topology).services_plan()]
 
 
 def _keys_at_home(run: RunDir) -> list[Key]:
     """Return the processes whose logs are in the run directory."""
-    return processes_at_home(load(run.topology, check_supported=False))
+    return processes_at_home(load(run.topology))
 
 
 def _supervised_keys(run: Run) -> list[Key]:
     """Return the processes of the topology and those that the supervisor has since started (`ctl scale`)."""
-    known = _known_keys(run)
+    keys = _known_keys(run)
     if isinstance(run, RunDir):
         try:
-            state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
+            state = asyncio.run(with_client(run, SUPERVISOR, messages.GetSupervisorState(), messages.SupervisorState))
         except RpcError:
-            return known  # The request itself will report the cause.
-        known += [(process.service, process.instance) for process in state.processes]
-    return list(dict.fromkeys(known))
+            return keys  # The request itself will report the cause.
+        keys += [(process.service, process.instance) for process in state.processes]
+    return list(dict.fromkeys(keys))
 
 
 def _registered_keys(run: Run) -> list[Key]:
     """Return all registered processes, including those on joined hosts, or [] if the scheduler does not answer."""
     try:
-        status = asyncio.run(with_client(run, "scheduler", GetStatus(), Status))
+        status = asyncio.run(with_client(run, "scheduler", messages.GetStatus(), messages.Status))
     except RpcError as error:
         if error.code == ErrorCode.BAD_REQUEST:
             raise  # The scheduler answers, but refuses this access.
@@ -422,29 +404,22 @@ def _timestamp(line: str) -> str:
         return ""
 
 
-def _send(run: Run, request: Request, deadline_s: float = DEADLINE_S) -> None:
-    asyncio.run(with_client(run, SUPERVISOR, request, Ack, deadline_s))
-
-
-def _print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(facts))
-        return
-    for what, value in facts.items():
-        print(f"{what} {', '.join(value) if isinstance(value, list) else value}")
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except TopologyError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
-    except RpcError as error:
-        print(error, file=sys.stderr)
-        usage = error.code == ErrorCode.BAD_REQUEST
-        raise typer.Exit(EXIT_USAGE if usage else EXIT_UNREACHABLE) from None
+def _order(
+    context: typer.Context,
+    request: Request,
+    what: str,
+    whom: Sequence[Key] | str,
+    deadline_s: float = DEADLINE_S,
+    *,
+    as_json: bool,
+) -> None:
+    """Have the supervisor carry out `request`, and print what it does and to which processes."""
+    asyncio.run(with_client(context.obj.run, SUPERVISOR, request, messages.Ack, deadline_s))
+    names = whom if isinstance(whom, str) else [service_name(*key) for key in whom]
+    if _as_json(context, as_json):
+        print(json.dumps({what: names}))
+    else:
+        print(f"{what} {names if isinstance(names, str) else ', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -13,31 +13,21 @@ later, so that a job can start agents together with the run (`launch.cluster --e
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
-import structlog
 import typer
 
 from launch.checks import distribution, preflight
 from launch.commands import place
+from launch.commands.agent import RETRY_S, AgentEnds, introduce, live
 from launch.placement.facts import facts
-from launch.placement.link import HostLink
-from launch.spares.heavy import spare_kinds
-from launch.supervisor.events import RunOutcome
-from launch.supervisor.plan import SUPERVISOR
-from launch.supervisor.server import Supervisor
-from proto.ids import new_incarnation
+from launch.processes.plan import SUPERVISOR
 from proto.messages import ErrorCode, HostFacts
 from shared.actor import logging
 from shared.rpc.errors import RpcError
@@ -46,12 +36,7 @@ from shared.security import access as accesses
 from shared.security.access import Access
 from shared.topology import Topology, TopologyError, load
 
-JOIN_S = 60.0
-"""Maximum time, in seconds, that an agent keeps trying to join a run that does not answer, or that still has a record
-of an earlier agent."""
-RETRY_S = 1.0
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-T = TypeVar("T")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -97,7 +82,7 @@ def main(
         given = _from_input() if access == "-" else _from_file(Path(access), wait_s)
         host = name or socket.gethostname()
         path = (run_dir or place.BASE / given.name / "hosts" / host).absolute()
-        status = _run(given, host, path, address, held=access == "-")
+        status = _run(given, host, path, address, with_input=access == "-")
     except RpcError as error:
         print("\n".join(f"launch.host: {line}" for line in str(error).splitlines()), file=sys.stderr)
         raise typer.Exit(EXIT_USAGE if error.code == ErrorCode.BAD_REQUEST else EXIT_FAILED) from None
@@ -139,7 +124,7 @@ def _topology(text: str, *, check_files: bool = True) -> Topology:
         try:
             return load(file, check_files=check_files)
         except TopologyError as error:
-            lines = [str(each).removeprefix(f"{file}:").partition(": ")[2] for each in error.problems]
+            lines = [str(problem).removeprefix(f"{file}:").partition(": ")[2] for problem in error.problems]
             raise RpcError(ErrorCode.BAD_REQUEST, "\n".join(lines)) from None
 
 
@@ -162,14 +147,14 @@ def _from_file(path: Path, wait_s: float) -> Access:
     return accesses.read(path)
 
 
-def _run(access: Access, host: str, path: Path, address: str, *, held: bool) -> int:
+def _run(access: Access, host: str, path: Path, address: str, *, with_input: bool) -> int:
     """Take part in the run until it ends, and return the exit status.
 
     `held` says whether the agent exits when its standard input ends. Raises RpcError(bad_request) with a line for each
     reason why this host cannot take part.
     """
-    ends = _Ends(held)
-    asyncio.run(_introduce(access, host, _checked(access.topology), ends))
+    ends = AgentEnds(with_input)
+    asyncio.run(introduce(access, host, _checked(access.topology), ends))
     topology = _topology(access.topology, check_files=False)
     there = topology.placement.hosts.get(host)
     address = address or (there and there.address) or address_towards(access.endpoints[SUPERVISOR])
@@ -184,140 +169,13 @@ def _run(access: Access, host: str, path: Path, address: str, *, held: bool) -> 
         hold = run.hold()
         try:
             logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=access.name, host=host)
-            life = _Life(run, access, topology, host, address, lock, ends)
-            status = asyncio.run(life.live())
+            ended = asyncio.run(live(run, access, topology, host, address, lock, ends))
         finally:
             release(hold)
             run.remove_volatile()
-        if status is not None:
-            return status
+        if ended is not None:
+            return EXIT_DONE if ended else EXIT_FAILED
         print(f"host {host}: the run considers it lost; it joins again", file=sys.stderr)
-
-
-async def _introduce(access: Access, host: str, there: HostFacts, ends: _Ends) -> None:
-    """Have home decide whether this host can take part. Raises RpcError(bad_request) if it cannot."""
-    link = HostLink(access, host, [], new_incarnation())
-    try:
-        await _answer_to(lambda: link.introduce(there), ends)
-    finally:
-        await link.close()
-
-
-async def _answer_to(ask: Callable[[], Awaitable[T]], ends: _Ends) -> T:
-    """Repeat a request to home for up to JOIN_S seconds, and return the answer. Raises its last RpcError."""
-    until = time.monotonic() + JOIN_S
-    while True:
-        try:
-            return await ask()
-        except RpcError as error:
-            if error.code == ErrorCode.BAD_REQUEST or time.monotonic() >= until or ends.asked:
-                raise
-            structlog.get_logger("host").warning("not joined yet", error=str(error))
-            await asyncio.sleep(RETRY_S)
-
-
-class _Ends:
-    """Makes the agent exit after a signal or at the end of its standard input, at any time after its start.
-
-    The first signal drains the host, so that it returns its leases. A second signal or the end of the input kills the
-    processes on the host.
-    """
-
-    def __init__(self, held: bool) -> None:
-        self._supervisor: Supervisor | None = None
-        self._loop: asyncio.AbstractEventLoop
-        self._causes: list[str] = []
-        self._killed = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda taken, _: self._ask(signal.Signals(taken).name))
-        if held:
-            threading.Thread(target=self._watch, name="standard input", daemon=True).start()
-
-    @property
-    def asked(self) -> bool:
-        """Whether the agent has been asked to exit."""
-        return bool(self._causes)
-
-    def apply_to(self, supervisor: Supervisor) -> None:
-        """Stop `supervisor` as soon as there is a reason for the agent to exit; there may be one already.
-
-        Called on the supervisor's event loop.
-        """
-        self._loop = asyncio.get_running_loop()
-        self._supervisor = supervisor
-        self._act()
-
-    def _watch(self) -> None:
-        with suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        self._killed = True
-        self._ask("the end of standard input")
-
-    def _ask(self, cause: str) -> None:
-        self._causes.append(cause)
-        if self._supervisor is not None:
-            with suppress(RuntimeError):  # the loop has ended already
-                self._loop.call_soon_threadsafe(self._act)
-
-    def _act(self) -> None:
-        if self._supervisor is None or not self._causes:
-            return
-        if self._killed or len(self._causes) > 1:
-            self._supervisor.kill(self._causes[-1])
-        else:
-            self._supervisor.stop(self._causes[0])
-
-
-class _Life:
-    """One period of this host's membership in the run."""
-
-    def __init__(
-        self, run: RunDir, access: Access, topology: Topology, host: str, address: str, lock: int, ends: _Ends
-    ) -> None:
-        self._run, self._access, self._topology = run, access, topology
-        self._host, self._lock, self._ends = host, lock, ends
-        self._listen = f"tcp://{address}:0"
-        self._log = structlog.get_logger("host")
-
-    async def live(self) -> int | None:
-        """Join, run the processes that the run orders, and return the exit status, or None if the host must join
-        again."""
-        names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        link = HostLink(self._access, self._host, names, new_incarnation())
-        try:
-            orders = await _answer_to(link.join, self._ends)
-            keys = {(each.service, each.instance): each for each in orders.processes}
-            supervisor = Supervisor(
-                self._run,
-                list(keys),
-                threads={key: each.threads for key, each in keys.items()},
-                start_limit_s=self._topology.run.start_limit_s,
-                gpus={key: link.gpus_of(each) for key, each in keys.items()},
-                listen=dict.fromkeys([*keys, (SUPERVISOR, 0)], self._listen),
-                on_event=lambda event: None,
-                lock=self._lock,
-                spares=spare_kinds(self._topology, {service for service, _ in keys}),
-                access=self._access,
-            )
-            running = asyncio.ensure_future(supervisor.run())
-            await asyncio.sleep(0)  # lets the supervisor begin to listen first
-            self._ends.apply_to(supervisor)
-            following = asyncio.create_task(link.follow(supervisor))
-            ended = await running
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-            if link.given_up:
-                return None
-            failed = ended.cause if ended.outcome == RunOutcome.FAILED else ""
-            await link.end(supervisor, failed)
-            self._log.info("host ended", cause=ended.cause)
-            if failed:
-                print(f"host {self._host}: {failed}", file=sys.stderr)
-            return EXIT_DONE if ended.cause == "the run ends" else EXIT_FAILED
-        finally:
-            await link.close()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import zmq
 
-from launch.commands.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
+from launch.viewers.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
 from launch.viewers.terminal.feed import LOST_S, Feed, opened
 from launch.viewers.terminal.plain import print_picture, print_row
 from proto.messages import ErrorCode, TopicRow
@@ -58,16 +58,16 @@ def main(
 ) -> None:
     """Show the state of a run and every change to it."""
     try:
-        found = find(run, access)
+        watched = find(run, access)
         if web:
-            _serve_page(found, listen)
+            _serve_page(watched, listen)
         if as_json or topic:
             show = _print_json if as_json else print_row
-            asyncio.run(_watch(found, _print_rows(found, tuple(topic or [""]), show)))
+            asyncio.run(_watch(watched, _print_rows(watched, tuple(topic or [""]), show)))
         elif plain or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-            asyncio.run(_watch(found, _print_picture(found)))
+            asyncio.run(_watch(watched, _print_picture(watched)))
         else:
-            asyncio.run(_terminal(found))
+            asyncio.run(_terminal(watched))
         return
     except RpcError as error:
         print(error, file=sys.stderr)

@@ -58,9 +58,9 @@ def missing_keys(tables: Sequence[Table], picks: Picks, keys: Sequence[str]) -> 
         there[owner].update(tables[number].checksums(task))
     names = (
         f"{task_id}#{key}"
-        for task_id, found in zip(picks.task_ids, there, strict=True)
+        for task_id, present in zip(picks.task_ids, there, strict=True)
         for key in keys
-        if key not in found
+        if key not in present
     )
     return list(islice(names, MAX_NAMED))
 
@@ -128,7 +128,7 @@ def _rows(tables: Sequence[Table], picks: Picks) -> tuple[Array, Array, Array, A
         begins.append(table._starts[first : last + 1])
         ends.append(table._starts[first + 1 : last + 2])
     counts = np.concatenate(ends) - np.concatenate(begins)
-    file_of = np.repeat(numbers, [len(each) for each in rows])
+    file_of = np.repeat(numbers, [len(part) for part in rows])
     return np.concatenate(rows), np.concatenate(dims), file_of, np.repeat(np.array(picks.owners, np.int64), counts)
 
 
@@ -138,8 +138,8 @@ def _key_numbers(tables: Sequence[Table], names: Sequence[str], file_of: Array, 
     translate = np.full((len(tables), max(len(table.keys) for table in tables)), -1, np.int64)
     for number, table in enumerate(tables):
         translate[number, : len(table.keys)] = [place.get(key, -1) for key in table.keys]
-    found: Array = translate[file_of, rows["key"]]
-    return found
+    keys: Array = translate[file_of, rows["key"]]
+    return keys
 
 
 def _in_order(key_of: Array, pick_of: Array, names: int, count: int) -> bool:
@@ -154,8 +154,8 @@ def _dims(rows: Array, dims: Array, kept: Array | slice) -> Array:
     """Return the dimensions of the kept rows, in order."""
     ndim = rows["ndim"].astype(np.int64)
     begins = np.cumsum(ndim) - ndim
-    found: Array = dims[_spread(begins[kept], ndim[kept])]
-    return found
+    of_rows: Array = dims[_spread(begins[kept], ndim[kept])]
+    return of_rows
 
 
 def _cut(rows: Array, pick_of: Array, picks: int, max_bytes: int) -> int:

@@ -32,7 +32,7 @@ _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _NO_FIELDS: Mapping[str, str | int] = MappingProxyType({})
 
 
-class Head(NamedTuple):
+class FileHead(NamedTuple):
     """The first line of a file that was cut, or zeros for a file that was not cut."""
 
     dropped_bytes: int = 0
@@ -47,17 +47,17 @@ class Head(NamedTuple):
         return self.dropped_bytes - self.nbytes
 
 
-def head_of(descriptor: int) -> Head:
+def head_of(descriptor: int) -> FileHead:
     """Return the head of an open file. Raises OSError."""
     line = os.pread(descriptor, HEAD_BYTES, 0)
     if _MARK not in line or line.find(b"\n") != HEAD_BYTES - 1:
-        return Head()
+        return FileHead()
     try:
         entry = json.loads(line)
         dropped = int(entry["dropped_bytes"]) if entry["event"] == _EVENT else 0
     except (ValueError, KeyError, TypeError):
-        return Head()
-    return Head(dropped, HEAD_BYTES) if dropped >= HEAD_BYTES else Head()
+        return FileHead()
+    return FileHead(dropped, HEAD_BYTES) if dropped >= HEAD_BYTES else FileHead()
 
 
 def cut(path: Path, limit_bytes: int, fields: Mapping[str, str | int] = _NO_FIELDS) -> bool:

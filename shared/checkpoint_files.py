@@ -40,6 +40,14 @@ def verify(path: Path, only: Sequence[str] = ()) -> dict[str, Any]:
     return dict(manifest)
 
 
+def made_at_stop(path: Path) -> bool:
+    """Return whether a checkpoint was saved because the run was stopping. Returns False for a damaged checkpoint."""
+    try:
+        return bool(json.loads((path / STATE).read_text()).get("at_stop", False))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def digest(path: Path) -> tuple[int, int]:
     """Return the size and the xxh3-64 digest of a file."""
     hasher = xxhash.xxh3_64()

@@ -1,7 +1,8 @@
 """Runs uvicorn as a guest of a running event loop.
 
 The server leaves its process's signal handlers and logging alone. Every wait for a client has a deadline, and strangers
-cannot take the places of clients that the application has recognised (`prove`).
+cannot take the places of clients that the application has recognised (`prove`). A `Secret` recognises a client by its
+token.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
+import hmac
 import logging
 import socket
 from collections.abc import Generator
@@ -230,3 +233,19 @@ class _GuestConnection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+class Secret:
+    """A token that is compared in constant time."""
+
+    def __init__(self, token: str) -> None:
+        self._digest = hashlib.sha256(token.encode()).digest()
+
+    def matches(self, given: str) -> bool:
+        # All digests have the same length, so the comparison does not reveal the length of the token.
+        return hmac.compare_digest(hashlib.sha256(given.encode()).digest(), self._digest)
+
+    def is_borne_by(self, authorization: str) -> bool:
+        """Return whether the header `authorization` is a bearer token that matches (RFC 6750)."""
+        kind, _, given = authorization.partition(" ")
+        return kind.lower() == "bearer" and self.matches(given)

@@ -21,7 +21,7 @@ _SHOWN = 300
 _DONE = "[DONE]"
 
 
-class Refused(RpcError):
+class HttpRefused(RpcError):
     """The server responded with an error. `status` is the HTTP status."""
 
     def __init__(self, what: str, status: int, text: str) -> None:
@@ -44,7 +44,7 @@ class HttpClient:
         self._tls = ssl.create_default_context() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
     async def get(self, path: str) -> Any:
-        """Return the decoded JSON response. Raises Refused, and RpcError(deadline) if no response arrives."""
+        """Return the decoded JSON response. Raises HttpRefused, and RpcError(deadline) if no response arrives."""
         return await self._whole("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -85,7 +85,7 @@ class HttpClient:
             ):
                 if answer.is_error:
                     text = (await answer.aread()).decode(errors="replace")
-                    raise Refused(what, answer.status_code, text)
+                    raise HttpRefused(what, answer.status_code, text)
                 yield answer
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.InvalidURL) as error:
             detail = str(error) or "no answer"

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from shared.topology import Topology
 
 MAX_IPC_PATH_BYTES = 107
+SOCKET_NAME_BYTES = 27
+"""Maximum length of a socket's name, with the slash before it: `/<service>-<instance>`."""
 CHECKPOINT_PREFIX = "step-"
 SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlbus-"
@@ -237,7 +239,7 @@ class RunDir:
             topology.dump_resolved(here / _TOPOLOGY)
         shm_root.mkdir(parents=True, exist_ok=True)
         with _volatile_folders(shm_root) as (sockets, shm):
-            longest = len(os.fsencode(sockets)) + len("/policy-trainer-worker-0000") + SCRATCH_BYTES
+            longest = len(os.fsencode(sockets)) + SOCKET_NAME_BYTES + SCRATCH_BYTES
             if longest > MAX_IPC_PATH_BYTES:
                 raise RpcError(
                     ErrorCode.BAD_REQUEST,

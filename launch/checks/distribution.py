@@ -107,16 +107,16 @@ async def _whole(relay: Relay, task: PutTask) -> None:
     most = 0
     while True:
         try:
-            held = await relay.hold(Hold(task=task, origin=TRAINER_STORE, whole=True))
+            state = await relay.hold(Hold(task=task, origin=TRAINER_STORE, whole=True))
         except RpcError as error:
             if error.code not in AWAY or loop.time() > until:
                 raise
             await asyncio.sleep(RETRY_S)
             continue
-        if held.held_bytes == held.total_bytes:
+        if state.held_bytes == state.total_bytes:
             return
-        if held.held_bytes > most:
-            most, until = held.held_bytes, loop.time() + HOME_S
+        if state.held_bytes > most:
+            most, until = state.held_bytes, loop.time() + HOME_S
 
 
 def _resize(path: Path, nbytes: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from launch.supervisor.programs import child_environment
+from launch.processes.programs import child_environment
 from services.rollout.user_code.function_check import Wanted, problem
 from services.rollout.user_code.load import is_inline
 from shared.rpc.errors import RpcError
@@ -107,23 +107,23 @@ def _check_in_process(functions: Sequence[Wanted]) -> list[str]:
         )
     finally:
         theirs.close()
-    found: list[str] = []
+    answered: list[str] = []
     try:
         ours.settimeout(LIMIT_S)
         with ours, ours.makefile("rb") as answers:
             ours.sendall(json.dumps(msgspec.to_builtins(functions), default=str).encode())
             ours.shutdown(socket.SHUT_WR)
             for line in answers:
-                found.append(str(json.loads(line)))
+                answered.append(str(json.loads(line)))
         how = "its module ends the process that imports it"
     except (TimeoutError, OSError, ValueError):
         how = f"its module is still being imported after {LIMIT_S:g} s"
     finally:
         _end(child)
     # The first function without an answer is the culprit; the others are checked next time.
-    if len(found) < len(functions):
-        found.append(f"{functions[len(found)].path!r}: {how}")
-    return found + [""] * (len(functions) - len(found))
+    if len(answered) < len(functions):
+        answered.append(f"{functions[len(answered)].path!r}: {how}")
+    return answered + [""] * (len(functions) - len(answered))
 
 
 def _end(child: subprocess.Popen[Any]) -> None:

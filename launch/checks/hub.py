@@ -59,32 +59,32 @@ def pinned(names: Mapping[Path, HubName], topology: FilePath) -> list[str]:
     made = []
     for key, name in names.items():
         value = str(value_at(recorded, key))
-        found = hub.model_name(value) if name.kind == "model" else hub.source_name(value)
-        if found is not None and found.name == name.name and not name.is_commit:
+        pin = hub.model_name(value) if name.kind == "model" else hub.source_name(value)
+        if pin is not None and pin.name == name.name and not name.is_commit:
             made.append(f"{dotted(key)}={value}")
     return made
 
 
 def missing(names: Mapping[Path, HubName]) -> list[Missing]:
     """Return what must be fetched for `names`. Raises HubError if this cannot be determined."""
-    return [found for name in dict.fromkeys(names.values()) if (found := _missing(name)) is not None]
+    return [absent for name in dict.fromkeys(names.values()) if (absent := _missing(name)) is not None]
 
 
 def fetch(names: Mapping[Path, HubName]) -> None:
     """Fetch the files of `names` that are not in the cache. Raises HubError."""
-    for each in missing(names):
+    for absent in missing(names):
         folder = hub.cache()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(folder).free
         except OSError as error:
-            raise HubError(f"{each.name}: {folder}: {error.strerror}; name another folder with HF_HOME") from None
-        if each.nbytes > free:
-            text = f"needs {format_size(each.nbytes)}, but the disk has {format_size(free)}"
-            raise HubError(f"{each.name}: {folder} {text}; make room, or name another folder with HF_HOME")
-        if each.files:
-            print(f"fetching {each} into {folder}", flush=True)
-        _download(each.name, local_files_only=False)
+            raise HubError(f"{absent.name}: {folder}: {error.strerror}; name another folder with HF_HOME") from None
+        if absent.nbytes > free:
+            text = f"needs {format_size(absent.nbytes)}, but the disk has {format_size(free)}"
+            raise HubError(f"{absent.name}: {folder} {text}; make room, or name another folder with HF_HOME")
+        if absent.files:
+            print(f"fetching {absent} into {folder}", flush=True)
+        _download(absent.name, local_files_only=False)
 
 
 def leave() -> NoReturn:
@@ -130,7 +130,7 @@ def _missing(name: HubName) -> Missing | None:
     except (OSError, HTTPError) as error:
         _offline(name, _reason(error))
         return None
-    sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
     files = [file for file in sizes if name.wants(file)]
     if not files:
         raise HubError(_no_file(name, list(sizes)))
@@ -213,10 +213,10 @@ def _refused(name: HubName, error: Exception) -> str:
             return f"{name}: {page}: {_reason(error)}"
 
 
-def _no_file(name: HubName, known: list[str]) -> str:
+def _no_file(name: HubName, files: list[str]) -> str:
     what = "safetensors or JSON file" if name.kind == "model" else f"Parquet or JSONL file {name.path}*"
     # The path in a hub name omits the suffix and the shard numbers.
-    paths = {_SHARD.sub("", file) for file in known}
+    paths = {_SHARD.sub("", file) for file in files}
     return f"{name}: the {name.kind} has no {what}{nearest(name.path, paths)}"
 
 

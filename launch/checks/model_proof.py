@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from launch.supervisor.programs import ROOT, child_environment
+from launch.processes.programs import ROOT, child_environment
 from shared.topology import Topology
 from shared.topology.capacity import max_sample_tokens
 from shared.topology.passes import Passes, exceeds
@@ -29,7 +29,7 @@ _NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
-class Proof:
+class ModelProof:
     """What is proved for a model. `cpu_s` is the processor time that it took, or None if it was known."""
 
     passes: Passes
@@ -39,7 +39,7 @@ class Proof:
     cpu_s: float | None
 
 
-def prove(topology: Topology) -> Proof:
+def prove(topology: Topology) -> ModelProof:
     """Return the proof for the topology's model. Raises OSError or ValueError if its config.json cannot be read."""
     folder = Path(topology.policy.model)
     config = json.loads((folder / "config.json").read_bytes())
@@ -49,20 +49,20 @@ def prove(topology: Topology) -> Proof:
         return _proof(json.loads(file.read_bytes()), None)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # It is not known yet.
-    found = compute(folder, longest)
-    if isinstance(found, str):
-        return Proof(Passes(), "", [f"no proof: {found}"], folder.name, None)
+    verdict = compute(folder, longest)
+    if isinstance(verdict, str):
+        return ModelProof(Passes(), "", [f"no proof: {verdict}"], folder.name, None)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(found))
+        partial.write_text(json.dumps(verdict))
         partial.replace(file)
     except OSError:
         pass  # It is computed again next time.
-    return _proof(found, found["cpu_s"])
+    return _proof(verdict, verdict["cpu_s"])
 
 
-def problems(proof: Proof, wanted: Passes | None) -> list[str]:
+def problems(proof: ModelProof, wanted: Passes | None) -> list[str]:
     """Return the reasons why a run cannot use the model, or the `wanted` passes."""
     if proof.refused:
         return [
@@ -75,7 +75,7 @@ def problems(proof: Proof, wanted: Passes | None) -> list[str]:
     ]
 
 
-def described(proof: Proof) -> str:
+def described(proof: ModelProof) -> str:
     """Return one line for human readers."""
     when = "known" if proof.cpu_s is None else f"proved in {proof.cpu_s:.1f} s of processor time"
     return f"{proof.model}: {proof.passes} ({when})"
@@ -101,9 +101,9 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
 
 
-def _proof(found: dict[str, Any], cpu_s: float | None) -> Proof:
-    passes = Passes(sequences=found["sequences"], head=found["head"], decoder=found["decoder"])
-    return Proof(passes, found["refused"], found["reasons"], found["model"], cpu_s)
+def _proof(verdict: dict[str, Any], cpu_s: float | None) -> ModelProof:
+    passes = Passes(sequences=verdict["sequences"], head=verdict["head"], decoder=verdict["decoder"])
+    return ModelProof(passes, verdict["refused"], verdict["reasons"], verdict["model"], cpu_s)
 
 
 def compute(folder: Path, longest: int | None) -> dict[str, Any] | str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from launch.checks import functions, memory, model_proof
-from launch.supervisor import gpus
+from launch.processes import gpus
 from services.tracker.exporter import missing
 from shared.data import DataError, open_source
 from shared.data.content import RowDigests, read_rows
@@ -28,15 +28,12 @@ from shared.topology import (
     hub,
     memory_plan,
     model_files,
-    monitor_traces,
-    monitor_web,
     snapshot_bytes,
     tied_weights,
 )
 from shared.topology.fields import format_size
-from shared.topology.memory_plan import Place
-from shared.topology.monitor_web import split_address
-from shared.topology.services import DEVICE_SERVICE
+from shared.topology.memory_plan import MemoryPlace
+from shared.topology.monitor import prometheus_token_problems, split_address, web_token_problems
 
 NO_ROWS: Mapping[str, RowDigests] = MappingProxyType({})
 SHOWN_ROWS = 3
@@ -47,6 +44,8 @@ MIB = 1 << 20
 class Findings:
     """Findings of the checks, one line each. A run with errors does not start."""
 
+    file: str = ""
+    """The topology's name, which begins each line about the topology; empty on hosts that have only its text."""
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -55,31 +54,42 @@ class Findings:
     added: dict[str, int] = field(default_factory=dict)
     """The number of rows that each data source has beyond those with which the run began."""
 
+    def error(self, *lines: str) -> None:
+        """Add errors in the topology."""
+        self.errors += map(self.in_file, lines)
+
+    def warn(self, *lines: str) -> None:
+        """Add warnings about the topology."""
+        self.warnings += map(self.in_file, lines)
+
+    def in_file(self, line: str) -> str:
+        return f"{self.file}: {line}" if self.file else line
+
 
 def check(topology: Topology, file: str, begun: Mapping[str, RowDigests] = NO_ROWS) -> Findings:
     """Check everything that `shared.topology` cannot know from the file alone.
 
     `file` is the topology's name in the findings. `begun` are the rows with which a resumed run began.
     """
-    findings = Findings()
+    findings = Findings(file)
     for key, source in sources(topology).items():
-        _check_rows(topology, source, key, file, begun.get(key), findings)
-    findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
-    _check_tokenizer(topology, file, findings)
-    _check_tied_weights(topology, file, findings)
-    _check_memory(topology, file, findings)
+        _check_rows(topology, source, key, begun.get(key), findings)
+    findings.error(*functions.problems(topology))
+    _check_tokenizer(topology, findings)
+    _check_tied_weights(topology, findings)
+    _check_memory(topology, findings)
     if refused := _refused_snapshots(topology):
-        findings.warnings.append(f"{file}: {refused}: a killed trainer returns to its checkpoint")
-    _check_gpus(topology, file, findings)
-    _check_connections(topology, file, findings)
-    _check_trackers(topology, file, findings)
-    check_doors(topology, file, findings)
-    _check_page(topology, file, findings)
-    _check_exporter(topology, file, findings)
+        findings.warn(f"{refused}: a killed trainer returns to its checkpoint")
+    _check_gpus(topology, findings)
+    _check_connections(topology, findings)
+    _check_trackers(topology, findings)
+    check_doors(topology, findings)
+    _check_page(topology, findings)
+    _check_exporter(topology, findings)
     return findings
 
 
-def prove(topology: Topology, file: str, findings: Findings) -> Topology:
+def prove(topology: Topology, findings: Findings) -> Topology:
     """Return `topology` with the passes that are proved for its model, and check the memory that they need.
 
     A model that is not on this machine yet is not checked.
@@ -90,12 +100,12 @@ def prove(topology: Topology, file: str, findings: Findings) -> Topology:
         return topology
     wanted = topology.policy.passes
     if problems := model_proof.problems(proof, wanted):
-        findings.errors.extend(f"{file}: {line}" for line in problems)
+        findings.error(*problems)
         return topology
     findings.notes.append(f"passes         {model_proof.described(proof)}")
     findings.notes.extend(f"               {reason}" for reason in proof.reasons)
     topology = topology.with_passes(wanted or proof.passes)
-    _check_model_memory(topology, file, findings)
+    _check_model_memory(topology, findings)
     return topology
 
 
@@ -105,13 +115,13 @@ def check_host(topology: Topology) -> list[str]:
     A model that will be fetched from home is not checked.
     """
     findings = Findings()
-    findings.errors.extend(functions.problems(topology))
+    findings.error(*functions.problems(topology))
     if not topology.policy.distribute:
-        _check_tokenizer(topology, "", findings)
-        _check_tied_weights(topology, "", findings)
-    _check_memory(topology, "", findings)
-    _check_allocator(topology, "", findings)
-    return [line.removeprefix(": ") for line in findings.errors]
+        _check_tokenizer(topology, findings)
+        _check_tied_weights(topology, findings)
+    _check_memory(topology, findings)
+    _check_allocator(topology, findings)
+    return findings.errors
 
 
 def with_room(topology: Topology) -> Topology:
@@ -128,37 +138,17 @@ def shm_root(topology: Topology) -> Path:
     return Path(directory) if directory else SHM_ROOT
 
 
-def threads_of(topology: Topology, service: str) -> int:
-    """Return the number of CPU threads of each process of a service."""
-    sections = {DEVICE_SERVICE[key]: section for key, section in topology.services.placed.items()}
-    return (sections[service].threads or 1) if service in sections else 1
-
-
-def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
-    """Return CUDA's names for the GPUs that this launcher may use. `visible` is its CUDA_VISIBLE_DEVICES, or None if
-    unset.
-
-    The list ends at the first name that CUDA would not know (`-1`, `NoDevFiles`), as it does in CUDA.
-    """
-    if visible is None:
-        count = sum(1 for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit())
-        return [str(index) for index in range(count)]
-    names = [each.strip() for each in visible.split(",")]
-    known = [each.isdigit() or each.startswith(("GPU-", "MIG-")) for each in names]
-    return names[: known.index(False)] if False in known else names
-
-
 def sources(topology: Topology) -> dict[str, str]:
     """Return every data source, by the key that names it. A hub data set that is not in the cache is left out."""
     sources = {"data.train.source": topology.data.train.source}
-    sources |= {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
-    return {key: each for key, each in sources.items() if hub.source_name(each) is None or hub.source_files(each)}
+    sources |= {f"data.eval.{name}.source": section.source for name, section in topology.data.eval.items()}
+    return {
+        key: source for key, source in sources.items() if hub.source_name(source) is None or hub.source_files(source)
+    }
 
 
-def _check_rows(
-    topology: Topology, source: str, key: str, file: str, begun: RowDigests | None, findings: Findings
-) -> None:
-    where = f"{file}: {key}"
+def _check_rows(topology: Topology, source: str, key: str, begun: RowDigests | None, findings: Findings) -> None:
+    where = findings.in_file(key)
     evaluated = topology.data.eval.get(key.removeprefix("data.eval.").removesuffix(".source"))
     most = evaluated.rows if evaluated is not None else None
     try:
@@ -177,34 +167,34 @@ def _check_rows(
     lines.extend(f"  {row.message}" for row in bad[:SHOWN_ROWS])
 
 
-def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
+def _check_tokenizer(topology: Topology, findings: Findings) -> None:
     """Check the tokenizer files in the model folder, with which a rollout tokenizes prompts and answers."""
     model = topology.policy.model
     if hub.model_name(model) is not None and not Path(model).is_dir():
         return  # The model is not in the cache (yet).
-    where = f"{file}: policy.model: {model}"
+    where = f"policy.model: {model}"
     if not model_files.has_tokenizer(model):
         names = ", ".join(model_files.TOKENIZERS)
-        findings.errors.append(f"{where} has no tokenizer (none of {names}); write one with save_pretrained")
+        findings.error(f"{where} has no tokenizer (none of {names}); write one with save_pretrained")
         return
     largest, size = model_files.largest_token(model), model_files.read_config(model).get("vocab_size")
     if largest is not None and isinstance(size, int) and largest >= size:
-        findings.errors.append(
+        findings.error(
             f"{where}: its tokenizer has token {largest}, but its config.json has a vocabulary of {size}; enlarge "
             "the model's embedding (resize_token_embeddings), or use the tokenizer that the model was trained with"
         )
     if not model_files.has_chat_template(model) and (needs := _messages(topology)):
-        findings.errors.append(
+        findings.error(
             f"{where} has no chat template (chat_template.jinja), which {needs} needs; add one, or write text"
         )
 
 
-def _check_tied_weights(topology: Topology, file: str, findings: Findings) -> None:
+def _check_tied_weights(topology: Topology, findings: Findings) -> None:
     """Check that the model's files hold equal values for weights that its configuration ties."""
     model = topology.policy.model
     with contextlib.suppress(OSError, ValueError):  # Another check reports it, or the model is not here yet.
         if differs := tied_weights.ambiguity(model):
-            findings.errors.append(f"{file}: policy.model: {model}: {differs}")
+            findings.error(f"policy.model: {model}: {differs}")
 
 
 def _messages(topology: Topology) -> str:
@@ -224,28 +214,28 @@ def _messages(topology: Topology) -> str:
     return ""
 
 
-def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
+def _check_memory(topology: Topology, findings: Findings) -> None:
     root = shm_root(topology)
-    folder = next(each for each in (root, *root.parents) if each.exists())
+    folder = next(parent for parent in (root, *root.parents) if parent.exists())
     room = shutil.disk_usage(folder)
     wanted = topology.services.batch_store.memory
-    where = f"{file}: services.batch-store.memory: {wanted / MIB:.0f} MiB wanted, but {root} has"
+    where = f"services.batch-store.memory: {wanted / MIB:.0f} MiB wanted, but {root} has"
     if room.total < wanted:
-        findings.errors.append(
+        findings.error(
             f"{where} {room.total / MIB:.0f} MiB in all; lower it, enlarge {root} (docker: --shm-size), "
             "or set services.batch-store.directory"
         )
     elif room.free < wanted:
-        findings.errors.append(
+        findings.error(
             f"{where} {room.free / MIB:.0f} MiB free of {room.total / MIB:.0f}; lower it, or free space in {root}"
         )
     elif not os.access(folder, os.W_OK):
-        findings.errors.append(f"{file}: {folder}: not writable; set services.batch-store.directory")
+        findings.error(f"{folder}: not writable; set services.batch-store.directory")
 
 
-def _check_model_memory(topology: Topology, file: str, findings: Findings) -> None:
+def _check_model_memory(topology: Topology, findings: Findings) -> None:
     """Check that the model being trained fits into the memory of this machine and of its GPUs."""
-    names = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    names = gpus.own_gpus()
     try:
         visible = gpus.visible_gpus(topology, names if gpus.wanted(topology) <= len(names) else None)
         elements = model_files.parameter_count(topology.policy.model)
@@ -253,11 +243,9 @@ def _check_model_memory(topology: Topology, file: str, findings: Findings) -> No
         return  # Another check reports it, or the model is not here yet.
     places = memory_plan.by_place(memory_plan.uses(topology, elements, visible, vocabulary(topology)))
     room = room_of(topology, places)
-    for place, held in places.items():
+    for place, uses in places.items():
         if place in room:
-            findings.errors.extend(
-                f"{file}: {line}" for line in memory.too_large(topology, elements, place, held, room[place])
-            )
+            findings.error(*memory.too_large(topology, elements, place, uses, room[place]))
 
 
 def vocabulary(topology: Topology) -> int:
@@ -266,7 +254,7 @@ def vocabulary(topology: Topology) -> int:
     return size if isinstance(size, int) else 0
 
 
-def room_of(topology: Topology, places: Iterable[Place]) -> dict[Place, int]:
+def room_of(topology: Topology, places: Iterable[MemoryPlace]) -> dict[MemoryPlace, int]:
     """Return the sizes, in bytes, of those places that are on this machine, as far as they can be measured."""
     sizes = {"": host_bytes()} | (gpu_bytes() if any(place.gpu for place in places) else {})
     return {place: sizes[place.gpu] for place in places if place.host == topology.home and place.gpu in sizes}
@@ -298,7 +286,7 @@ def _refused_snapshots(topology: Topology) -> str:
             f"{format_size(limit)}; raise it, or set checkpoint.memory_every to null"
         )
     root = shm_root(topology)
-    free = shutil.disk_usage(next(each for each in (root, *root.parents) if each.exists())).free
+    free = shutil.disk_usage(next(parent for parent in (root, *root.parents) if parent.exists())).free
     left = max(free - topology.services.batch_store.memory, 0)
     if needed > left:
         return (
@@ -309,93 +297,93 @@ def _refused_snapshots(topology: Topology) -> str:
     return ""
 
 
-def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
-    names, needed = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES")), gpus.wanted(topology)
+def _check_gpus(topology: Topology, findings: Findings) -> None:
+    names, needed = gpus.own_gpus(), gpus.wanted(topology)
     if needed > len(names):
         seen = "CUDA_VISIBLE_DEVICES names" if "CUDA_VISIBLE_DEVICES" in os.environ else "this machine has"
-        findings.errors.append(
-            f"{file}: services.*.gpus: {needed} GPUs wanted ({gpus.described(topology)}), but {seen} {len(names)}; "
+        findings.error(
+            f"services.*.gpus: {needed} GPUs wanted ({gpus.described(topology)}), but {seen} {len(names)}; "
             "lower them, or let services take turns (placement.colocate)"
         )
-    _check_allocator(topology, file, findings)
-    _check_compiler(topology, file, findings)
+    _check_allocator(topology, findings)
+    _check_compiler(topology, findings)
 
 
-def _check_allocator(topology: Topology, file: str, findings: Findings) -> None:
+def _check_allocator(topology: Topology, findings: Findings) -> None:
     """Check that torch allocates GPU memory that another process can open, if weights are read from such memory."""
     if topology.services.rollout.weights != "ipc":
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
-            findings.errors.append(
-                f"{file}: services.rollout.weights: ipc: {name} has expandable_segments:True, and engines cannot "
+            findings.error(
+                f"services.rollout.weights: ipc: {name} has expandable_segments:True, and engines cannot "
                 "open such memory; remove that, or use weights: nccl"
             )
 
 
-def _check_compiler(topology: Topology, file: str, findings: Findings) -> None:
+def _check_compiler(topology: Topology, findings: Findings) -> None:
     """Warn if vLLM is going to compile its model without a C++ compiler, which torch.compile calls even on a GPU."""
     rollout, compiler = topology.services.rollout, os.environ.get("CXX", "g++")
     compiles = rollout.engine == "vllm" and rollout.gpus and not rollout.engine_args.get("enforce_eager")
     if compiles and shutil.which(compiler) is None:
-        findings.warnings.append(
-            f"{file}: services.rollout.engine: vllm compiles its model on a GPU, which needs a C++ compiler, but there "
+        findings.warn(
+            f"services.rollout.engine: vllm compiles its model on a GPU, which needs a C++ compiler, but there "
             f"is no {compiler}; install it, or set services.rollout.engine_args.enforce_eager to true"
         )
 
 
-def _check_connections(topology: Topology, file: str, findings: Findings) -> None:
+def _check_connections(topology: Topology, findings: Findings) -> None:
     """Check that the scheduler can accept a connection from every process on the other hosts."""
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed, most = len(topology.away_plan()), most_connections(descriptors)
     if needed > most:
-        findings.errors.append(
-            f"{file}: placement: {needed} processes on other hosts connect to the scheduler, which accepts {most} "
+        findings.error(
+            f"placement: {needed} processes on other hosts connect to the scheduler, which accepts {most} "
             f"connections ({MOST_CONNECTIONS}, or fewer if ulimit -Hn is too low); lower services.rollout.instances"
         )
 
 
-def _check_trackers(topology: Topology, file: str, findings: Findings) -> None:
+def _check_trackers(topology: Topology, findings: Findings) -> None:
     """Warn about each tracker whose client is not installed. The run goes on without such a tracker."""
-    for instance, name in enumerate(topology.services.monitor.trackers):
+    for name in topology.services.monitor.trackers:
         if lacking := missing(name):
-            findings.warnings.append(
-                f"{file}: services.monitor.{name}: {', '.join(lacking)} not installed; the run goes on without {name}, "
-                f"which receives no steps; run `make setup-trackers`, then `ctl restart tracker/{instance}` or, after "
-                f"the run, `ctl track {name}` sends them"
+            findings.warn(
+                f"services.monitor.{name}: {', '.join(lacking)} not installed; the run goes on without {name}, which "
+                "receives no steps; run `make setup-trackers`, then `ctl restart tracker` or, after the run, "
+                f"`ctl track {name}` sends them"
             )
 
 
-def check_doors(topology: Topology, file: str, findings: Findings) -> None:
+def check_doors(topology: Topology, findings: Findings) -> None:
     """Check that the address and the ports for other hosts, if any, can be used."""
     transport = topology.transport
     if transport.listen is None:
         return
     for key in ("scheduler_port", "supervisor_port", "monitor_port"):
         address = (transport.listen, getattr(transport, key))
-        if not _check_address(address, (f"transport.{key}", "transport.listen"), file, findings):
+        if not _check_address(address, (f"transport.{key}", "transport.listen"), findings):
             return
 
 
-def _check_page(topology: Topology, file: str, findings: Findings) -> None:
+def _check_page(topology: Topology, findings: Findings) -> None:
     """Check the tokens of the browser page, and that its address can be used."""
     web = topology.services.monitor.web
     if web is None:
         return
-    problems = monitor_web.token_problems(web)
-    findings.errors.extend(f"{file}: {'.'.join(map(str, path))}: {message}" for path, message in problems)
-    _check_address(split_address(web.listen), ("services.monitor.web.listen",) * 2, file, findings)
+    problems = web_token_problems(web)
+    findings.error(*(f"{'.'.join(map(str, path))}: {message}" for path, message in problems))
+    _check_address(split_address(web.listen), ("services.monitor.web.listen",) * 2, findings)
 
 
-def _check_exporter(topology: Topology, file: str, findings: Findings) -> None:
+def _check_exporter(topology: Topology, findings: Findings) -> None:
     """Check the libraries and the token of the exporter, and that its address can be used."""
-    findings.errors.extend(f"{file}: {line}" for line in missing_libraries(topology))
+    findings.error(*missing_libraries(topology))
     prometheus = topology.services.monitor.prometheus
     if prometheus is not None:
-        problems = monitor_traces.token_problems(prometheus)
-        findings.errors.extend(f"{file}: {'.'.join(map(str, path))}: {message}" for path, message in problems)
+        problems = prometheus_token_problems(prometheus)
+        findings.error(*(f"{'.'.join(map(str, path))}: {message}" for path, message in problems))
         keys = ("services.monitor.prometheus.listen",) * 2
-        _check_address(split_address(prometheus.listen), keys, file, findings)
+        _check_address(split_address(prometheus.listen), keys, findings)
 
 
 def missing_libraries(topology: Topology) -> list[str]:
@@ -421,7 +409,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _check_address(address: tuple[str, int], keys: tuple[str, str], file: str, findings: Findings) -> bool:
+def _check_address(address: tuple[str, int], keys: tuple[str, str], findings: Findings) -> bool:
     """Check that an address can be used. Return False if no other port on the same host can be used either.
 
     `keys` are the topology keys that set the port and the host.
@@ -431,11 +419,11 @@ def _check_address(address: tuple[str, int], keys: tuple[str, str], file: str, f
         with socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             return True
     except socket.gaierror as error:
-        findings.errors.append(f"{file}: {keys[1]}: {host}: {error.strerror}")
+        findings.error(f"{keys[1]}: {host}: {error.strerror}")
         return False
     except OSError as error:
         here = error.errno != errno.EADDRNOTAVAIL
         named = f"{keys[0]}: {port}" if here else f"{keys[1]}: {host}"
         remedy = "choose another" if here else "give an address of this machine"
-        findings.errors.append(f"{file}: {named} cannot be used ({os.strerror(error.errno or 0)}); {remedy}")
+        findings.error(f"{named} cannot be used ({os.strerror(error.errno or 0)}); {remedy}")
         return here

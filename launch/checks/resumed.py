@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from launch.checks.preflight import Findings, sources
-from launch.supervisor.plan import SUPERVISOR
+from launch.processes.plan import SUPERVISOR
 from proto.messages import ErrorCode
 from shared.data.content import RowDigests
 from shared.inputs import Inputs, changed, compared, shortened, uncertain, with_digest
@@ -98,9 +98,9 @@ def inputs_now(topology: Topology, rows: dict[str, RowDigests], then: Inputs) ->
     return Inputs(rows, models)
 
 
-def compare(path: Path, topology: Topology, file: str, then: Inputs, now: Inputs, findings: Findings) -> None:
+def compare(path: Path, topology: Topology, then: Inputs, now: Inputs, findings: Findings) -> None:
     """Add an error for each input with which the run in `path` cannot continue, and a warning if some inputs cannot be
-    compared. `file` is the topology's name in the findings."""
+    compared."""
     named = {**sources(topology), **_models(topology)}
     began = f"with which the run in {path} began"
     unknown = {*(now.rows.keys() - then.rows.keys()), *(now.models.keys() - then.models.keys())}
@@ -108,14 +108,14 @@ def compare(path: Path, topology: Topology, file: str, then: Inputs, now: Inputs
         if why := then.rows[key].difference(now.rows[key]):
             text = f"{named[key]} no longer has the rows {began}: {why}"
             remedy = "restore them (rows may be added at the end), or begin a new run"
-            findings.errors.append(f"{file}: {key}: {text}; {remedy}")
+            findings.error(f"{key}: {text}; {remedy}")
         elif more := findings.added.get(key):
             text = f"{more} rows were added since the run in {path} began, which goes on with its first"
-            findings.warnings.append(f"{file}: {key}: {text} {then.rows[key].rows} rows")
+            findings.warn(f"{key}: {text} {then.rows[key].rows} rows")
     for key in now.models.keys() & then.models.keys():
         if whys := changed(then.models[key], now.models[key]):
             text = f"{named[key]} is not the model {began}: {shortened(whys)}"
-            findings.errors.append(f"{file}: {key}: {text}; restore it, or begin a new run")
+            findings.error(f"{key}: {text}; restore it, or begin a new run")
         elif uncertain(then.models[key], now.models[key]):
             unknown.add(key)
     if unknown:

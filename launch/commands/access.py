@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.supervisor.plan import listen_endpoint
+from launch.processes.plan import listen_endpoint
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -41,7 +41,7 @@ def access_of(run: RunDir, role: Role) -> Access:
 
     Raises RpcError(bad_request) if the run does not accept connections from other machines.
     """
-    topology = load(run.topology, check_supported=False)
+    topology = load(run.topology)
     if topology.transport.listen is None:
         raise RpcError(
             ErrorCode.BAD_REQUEST,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,22 +12,23 @@ from typing import NoReturn
 from launch.checks import preflight
 from launch.checks.memory import memory_lines
 from launch.commands import evaluation
+from launch.placement.book import Told
+from launch.processes.gpus import own_gpus, visible_gpus, wanted
+from launch.processes.plan import module_of, processes_at_home, threads_of
 from launch.spares.heavy import spare_kinds
 from launch.spares.processes import SpareNotice
 from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
-from launch.supervisor.gpus import visible_gpus, wanted
-from launch.supervisor.plan import module_of, processes_at_home
 from launch.supervisor.server import EVENTS, Supervisor
-from launch.viewers.logs import last_lines, shorten
 from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.viewers.report import write_in_time
 from proto.messages import Status
 from services.scheduler.journal import rewinds
 from services.tracker.ledger import unsent
-from shared import warnings
 from shared.actor.service import ProcessState
-from shared.followed_file import FollowedFile
 from shared.rundir import RunDir, checkpoint_steps, service_name
+from shared.runfiles import warnings
+from shared.runfiles.lines import FollowedFile
+from shared.runfiles.logs import last_lines, shorten
 from shared.topology import Topology, model_memory, snapshot_bytes
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import by_place, uses
@@ -56,7 +56,7 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
     print(
         f"snapshots      {snapshot_bytes(topology) >> 20} MiB of the trainer's state, in the same folder as the store"
     )
-    names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    names = own_gpus()
     gpus = visible_gpus(topology, names if wanted(topology) <= len(names) else None)
     plan = topology.services_plan()
     width = max(len("gpus"), *map(len, gpus.values()))
@@ -71,7 +71,7 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
         model, memory = {}, []  # the model is not on this machine yet, or cannot be read
     print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  {'model':>9}  {'host' if hosts else '':<{far}}module")
     for spec in plan:
-        threads, seen = preflight.threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"
+        threads, seen = threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"
         where, holds = hosts.get(spec, ""), model.get((spec.service, spec.instance), "-")
         print(f"{spec.name:<26}{threads:>8}  {seen:<{width}}  {holds:>9}  {where:<{far}}{module_of(spec.service)}")
     for line in memory:
@@ -121,22 +121,20 @@ class Console:
                 f"{service_name(*event.key)}: {shorten(event.cause)}; the run goes on without it "
                 f"(ctl restart {service_name(*event.key)} starts it again), log: {self._run.log_file(*event.key)}"
             )
-        elif isinstance(event, SpareNotice):
+        elif isinstance(event, SpareNotice | Told):
             self.notice(event.text)
         elif isinstance(event, Reported) and event.state == ProcessState.DRAINING and event.cause:
             self.notice(f"stopping: {event.cause} (again: kill now)")
 
     def catch_up(self) -> None:
         """Show warnings and returns to an earlier step that have not been shown yet."""
-        found = rewinds(self._run.journal)
-        for step, committed, cause in found[self._rewinds :]:
+        returns = rewinds(self._run.journal)
+        for step, committed, cause in returns[self._rewinds :]:
             deterministic = self._topology.run.deterministic
             self.notice(rewind_text(step, committed, deterministic=deterministic, cause=cause))
-        self._rewinds = max(self._rewinds, len(found))
-        for line in self._warnings.new_lines():
-            record = warnings.parse(line)
-            if record is not None:
-                self.notice(warnings.line_of(record))
+        self._rewinds = max(self._rewinds, len(returns))
+        for record in warnings.new_warnings(self._warnings):
+            self.notice(warnings.line_of(record))
 
     async def follow(self, supervisor: Supervisor, on_poll: Callable[[], None]) -> NoReturn:
         """Show the progress until cancelled. `on_poll` is called once per second."""
@@ -146,16 +144,16 @@ class Console:
             await asyncio.sleep(POLL_S)
             self.catch_up()
             states: dict[str, str] = {
-                service_name(*key): each.state for key, each in supervisor.state.processes.items()
+                service_name(*key): process.state for key, process in supervisor.state.processes.items()
             }
-            states |= {service_name(row.service, row.instance): row.state for row in supervisor.rows_of_hosts()}
+            states |= {service_name(row.service, row.instance): row.state for row in supervisor.hosts.book.rows()}
             on_poll()
-            if supervisor.draining:
+            if supervisor.state.ending:
                 left = [name for name, process in states.items() if process not in _OVER]
                 self._screen.progress(f"ending: {', '.join(left)}")
                 continue
             if states.get("scheduler/0") == ProcessState.READY:
-                status = await supervisor.scheduler_status(STATUS_DEADLINE_S)
+                status = await supervisor.sockets.status(STATUS_DEADLINE_S)
                 for notice in troubles.take(status) if status is not None else ():
                     self.notice(notice)
             self._metrics.poll(time.monotonic())

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.commands import place
+from launch.processes.plan import SUPERVISOR
 from launch.supervisor.events import RunOutcome
-from launch.supervisor.plan import SUPERVISOR
-from launch.viewers.logs import tail
 from proto.messages import ErrorCode
-from shared.followed_file import FollowedFile
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
+from shared.runfiles.lines import FollowedFile
+from shared.runfiles.logs import tail
 
 SHOWN_LINES = 20
 POLL_S = 0.2

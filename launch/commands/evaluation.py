@@ -69,7 +69,7 @@ def check_checkpoint(path: Path, model: str) -> None:
         raise RpcError(ErrorCode.BAD_REQUEST, f"{text}: {', '.join(wrong[:_SHOWN_NAMES])}{more}")
 
 
-def _differences(found: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> list[str]:
+def _differences(own: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> list[str]:
     """Return a short description of each matrix that only one of the two models has, or whose shape differs.
 
     A tied output matrix may be left out. Experts may be stored individually or together, so they are not compared.
@@ -82,7 +82,7 @@ def _differences(found: Mapping[str, list[int]], expected: Mapping[str, list[int
             if len(shape) > 1 and ".experts." not in name and name != "lm_head.weight"
         }
 
-    mine, theirs = matrices(found), matrices(expected)
+    mine, theirs = matrices(own), matrices(expected)
     missing = [f"{name} is missing" for name in sorted(theirs.keys() - mine.keys())]
     strange = [f"{name} is unknown" for name in sorted(mine.keys() - theirs.keys())]
     common = sorted(mine.keys() & theirs.keys())
@@ -101,12 +101,12 @@ def add_model(checkpoint: Path, topology: Topology, target: Path) -> None:
 def table(topology: Topology, row: Mapping[str, float]) -> list[str]:
     """Return the results of each evaluation set in `row`, a row of metrics.jsonl, as lines of a table."""
     lines = [("set", "rows", "samples", "accuracy", "avg@k", "pass@k", "dropped")]
-    for name, each in topology.data.eval.items():
-        found = {key.removeprefix(f"eval/{name}/"): value for key, value in row.items()}
-        scores = ("accuracy", f"avg@{each.samples}", f"pass@{each.samples}")
-        shown = [f"{found[score]:.3f}" if score in found else "-" for score in scores]
-        counts = [f"{found.get(count, 0):.0f}" for count in ("rows_scored", "rows_dropped")]
-        lines.append((name, counts[0], str(each.samples), shown[0], shown[1], shown[2], counts[1]))
+    for name, section in topology.data.eval.items():
+        values = {key.removeprefix(f"eval/{name}/"): value for key, value in row.items()}
+        scores = ("accuracy", f"avg@{section.samples}", f"pass@{section.samples}")
+        shown = [f"{values[score]:.3f}" if score in values else "-" for score in scores]
+        counts = [f"{values.get(count, 0):.0f}" for count in ("rows_scored", "rows_dropped")]
+        lines.append((name, counts[0], str(section.samples), shown[0], shown[1], shown[2], counts[1]))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 

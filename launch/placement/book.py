@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from launch.supervisor.gpus import visible_gpus
-from launch.supervisor.plan import RANK, Key
+from launch.processes.gpus import visible_gpus
+from launch.processes.plan import Key, threads_of
 from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow, WaitKind, WaitRow
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
@@ -50,7 +50,7 @@ class Unit:
     @property
     def gpus(self) -> int:
         """Number of GPUs that the unit needs."""
-        return max((gpu + 1 for each in self.processes.values() for gpu in each), default=0)
+        return max((gpu + 1 for numbers in self.processes.values() for gpu in numbers), default=0)
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Unable:
     cause: str
 
 
-Effect = HostLost | Told | Unable
+HostEffect = HostLost | Told | Unable
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class _UnitPlace:
     """The place where a unit runs or will run."""
 
     unit: Unit
@@ -92,7 +92,7 @@ class _Place:
 
 
 @dataclass
-class Host:
+class HostEntry:
     """One host as the book knows it: its state, its GPUs and its last report."""
 
     name: str
@@ -114,25 +114,28 @@ class Host:
 class HostBook:
     """The hosts of a run except the one on which it was started, and the place of every process on them."""
 
-    def __init__(self, topology: Topology, threads: Mapping[str, int]) -> None:
-        """`threads` is the number of CPU threads of each process, by service."""
-        self._threads = dict(threads)
-        self.hosts: dict[str, Host] = {}
-        for number, name in enumerate(topology.store_hosts()):
-            if name is not None and name != topology.home:
-                self.hosts[name] = Host(name, topology.placement.hosts[name].gpus, ("batch-store", number))
-        self._places: dict[Key, _Place] = {}
+    def __init__(self, topology: Topology | None = None) -> None:
+        """Without a topology, the run has no other hosts."""
+        self._threads: dict[str, int] = {}
+        """The number of CPU threads of each process, by service."""
+        self.hosts: dict[str, HostEntry] = {}
+        stores = topology.store_hosts() if topology is not None else []
+        for number, name in enumerate(stores):
+            if topology is not None and name is not None and name != topology.home:
+                self.hosts[name] = HostEntry(name, topology.placement.hosts[name].gpus, ("batch-store", number))
+        self._places: dict[Key, _UnitPlace] = {}
         """The place of every process except the stores."""
-        self._on: dict[str, dict[_Place, None]] = {name: {} for name in self.hosts}
+        self._on: dict[str, dict[_UnitPlace, None]] = {name: {} for name in self.hosts}
         """The places on each host, so that a report of one host can be handled without looking at the other hosts."""
         self._numbers = itertools.count()
-        self._next_store = len(topology.store_hosts())
+        self._next_store = len(stores)
         self.ending = False
-        self.plan(topology)
+        if topology is not None:
+            self.plan(topology)
 
     # ---- questions
 
-    def host(self, name: str) -> Host:
+    def host(self, name: str) -> HostEntry:
         """Return a host by its name. Raises RpcError(bad_request) if there is no such host."""
         if name not in self.hosts:
             there = ", ".join(self.hosts)
@@ -145,7 +148,7 @@ class HostBook:
         yield from (host.store for host in self.hosts.values())
         yield from self._places
 
-    def host_of(self, key: Key) -> Host | None:
+    def host_of(self, key: Key) -> HostEntry | None:
         """Return the host that runs or will run a process, or None if none of these hosts does."""
         place = self._places.get(key)
         if place is not None:
@@ -157,13 +160,13 @@ class HostBook:
 
         They include processes that have been drained for good, because the service has fewer instances now.
         """
-        found = {key: ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()}
+        rows = {key: ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()}
         for host in self.hosts.values():
             for row in host.report.processes if host.state == HostState.JOINED and host.report is not None else ():
                 place = self._places.get((row.service, row.instance))
                 if place is None or place.host == host.name:
-                    found[row.service, row.instance] = row
-        return list(found.values())
+                    rows[row.service, row.instance] = row
+        return list(rows.values())
 
     @property
     def all_ready(self) -> bool:
@@ -196,6 +199,7 @@ class HostBook:
 
     def plan(self, topology: Topology) -> None:
         """Place the processes of `topology`. Processes that already have a place keep it."""
+        self._threads = {spec.service: threads_of(topology, spec.service) for spec in topology.services_plan()}
         placed = {frozenset(place.unit.processes): place for place in self._places.values()}
         units = {frozenset(unit.processes): unit for unit in _units(topology)}
         for keys in placed.keys() - units.keys():
@@ -203,9 +207,9 @@ class HostBook:
         for keys, unit in units.items():
             if keys not in placed:
                 first = self._first_gpu(self.hosts[unit.host], unit)
-                self._put(_Place(unit, unit.host, first or 0, next(self._numbers)))
+                self._put(_UnitPlace(unit, unit.host, first or 0, next(self._numbers)))
 
-    def report(self, report: HostReport, now: float) -> tuple[HostOrders, list[Effect]]:
+    def report(self, report: HostReport, now: float) -> tuple[HostOrders, list[HostEffect]]:
         """Process an agent's report. Return the agent's orders, and the effects to carry out.
 
         Raises RpcError if the agent cannot take part.
@@ -216,9 +220,9 @@ class HostBook:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; lower that, or check its CUDA_VISIBLE_DEVICES")
         if report.incarnation in host.given_up:
             raise RpcError(ErrorCode.LOST, f"host {host.name}: considered lost, because it was silent; join again")
-        effects: list[Effect] = []
-        known = host.report
-        if host.state == HostState.JOINED and known is not None and known.incarnation != report.incarnation:
+        effects: list[HostEffect] = []
+        last = host.report
+        if host.state == HostState.JOINED and last is not None and last.incarnation != report.incarnation:
             text = f"host {host.name}: another agent of this host is alive; stop one of them"
             raise RpcError(ErrorCode.CONFLICT, text)
         if host.state != HostState.JOINED and not report.ended:
@@ -237,10 +241,10 @@ class HostBook:
             effects.append(Unable(f"host {host.name}: {report.failed}"))
         return self._orders(host), effects
 
-    def lose(self, name: str, cause: str, now: float) -> list[Effect]:
+    def lose(self, name: str, cause: str, now: float) -> list[HostEffect]:
         """Treat a host as lost. Its processes move to other hosts that have room for them."""
         host = self.hosts[name]
-        effects: list[Effect] = []
+        effects: list[HostEffect] = []
         if host.state != HostState.JOINED or host.report is None:
             if host.state != HostState.ENDED and not self.ending and host.cause != cause:
                 host.cause = cause
@@ -255,7 +259,7 @@ class HostBook:
         self._place_homeless(effects)
         return effects
 
-    def look(self, now: float) -> list[Effect]:
+    def look(self, now: float) -> list[HostEffect]:
         """Treat every host whose agent has been silent for too long as lost."""
         silent = [
             host.name
@@ -270,14 +274,14 @@ class HostBook:
 
     # ---- decisions
 
-    def _orders(self, host: Host) -> HostOrders:
+    def _orders(self, host: HostEntry) -> HostOrders:
         placed: dict[Key, list[int]] = {host.store: []}
         for place in self._on[host.name]:
             placed.update({key: [place.first_gpu + gpu for gpu in gpus] for key, gpus in place.unit.processes.items()})
         rows = [HostProcess(*key, self._threads.get(key[0], 1), gpus) for key, gpus in placed.items()]
         return HostOrders(processes=rows, ends=self.ending)
 
-    def _place_homeless(self, effects: list[Effect]) -> None:
+    def _place_homeless(self, effects: list[HostEffect]) -> None:
         """Move the units of lost hosts to joined hosts with room, preferring hosts with the fewest processes."""
         if self.ending:
             return
@@ -301,28 +305,28 @@ class HostBook:
                     break
             else:
                 too_large = place.unit.gpus
-            for each in full:
-                heapq.heappush(loads, each)
+            for entry in full:
+                heapq.heappush(loads, entry)
 
-    def _move(self, place: _Place, host: Host, first_gpu: int, effects: list[Effect]) -> None:
+    def _move(self, place: _UnitPlace, host: HostEntry, first_gpu: int, effects: list[HostEffect]) -> None:
         self._remove(place)
         self._put(replace(place, host=host.name, first_gpu=first_gpu))
         names = ", ".join(service_name(*key) for key in place.unit.processes)
         effects.append(Told(f"{names}: placed on host {host.name} instead of {place.host}"))
 
-    def _put(self, place: _Place) -> None:
+    def _put(self, place: _UnitPlace) -> None:
         self._places.update(dict.fromkeys(place.unit.processes, place))
         self._on[place.host][place] = None
 
-    def _remove(self, place: _Place) -> None:
+    def _remove(self, place: _UnitPlace) -> None:
         for key in place.unit.processes:
             del self._places[key]
         del self._on[place.host][place]
 
-    def _load(self, host: Host) -> int:
+    def _load(self, host: HostEntry) -> int:
         return sum(len(place.unit.processes) for place in self._on[host.name])
 
-    def _first_gpu(self, host: Host, unit: Unit) -> int | None:
+    def _first_gpu(self, host: HostEntry, unit: Unit) -> int | None:
         """Return the first of the adjacent free GPUs that a unit would get on a host, or None if there is no room."""
         taken = {
             gpu
@@ -337,10 +341,7 @@ class HostBook:
 def _units(topology: Topology) -> list[Unit]:
     """Return the units that the topology places on other hosts, except the stores."""
     seen = visible_gpus(topology)
-    services = topology.services
-    ranks = {RANK: services.policy_trainer.world_size, "rollout": 1}
-    if services.reference is not None:
-        ranks["reference"] = services.reference.parallel.model_ranks
+    ranks = {**topology.ranks, "rollout": 1}
     groups: dict[tuple[str, str, int], list[Key]] = {}
     for spec in topology.away_plan():
         if spec.service in ranks:
@@ -350,6 +351,6 @@ def _units(topology: Topology) -> list[Unit]:
     units = []
     for (host, *_), keys in groups.items():
         gpus = {key: [int(gpu) for gpu in seen[key].split(",") if gpu] for key in keys}
-        base = min((gpu for each in gpus.values() for gpu in each), default=0)
-        units.append(Unit(host, {key: [gpu - base for gpu in each] for key, each in gpus.items()}))
+        base = min((gpu for numbers in gpus.values() for gpu in numbers), default=0)
+        units.append(Unit(host, {key: [gpu - base for gpu in numbers] for key, numbers in gpus.items()}))
     return units

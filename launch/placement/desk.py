@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 import structlog
-import zmq
 
-from launch.placement.book import Effect, Host, HostBook, HostLost, HostState, Told, Unable
-from launch.placement.facts import facts, refusals
-from launch.supervisor.plan import SUPERVISOR, Key
-from proto.messages import Ack, ErrorCode, HostCheck, HostGone, HostOrders, HostReport
+from launch.placement.book import HostBook, HostEffect, HostEntry, HostLost, HostState, Told, Unable
+from launch.processes.plan import SUPERVISOR, Key
+from proto.messages import Ack, ErrorCode, HostCheck, HostFacts, HostGone, HostOrders, HostReport
 from proto.registry import Request
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import service_name
-from shared.security.keys import Keyring
-from shared.topology import Topology
 
 LOOK_S = 1.0
 GONE_CALL_S = 2.0
@@ -38,50 +35,55 @@ END_S = 40.0
 """Maximum seconds to wait for agents to stop their processes at the end of a run."""
 
 
+@dataclass(frozen=True)
+class OtherHosts:
+    """The hosts of a run except the one on which it was started. By default, there are none."""
+
+    book: HostBook = field(default_factory=HostBook)
+    refusals: Callable[[str, HostFacts], Sequence[str]] = lambda host, facts: ()
+    """Returns the reasons why a host with these facts cannot take part."""
+
+
 class HostDesk:
     """Serves the agents of a run's other hosts, on the event loop of the run's supervisor."""
 
-    def __init__(self, topology: Topology, book: HostBook, *, on_notice: Callable[[str], None]) -> None:
-        """`on_notice` is called with each human-readable line."""
-        self.book = book
-        self._topology = topology
-        self._home = facts()
+    def __init__(
+        self,
+        hosts: OtherHosts,
+        mailbox: Mailbox,
+        scheduler: Callable[[], Client],
+        client_of: Callable[[str, str], Client],
+        *,
+        on_notice: Callable[[Told], None],
+        on_unable: Callable[[str], None],
+    ) -> None:
+        """The agents ask at `mailbox`. `scheduler` returns the scheduler's client, and `client_of` the client of a
+        process by its name and endpoint. `on_notice` is called with each line for the user, and `on_unable` with the
+        cause if the processes of a host cannot continue.
+        """
+        self.book = hosts.book
+        self._refusals = hosts.refusals
+        self._scheduler, self._client_of = scheduler, client_of
         self._refused: dict[str, str] = {}
         """The last reasons for which each host was refused."""
-        self.on_unable: Callable[[str], None] = lambda cause: None
-        """Called once if the processes of a host cannot continue."""
+        self.on_unable = on_unable
         self._on_notice = on_notice
-        self._clients: dict[str, Client] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._log = structlog.get_logger("hosts")
-
-    def open(
-        self,
-        mailbox: Mailbox,
-        context: zmq.Context[zmq.Socket[bytes]],
-        incarnation: int,
-        keys: Keyring | None,
-        scheduler: Callable[[], Client],
-    ) -> None:
-        """Begin to answer agents at `mailbox`, and to look for silent agents.
-
-        `scheduler` returns the scheduler's client.
-        """
-        self._loop = asyncio.get_running_loop()
-        for host in self.book.hosts.values():
-            host.since = self._loop.time()
-        self._context, self._incarnation, self._keys, self._scheduler = context, incarnation, keys, scheduler
         mailbox.handle(HostCheck, self._on_check)
         mailbox.handle(HostReport, self._on_report)
+
+    def begin(self) -> None:
+        """Look for silent agents from now on."""
+        for host in self.book.hosts.values():
+            host.since = asyncio.get_running_loop().time()
         self._background(self._look())
 
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for client in self._clients.values():
-            client.close()
 
     # ---- events
 
@@ -91,7 +93,7 @@ class HostDesk:
 
     def tell(self, text: str) -> None:
         """Show a line to the user."""
-        self._on_notice(text)
+        self._on_notice(Told(text))
 
     def end(self) -> None:
         """Have all agents stop their processes."""
@@ -110,13 +112,13 @@ class HostDesk:
     def _on_check(self, check: HostCheck, call: Call) -> Ack:
         with self._telling_refusals(check.host):
             self.book.host(check.host)
-            if problems := refusals(self._topology, self._home, check.host, check.facts):
+            if problems := self._refusals(check.host, check.facts):
                 raise RpcError(ErrorCode.BAD_REQUEST, "\n".join(problems))
         return Ack()
 
     def _on_report(self, report: HostReport, call: Call) -> HostOrders:
         with self._telling_refusals(report.host):
-            orders, effects = self.book.report(report, self._loop.time())
+            orders, effects = self.book.report(report, asyncio.get_running_loop().time())
         self._carry_out(effects)
         return orders
 
@@ -133,15 +135,15 @@ class HostDesk:
             elif error.code == ErrorCode.BAD_REQUEST and self._refused.get(host) != text:
                 self._refused[host] = text
                 for line in text.splitlines():
-                    self._on_notice(f"host {host} is refused: {line}")
+                    self.tell(f"host {host} is refused: {line}")
             raise
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._carry_out(self.book.look(self._loop.time()))
+            self._carry_out(self.book.look(asyncio.get_running_loop().time()))
 
-    def _carry_out(self, effects: Iterable[Effect]) -> None:
+    def _carry_out(self, effects: Iterable[HostEffect]) -> None:
         for effect in effects:
             match effect:
                 case HostLost():
@@ -149,7 +151,7 @@ class HostDesk:
                     gone = HostGone(host=effect.host, incarnations=effect.incarnations, cause=effect.cause)
                     self._background(self._tell_scheduler(gone))
                 case Told():
-                    self._on_notice(effect.text)
+                    self._on_notice(effect)
                 case Unable():
                     self.on_unable(effect.cause)
                 case _:
@@ -173,24 +175,19 @@ class HostDesk:
 
     # ---- requests for other hosts
 
-    def hosts_of(self, keys: Iterable[Key]) -> list[Host]:
+    def hosts_of(self, keys: Iterable[Key]) -> list[HostEntry]:
         """Return the hosts that run the processes `keys`, except this machine."""
-        found = {host.name: host for key in keys if (host := self.book.host_of(key)) is not None}
-        return list(found.values())
+        hosts = {host.name: host for key in keys if (host := self.book.host_of(key)) is not None}
+        return list(hosts.values())
 
-    async def forward(self, host: Host, request: Request, deadline_s: float = FORWARD_S) -> Ack:
+    async def forward(self, host: HostEntry, request: Request, deadline_s: float = FORWARD_S) -> Ack:
         """Have the agent of `host` carry out a request. Raises RpcError(not_ready) if the host has no agent now."""
         if host.state != HostState.JOINED or host.report is None or not host.report.endpoint:
             raise RpcError(ErrorCode.NOT_READY, f"host {host.name} is {host.state}: nothing is running there now")
-        client = self._clients.get(host.name)
-        if client is None:
-            name = f"{service_name(SUPERVISOR, 0)} of host {host.name}"
-            client = Client(self._context, host.report.endpoint, name, self._incarnation, keys=self._keys)
-            self._clients[host.name] = client
-        client.connect(host.report.endpoint)
+        client = self._client_of(f"{service_name(SUPERVISOR, 0)} of host {host.name}", host.report.endpoint)
         return await client.call(request, Ack, deadline_s=deadline_s)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launch.checks import preflight
+from launch.processes.gpus import own_gpus
 from proto.messages import HostFacts
 from shared.topology import Topology, distribution
 from shared.topology.fields import format_size
@@ -31,7 +31,7 @@ def facts(problems: Sequence[str] = ()) -> HostFacts:
         code=code_digest(),
         python=platform.python_version(),
         torch=_torch(),
-        gpus=len(preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))),
+        gpus=len(own_gpus()),
         niceness=os.getpriority(os.PRIO_PROCESS, 0),
         free_bytes=shutil.disk_usage(".").free,
         problems=list(problems),
@@ -41,25 +41,25 @@ def facts(problems: Sequence[str] = ()) -> HostFacts:
 def compare(home: HostFacts, there: HostFacts, gpus: int) -> list[str]:
     """Return the reasons why a host that should have `gpus` GPUs cannot take part in a run that was started at `home`,
     one line each."""
-    found = []
+    reasons = []
     if there.code != home.code:
-        found.append(f"a different rlbus (code {there.code}, here {home.code}); install the same release on both")
+        reasons.append(f"a different rlbus (code {there.code}, here {home.code}); install the same release on both")
     if _minor(there.python) != _minor(home.python):
-        found.append(f"Python {there.python}, here {home.python}; use the same on both")
+        reasons.append(f"Python {there.python}, here {home.python}; use the same on both")
     if there.torch != home.torch:
-        found.append(f"torch {there.torch or 'missing'}, here {home.torch}; install the same on both")
+        reasons.append(f"torch {there.torch or 'missing'}, here {home.torch}; install the same on both")
     if there.gpus < gpus:
-        found.append(
+        reasons.append(
             f"its agent may use {there.gpus} GPUs, but placement.hosts gives it {gpus}; lower that, or check its "
             "CUDA_VISIBLE_DEVICES"
         )
     if abs(there.clock_s) > CLOCK_LIMIT_S:
         way = "ahead of" if there.clock_s > 0 else "behind"
-        found.append(
+        reasons.append(
             f"its clock is {abs(there.clock_s):.1f} s {way} home's (limit {CLOCK_LIMIT_S:g} s); synchronise them "
             "(chrony, ntp)"
         )
-    return [*found, *there.problems]
+    return [*reasons, *there.problems]
 
 
 def refusals(topology: Topology, home: HostFacts, name: str, there: HostFacts) -> list[str]:

@@ -25,8 +25,8 @@ import structlog
 from launch.checks.preflight import Findings
 from launch.placement.desk import HostDesk
 from launch.placement.facts import clock_ahead, facts, refusals
-from launch.placement.ray_messages import News, Order
-from launch.supervisor.programs import child_environment
+from launch.placement.ray_keeper import KeeperOrder, News
+from launch.processes.programs import child_environment
 from proto.messages import ErrorCode, HostFacts
 from shared.rpc.errors import RpcError
 from shared.security import access as accesses
@@ -53,7 +53,7 @@ class RayEngine:
         self._keeper: subprocess.Popen[bytes] | None = None
         self._rest = b""
         self._desk: HostDesk | None = None
-        self._started: Order | None = None
+        self._started: KeeperOrder | None = None
         self._log = structlog.get_logger("ray")
         self.address = ""
         """The address of this node in the cluster, once `check` has returned."""
@@ -89,7 +89,7 @@ class RayEngine:
                         self.machines[news.host] = there.name
                         there = msgspec.structs.replace(there, clock_s=clock_ahead(*news.times))
                         problems = refusals(self._topology, home, news.host, there)
-                        findings.errors.extend(f"host {news.host}: {each}" for each in problems)
+                        findings.errors.extend(f"host {news.host}: {problem}" for problem in problems)
                         if there.niceness > home.niceness:
                             text = f"Ray runs its processes with niceness {there.niceness}, so others have priority"
                             remedy = "set RAY_worker_niceness=0 for `ray start`"
@@ -116,11 +116,11 @@ class RayEngine:
         keeper.stdin.close()
         _end(keeper, CLOSE_S)
 
-    def _open_order(self) -> Order:
+    def _open_order(self) -> KeeperOrder:
         transport = self._topology.transport
         hosts = {name: host.gpus for name, host in self._topology.placement.hosts.items()}
         hosts = {name: gpus for name, gpus in hosts.items() if name != self._topology.home}
-        return Order(
+        return KeeperOrder(
             "open",
             address=self._address,
             hosts=hosts,
@@ -132,7 +132,7 @@ class RayEngine:
 
     # ---- the keeper
 
-    def _spawn(self, order: Order) -> None:
+    def _spawn(self, order: KeeperOrder) -> None:
         self._rest = b""
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", "launch.placement.ray_keeper", str(self._path)],
@@ -144,7 +144,7 @@ class RayEngine:
         )
         self._send(order)
 
-    def _send(self, order: Order) -> None:
+    def _send(self, order: KeeperOrder) -> None:
         assert self._keeper is not None  # noqa: S101
         assert self._keeper.stdin is not None  # noqa: S101
         try:
@@ -173,11 +173,11 @@ class RayEngine:
             news = self._read()
             if news is None:
                 raise RpcError(ErrorCode.INTERNAL, "placement: the process that speaks to Ray died; see `ray status`")
-            for each in news:
-                if each.kind == "ready":
+            for event in news:
+                if event.kind == "ready":
                     return
-                yield each
-                if each.kind == "failed":
+                yield event
+                if event.kind == "failed":
                     return
 
     def _read(self) -> list[News] | None:
@@ -206,16 +206,16 @@ class RayEngine:
         if news is None:
             self._on_end(desk)
             return
-        for each in news:
-            match each.kind:
+        for event in news:
+            match event.kind:
                 case "lost":
-                    desk.lose(each.host, each.text)
+                    desk.lose(event.host, event.text)
                 case "told" | "warning":
-                    desk.tell(each.text)
-                case "refused" if desk.book.hosts[each.host].report is None:
-                    desk.on_unable(each.text)  # another start would not help
+                    desk.tell(event.text)
+                case "refused" if desk.book.hosts[event.host].report is None:
+                    desk.on_unable(event.text)  # another start would not help
                 case "failed" | "refused" | "missing":
-                    desk.tell(each.text)
+                    desk.tell(event.text)
                 case "opened" | "checked" | "ready":
                     pass
 
@@ -230,7 +230,7 @@ class RayEngine:
             desk.lose(host, "the process that speaks to Ray died")
         asyncio.get_running_loop().call_later(AGAIN_S, self._restart, self._started)
 
-    def _restart(self, started: Order) -> None:
+    def _restart(self, started: KeeperOrder) -> None:
         self._spawn(msgspec.structs.replace(started, kind="open", access=""))
         self._send(started)
         self._watch()

@@ -3,7 +3,7 @@ RUN_DIR`. The directory of a host is `hosts/<name>` below the same path on its n
 
 It is a separate process because a Ray driver has threads, signal handlers and memory that the launcher must not have,
 and because the launcher forks (`--detach`). It reads one JSON object per line from its input and writes one per line to
-its output (`Order`, `News`). When its input ends, it and every agent exit.
+its output (`KeeperOrder`, `News`). When its input ends, it and every agent exit.
 
 Each host has one actor, which only keeps the agent: a process in its own session, whose standard input is a pipe from
 the actor. However the actor ends, even together with its node's raylet, the pipe closes and the agent stops everything
@@ -33,8 +33,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from launch.placement.ray_messages import News, Order
-
 ROOT = str(Path(__file__).resolve().parents[2])
 FOLDER = os.getcwd()
 NAMESPACE = "rlbus"
@@ -55,6 +53,40 @@ USAGE = 2
 """Exit status of an agent for which another start would not help."""
 END_S = 5.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class KeeperOrder(msgspec.Struct, frozen=True):
+    """An order from the launcher: first `open`, which the keeper answers with events up to `ready` or `failed`; then
+    `start`."""
+
+    kind: Literal["open", "start"]
+    address: str = ""
+    """Address of the cluster, as for `ray.init`."""
+    hosts: dict[str, int] = {}
+    """The hosts to place, with the number of GPUs of each."""
+    home: str = ""
+    listen: str = ""
+    """Address of home to which the hosts connect, or an empty string for that of its node in the cluster."""
+    ports: list[int] = []
+    """Ports of home to which the hosts connect."""
+    topology: str = ""
+    """The topology as YAML, which the hosts check."""
+    access: str = ""
+    """The access to the run with the role service, encoded in Base64."""
+
+
+class News(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An event that the keeper reports. `host` is the host that the event concerns, or an empty string."""
+
+    kind: Literal["opened", "failed", "warning", "checked", "ready", "lost", "told", "missing", "refused"]
+    text: str = ""
+    host: str = ""
+    address: str = ""
+    """`opened`: the address of the launcher's node."""
+    facts: str = ""
+    """`checked`: JSON of `HostFacts`."""
+    times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """`checked`: this machine's time, then the host's, then this machine's again, in seconds since 1970."""
 
 
 class HostKeeper:
@@ -138,7 +170,7 @@ class HostKeeper:
 
 
 @dataclass
-class _Placed:
+class _PlacedHost:
     """A host with its actor."""
 
     name: str
@@ -154,9 +186,9 @@ class _Placed:
 class Keeper:
     """The Ray driver that keeps an agent on every host."""
 
-    def __init__(self, ray: Any, order: Order, path: Path) -> None:
+    def __init__(self, ray: Any, order: KeeperOrder, path: Path) -> None:
         self._ray, self._order, self._path = ray, order, path
-        self._placed: dict[str, _Placed] = {}
+        self._placed: dict[str, _PlacedHost] = {}
         self._access = b""
         self._again_at: dict[str, float] = {}
         self._said: dict[str, str] = {}
@@ -183,7 +215,7 @@ class Keeper:
             for news in pool.map(functools.partial(self._checked, doors=doors), list(self._placed.values())):
                 tell(news)
 
-    def _checked(self, placed: _Placed, doors: list[tuple[str, int]]) -> News:
+    def _checked(self, placed: _PlacedHost, doors: list[tuple[str, int]]) -> News:
         name = placed.name
         if text := self._begun(placed, START_S):
             return News("refused", f"host {name}: {text}", name)
@@ -265,10 +297,10 @@ class Keeper:
             ).remote(self._path.name)
         except ValueError:  # the name is taken
             return f"its node is already a host of run {self._whose(actor_name)!r}; end that run first"
-        self._placed[name] = _Placed(name, node["NodeID"], actor)
+        self._placed[name] = _PlacedHost(name, node["NodeID"], actor)
         return ""
 
-    def _try_to_start(self, placed: _Placed, now: float) -> str:
+    def _try_to_start(self, placed: _PlacedHost, now: float) -> str:
         """Start the agent of a host if its actor answers, without waiting.
 
         Return the reason why it cannot be started, or an empty string.
@@ -280,7 +312,7 @@ class Keeper:
             return ""
         return self._begun(placed, START_S if ready else 0.0) or self._start(placed)
 
-    def _begun(self, placed: _Placed, limit_s: float) -> str:
+    def _begun(self, placed: _PlacedHost, limit_s: float) -> str:
         """Wait for the actor of a host. Return the reason why it does not start, or an empty string."""
         try:
             self._ray.get(placed.answer or placed.actor.whose.remote(), timeout=limit_s)
@@ -300,7 +332,7 @@ class Keeper:
         except (ValueError, self._ray.exceptions.RayError):
             return "(unknown)"
 
-    def _start(self, placed: _Placed) -> str:
+    def _start(self, placed: _PlacedHost) -> str:
         path = str(self._path / "hosts" / placed.name)
         try:
             self._ray.get(placed.actor.start.remote(ROOT, FOLDER, placed.name, path, self._access), timeout=START_S)
@@ -313,7 +345,7 @@ class Keeper:
         self._said.pop(placed.name, None)
         return ""
 
-    def _look_at(self, placed: _Placed) -> None:
+    def _look_at(self, placed: _PlacedHost) -> None:
         ready, _ = self._ray.wait([placed.waiting], timeout=0)
         if not ready:
             return
@@ -340,11 +372,11 @@ class Keeper:
             tell(News(kind, f"host {host}: {text}", host))
         self._said[host] = text
 
-    def _give_up(self, placed: _Placed) -> None:
+    def _give_up(self, placed: _PlacedHost) -> None:
         self._ray.kill(placed.actor)
         del self._placed[placed.name]
 
-    def _lose(self, placed: _Placed, cause: str) -> None:
+    def _lose(self, placed: _PlacedHost, cause: str) -> None:
         self._give_up(placed)
         tell(News("lost", cause, placed.name))
 
@@ -382,17 +414,11 @@ def tell(news: News) -> None:
     os.write(sys.stdout.fileno(), msgspec.json.encode(news) + b"\n")
 
 
-def _orders() -> SimpleQueue[Order | None]:
-    """Return a queue of the orders that a thread reads from the input. None marks the end of the input."""
-    found: SimpleQueue[Order | None] = SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin.buffer:
-            found.put(msgspec.json.decode(line, type=Order))
-        found.put(None)
-
-    threading.Thread(target=read, name="orders", daemon=True).start()
-    return found
+def _read_orders(orders: SimpleQueue[KeeperOrder | None]) -> None:
+    """Put the orders from the input into the queue. None marks the end of the input."""
+    for line in sys.stdin.buffer:
+        orders.put(msgspec.json.decode(line, type=KeeperOrder))
+    orders.put(None)
 
 
 def _closed(address: str) -> str:
@@ -410,7 +436,7 @@ def _closed(address: str) -> str:
         return error.strerror or str(error)
 
 
-def _open(order: Order) -> Keeper | None:
+def _open(order: KeeperOrder) -> Keeper | None:
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -440,14 +466,16 @@ def main() -> None:
     """Serve the launcher until it ends. Anything else that is printed goes to standard error."""
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    orders: SimpleQueue[KeeperOrder | None] = SimpleQueue()
+    threading.Thread(target=_read_orders, args=(orders,), name="orders", daemon=True).start()
     try:
-        _serve(_orders())
+        _serve(orders)
     except Exception as error:
         tell(News("failed", f"the keeper of the hosts on Ray failed: {type(error).__name__}: {_line(error)}"))
         raise
 
 
-def _serve(orders: SimpleQueue[Order | None]) -> None:
+def _serve(orders: SimpleQueue[KeeperOrder | None]) -> None:
     first = orders.get()
     keeper = _open(first) if first is not None else None
     if keeper is None:

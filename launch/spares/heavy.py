@@ -13,6 +13,7 @@ from pathlib import Path
 
 from launch.spares.state import SpareKind
 from shared.topology import Topology, model_files
+from shared.topology.models import POLICY_WORKER
 
 _VLLM = ("services.rollout.engines.vllm_setup:import_vllm",)
 _TRANSFORMERS = (
@@ -36,14 +37,9 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
         topology.services.rollout.engine,
     )
     imports = {
-        "policy-trainer-worker": (
+        POLICY_WORKER: (
             "services.policy_trainer.worker.service",
             "services.policy_trainer.worker.start",
-            "services.policy_trainer.worker.checkpoint",
-            "services.policy_trainer.worker.batch_loss",
-            "services.policy_trainer.worker.weights.earlier",
-            "services.policy_trainer.worker.weights.publish",
-            "services.policy_trainer.worker.losses.own",
             *(("services.policy_trainer.worker.megatron.backend",) if trainer.backend == "megatron" else ()),
         )
     }
@@ -63,7 +59,7 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
             own = _VLLM if service == "rollout" and engine == "vllm" else ()
             kinds.setdefault(own, []).append(service)
     return [
-        SpareKind(tuple(forks), tuple(dict.fromkeys([*chain(*(imports[each] for each in forks)), *own, *model])))
+        SpareKind(tuple(forks), tuple(dict.fromkeys([*chain(*(imports[fork] for fork in forks)), *own, *model])))
         for own, forks in kinds.items()
     ]
 

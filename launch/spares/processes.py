@@ -1,4 +1,4 @@
-"""Starts and watches the spare processes of a run (`shared.actor.spare`), and has services forked from them."""
+"""Starts and watches the spare processes of a run (`launch.spares.spare`), and has services forked from them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
 import structlog
 
+from launch.processes.plan import SUPERVISOR, Key, Resources
+from launch.processes.programs import Child, Programs, own_environment, rss_bytes
 from launch.spares.state import SpareKind, SpareRules
-from launch.supervisor.plan import SUPERVISOR, Key
-from launch.supervisor.programs import Child, Programs
 from proto.messages import SpareRow
 from shared.rundir import RunDir, service_name
 
@@ -71,15 +70,15 @@ class SpareProcesses:
         while missing := self._rules.missing:
             self._start(missing[0])
 
-    def fork(self, key: Key, command: Sequence[str], output: BinaryIO) -> Child | None:
+    def fork(self, key: Key, resources: Resources, command: Sequence[str], output: BinaryIO) -> Child | None:
         """Fork a spare to run `command` as the process `key`. Return the fork, or None if no spare can be used."""
-        kind = next((each for each in self._kinds if key[0] in each.services), None)
+        kind = next((candidate for candidate in self._kinds if key[0] in candidate.services), None)
         if kind is None or not self._rules.usable(kind):
             return None
         spare, orders, _ = self._children[kind]
         spare.signal(signal.SIGCONT)  # someone may have stopped it
         ours, theirs = socket.socketpair()
-        order = json.dumps([command[2:], self._programs.own_environment(key)]).encode()
+        order = json.dumps([command[2:], own_environment(resources)]).encode()
         try:
             with ours:
                 with theirs:
@@ -128,12 +127,12 @@ class SpareProcesses:
     def _started(self, kind: SpareKind) -> tuple[Child, socket.socket]:
         """Start a spare. Return it with the socket for its orders. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "shared.actor.spare", str(theirs.fileno()), "--run", str(self._run.path)]
-        command.append("-" * max(COMMAND_BYTES - sum(len(os.fsencode(each)) + 1 for each in command), 1))
+        command = [sys.executable, "-m", "launch.spares.spare", str(theirs.fileno()), "--run", str(self._run.path)]
+        command.append("-" * max(COMMAND_BYTES - sum(len(os.fsencode(argument)) + 1 for argument in command), 1))
         try:
             with theirs, self._output(kind).open("ab") as output:
                 ours.send(json.dumps(kind.imports).encode())  # the socket buffers this until the spare reads it
-                child = self._programs.start(SPARE, command, output, (theirs.fileno(),))
+                child = self._programs.start(SPARE, Resources(), command, output, (theirs.fileno(),))
         except OSError:
             ours.close()
             raise
@@ -191,11 +190,3 @@ class SpareProcesses:
 
     def _output(self, kind: SpareKind) -> Path:
         return self._run.logs / f"spare-{self._kinds.index(kind)}.out"
-
-
-def rss_bytes(pid: int) -> int:
-    """Return the resident memory of a process in bytes, or 0 if the process is gone."""
-    try:
-        return int(psutil.Process(pid).memory_info().rss) if pid else 0
-    except psutil.Error:
-        return 0

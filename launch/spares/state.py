@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launch.supervisor.state import OUTSIDE_KILLS, WINDOW_S, describe_exit
+from launch.processes.plan import OUTSIDE_KILLS, describe_exit
 
+WINDOW_S = 300.0
 KILL_LIMIT = 3
 """If spares of a kind are killed this many times within `WINDOW_S`, the kind is abandoned, because memory may be
 short."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from launch.supervisor.plan import Key
+from launch.processes.plan import Key
 from shared.actor.service import ProcessState
 
 
@@ -111,24 +111,14 @@ class KillOrdered:
 
 
 @dataclass(frozen=True)
-class StopAsked:
-    """Drain everything and end the run, at the operator's request or the first Ctrl-C."""
+class EndAsked:
+    """End the run: at the operator's request or the first Ctrl-C, or as FAILED because the processes of another host
+    cannot continue and another start would fail for the same reason. With `at_once`, for example at the second Ctrl-C,
+    nothing is drained."""
 
     cause: str
-
-
-@dataclass(frozen=True)
-class KillAsked:
-    """End the run now, without draining, for example at the second Ctrl-C."""
-
-    cause: str = "killed"
-
-
-@dataclass(frozen=True)
-class HostUnable:
-    """The processes of another host cannot continue, and another start would fail for the same reason."""
-
-    cause: str
+    outcome: RunOutcome = RunOutcome.STOPPED
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,9 +142,7 @@ Event = (
     | DrainAsked
     | StartAsked
     | KillOrdered
-    | StopAsked
-    | KillAsked
-    | HostUnable
+    | EndAsked
     | HostsEnded
     | TimePassed
 )
@@ -179,7 +167,7 @@ class Terminate:
 
 
 @dataclass(frozen=True)
-class Retire:
+class RetireProcess:
     """Ask the service to exit once it has finished its leases."""
 
     key: Key
@@ -222,4 +210,4 @@ class RunEnded:
     key: Key | None = None
 
 
-Effect = Spawn | Terminate | Retire | Kill | Died | GivenUp | RunEnded
+Effect = Spawn | Terminate | RetireProcess | Kill | Died | GivenUp | RunEnded

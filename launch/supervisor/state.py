@@ -8,43 +8,28 @@ would fail in the same way.
 
 from __future__ import annotations
 
-import signal
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
 
-from launch.supervisor.events import (
-    Died,
-    DrainAsked,
-    Effect,
-    Event,
-    Exited,
-    GivenUp,
-    HostsEnded,
-    HostUnable,
-    Kill,
-    KillAsked,
-    KillOrdered,
-    Reported,
-    RestartAsked,
-    Retire,
-    RollingRestartAsked,
-    RunEnded,
-    RunOutcome,
-    Silent,
-    SpareSettled,
-    Spawn,
-    Spawned,
-    StartAsked,
-    StopAsked,
-    Terminate,
-    TimePassed,
+from launch.processes.plan import (
+    DRAIN_ORDER,
+    DRIVER,
+    FIRST,
+    LAST,
+    OPTIONAL,
+    OUTSIDE_KILLS,
+    Key,
+    describe_exit,
+    drain_group,
 )
-from launch.supervisor.plan import DRAIN_ORDER, DRIVER, FIRST, LAST, OPTIONAL, Key, drain_group
+from launch.supervisor import events as e
+from launch.supervisor.events import RunOutcome
 from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS, ProcessState
 from shared.rundir import service_name
+from shared.topology.models import WORKERS
 
 FAILURE_LIMIT = 4
 """If a process dies this many times within `WINDOW_S` through its own fault (an error, a crash), the run fails."""
@@ -59,9 +44,8 @@ DRAIN_LIMIT_S = 15.0
 """Seconds after which a process that was told to stop is killed. Services limit their own drain to 10 s."""
 RETIRE_LIMIT_S = 600.0
 """Seconds after which a process that was asked to finish its leases is told to stop, so that it returns them."""
-SAVES = frozenset({DRIVER, "policy-trainer-worker"})
+SAVES = frozenset({DRIVER, *WORKERS.values()})
 """At the end of a run, these services have time to save a checkpoint, in addition to `DRAIN_LIMIT_S`."""
-OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 
 
 class RunPhase(StrEnum):
@@ -131,51 +115,47 @@ class RunLifecycle:
         """The groups of a rolling restart that are still to be restarted, starting with the current one."""
         self._rolled: dict[Key, int] = {}
         """The restart counts of the current group's processes before their restart, empty until the restart begins."""
-        self._effects: list[Effect] = []
+        self._effects: list[e.Effect] = []
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: e.Event, now: float) -> list[e.Effect]:
         """Handle one event at loop time `now`. Return the effects to carry out, in order."""
         self._effects = []
         if self.phase == RunPhase.ENDED:
             return []
         match event:
-            case TimePassed():
+            case e.TimePassed():
                 pass
-            case SpareSettled(services):
+            case e.SpareSettled(services):
                 self.held.difference_update(services)
-            case Spawned(key, pid):
+            case e.Spawned(key, pid):
                 self._spawned(self.processes[key], pid, now)
-            case Reported():
+            case e.Reported():
                 self._reported(event, now)
-            case Silent(key, pid, seconds):
+            case e.Silent(key, pid, seconds):
                 self._silent(self.processes[key], pid, seconds)
-            case Exited():
+            case e.Exited():
                 self._exited(event, now)
-            case RestartAsked(keys):
+            case e.RestartAsked(keys):
                 for key in keys:
                     self._restart(self.processes[key], now)
-            case RollingRestartAsked(groups):
+            case e.RollingRestartAsked(groups):
                 self._rolling.extend(groups)
-            case DrainAsked(keys):
+            case e.DrainAsked(keys):
                 for key in keys:
                     self._retire(self.processes[key], now)
-            case StartAsked(keys):
+            case e.StartAsked(keys):
                 for key in keys:
                     self._begin(self.processes.setdefault(key, Process(key)), now)
-            case KillOrdered(key, pid, cause):
+            case e.KillOrdered(key, pid, cause):
                 self._kill(self.processes[key], pid, cause)
-            case StopAsked(cause):
-                self._drain(RunOutcome.STOPPED, cause, None)
-            case HostUnable(cause):
-                self._drain(RunOutcome.FAILED, cause, None)
-            case HostsEnded():
+            case e.EndAsked(cause, outcome, at_once):
+                self._drain(outcome, cause, None)
+                if at_once:
+                    self._hosts = False  # the keepers of the other hosts kill their processes
+                    for process in self.processes.values():
+                        process.kill_at = now if process.alive else process.kill_at
+            case e.HostsEnded():
                 self._hosts = False
-            case KillAsked(cause):
-                self._hosts = False  # the keepers of the other hosts kill their processes
-                self._drain(RunOutcome.STOPPED, cause, None)
-                for process in self.processes.values():
-                    if process.alive:
-                        process.kill_at = now
             case _:
                 assert_never(event)
         self._advance(now)
@@ -202,6 +182,11 @@ class RunLifecycle:
         return self._outcome, self._cause
 
     @property
+    def ending(self) -> bool:
+        """Whether the run is ending or has ended."""
+        return self.phase in (RunPhase.DRAINING, RunPhase.ENDED)
+
+    @property
     def calm(self) -> bool:
         """Whether the run goes on and no process is starting or ending."""
         ready = all(process.state == ProcessState.READY for process in self._active())
@@ -212,10 +197,10 @@ class RunLifecycle:
     def _spawned(self, process: Process, pid: int, now: float) -> None:
         process.pid = pid
         if process.told_to_end:  # it was told to stop while it was being started
-            self._effects.append(Terminate(process.key, pid))
+            self._effects.append(e.Terminate(process.key, pid))
             process.kill_at = self._kill_at(process, now)
 
-    def _reported(self, event: Reported, now: float) -> None:
+    def _reported(self, event: e.Reported, now: float) -> None:
         process = self.processes.get(event.key)
         if process is None or process.pid != event.pid or not process.alive:
             return  # from an earlier process of this instance, or from one that was started by hand
@@ -235,15 +220,15 @@ class RunLifecycle:
             return  # it has ended in the meantime, or is ending
         process.state = ProcessState.FAILED
         process.cause = f"no answer for {seconds:g} s"
-        self._effects.append(Kill(process.key, pid, hung=True))
+        self._effects.append(e.Kill(process.key, pid, hung=True))
 
     def _kill(self, process: Process, pid: int, cause: str) -> None:
         if process.pid == pid and process.alive:
             process.state = ProcessState.FAILED
             process.cause = cause
-            self._effects.append(Kill(process.key, pid, hung=True))
+            self._effects.append(e.Kill(process.key, pid, hung=True))
 
-    def _exited(self, event: Exited, now: float) -> None:
+    def _exited(self, event: e.Exited, now: float) -> None:
         process = self.processes[event.key]
         if event.pid != process.pid:
             return
@@ -291,7 +276,7 @@ class RunLifecycle:
         process.restarts += 1
         process.state = ProcessState.BACKOFF
         process.start_at = now + delay_s
-        self._effects.append(Died(process.key, cause, process.restarts, delay_s))
+        self._effects.append(e.Died(process.key, cause, process.restarts, delay_s))
 
     def _fail(self, process: Process, cause: str) -> None:
         """End the run because of `process`, or go on without it if it is optional."""
@@ -299,7 +284,7 @@ class RunLifecycle:
         process.state = ProcessState.FAILED
         if process.key[0] in OPTIONAL:
             process.given_up = True
-            self._effects.append(GivenUp(process.key, cause))
+            self._effects.append(e.GivenUp(process.key, cause))
             return
         self._drain(RunOutcome.FAILED, f"{service_name(*process.key)}: {cause}", process.key)
 
@@ -322,7 +307,7 @@ class RunLifecycle:
             return
         process.drain_by = now + RETIRE_LIMIT_S
         if process.state == ProcessState.READY:
-            self._effects.append(Retire(process.key, process.pid))
+            self._effects.append(e.RetireProcess(process.key, process.pid))
         else:
             self._tell_to_end(process, now)
 
@@ -343,21 +328,24 @@ class RunLifecycle:
         """Continue a rolling restart: tell the next group to stop once the previous one is READY again."""
         while self._rolling:
             group = [self.processes[key] for key in self._rolling[0] if key in self.processes]
-            group = [each for each in group if _is_active(each)]
+            group = [process for process in group if _is_active(process)]
             if not self._rolled:
                 if any(process.state != ProcessState.READY for process in self._active()):
                     return
                 self._rolled = {process.key: process.restarts for process in group}
                 for process in group:
                     self._tell_to_end(process, now)
-            if any(each.state != ProcessState.READY or each.restarts == self._rolled[each.key] for each in group):
+            if any(
+                process.state != ProcessState.READY or process.restarts == self._rolled[process.key]
+                for process in group
+            ):
                 return
             self._rolling.popleft()
             self._rolled = {}
 
     def _active(self) -> list[Process]:
         """Return the processes that should be running."""
-        return [each for each in self.processes.values() if _is_active(each)]
+        return [process for process in self.processes.values() if _is_active(process)]
 
     # ---- progress
 
@@ -384,13 +372,13 @@ class RunLifecycle:
                 process.ready_by = None
                 process.cause = f"not READY within {self._start_limit_s:g} s of its start (run.start_limit_s)"
                 process.state = ProcessState.FAILED
-                self._effects.append(Kill(process.key, process.pid, hung=True))
+                self._effects.append(e.Kill(process.key, process.pid, hung=True))
             if process.drain_by is not None and process.drain_by <= now and process.pid:
                 process.drain_by = now + RETIRE_LIMIT_S  # stays set, because the process must not start again
                 self._tell_to_end(process, now)
             if process.kill_at is not None and process.kill_at <= now and process.pid:
                 process.kill_at = None
-                self._effects.append(Kill(process.key, process.pid))
+                self._effects.append(e.Kill(process.key, process.pid))
 
     def _advance_drain(self, now: float) -> None:
         for index in range(len(DRAIN_ORDER)):
@@ -405,7 +393,7 @@ class RunLifecycle:
             if group:
                 return
         self.phase = RunPhase.ENDED
-        self._effects.append(RunEnded(self._outcome, self._cause, self._culprit))
+        self._effects.append(e.RunEnded(self._outcome, self._cause, self._culprit))
 
     def _drain(self, outcome: RunOutcome, cause: str, culprit: Key | None) -> None:
         if self.phase == RunPhase.DRAINING:
@@ -423,7 +411,7 @@ class RunLifecycle:
         process.served = False
         process.incarnation = 0
         process.ready_by = now + self._start_limit_s
-        self._effects.append(Spawn(process.key))
+        self._effects.append(e.Spawn(process.key))
 
     def _tell_to_end(self, process: Process, now: float) -> None:
         if process.told_to_end:
@@ -432,7 +420,7 @@ class RunLifecycle:
         process.ready_by = None
         if process.pid:
             process.kill_at = self._kill_at(process, now)
-            self._effects.append(Terminate(process.key, process.pid))
+            self._effects.append(e.Terminate(process.key, process.pid))
 
     def drain_limit_s(self, key: Key) -> float:
         """Return how many seconds a process may take to exit when the run ends."""
@@ -445,13 +433,3 @@ class RunLifecycle:
 def _is_active(process: Process) -> bool:
     """Return whether a process should be running."""
     return process.state != ProcessState.DRAINED and process.drain_by is None and not process.given_up
-
-
-def describe_exit(status: int) -> str:
-    """Format an exit status: `-9` -> `killed by SIGKILL`, `1` -> `exit status 1`."""
-    if status < 0:
-        try:
-            return f"killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"killed by signal {-status}"
-    return f"exit status {status}"

@@ -13,13 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import zmq
-
-from launch.supervisor.plan import Key
+from launch.processes.plan import Key
+from launch.supervisor.sockets import SupervisorSockets
 from proto.messages import Ping, Pong
-from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, service_name
+from shared.rundir import RunDir
 
 PING_EVERY_S = 2.0
 SILENCE_S = 20.0
@@ -50,8 +48,7 @@ class MailboxWatch:
     def __init__(
         self,
         run: RunDir,
-        context: zmq.Context[zmq.Socket[bytes]],
-        incarnation: int,
+        sockets: SupervisorSockets,
         *,
         ready: Callable[[], Iterator[tuple[Key, int]]],
         on_silent: Callable[[Key, int, float], None],
@@ -61,12 +58,10 @@ class MailboxWatch:
         each process that counts as hung. `on_unreachable` is called if the folder of the sockets is gone, so that no
         process can connect to another one."""
         self._run = run
-        self._context = context
-        self._incarnation = incarnation
+        self._sockets = sockets
         self._ready = ready
         self._on_silent = on_silent
         self._on_unreachable = on_unreachable
-        self._clients: dict[Key, Client] = {}
         self._questions: dict[Key, _Question] = {}
         self._longest_gap_s: dict[str, float] = {}
         """The longest time that an answer has taken, by service."""
@@ -100,8 +95,6 @@ class MailboxWatch:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for client in self._clients.values():
-            client.close()
 
     def _limit_s(self, key: Key) -> float:
         return max(SILENCE_S, SLOWNESS * self._longest_gap_s.get(key[0], 0.0))
@@ -113,10 +106,7 @@ class MailboxWatch:
         return self._now
 
     async def _ask(self, key: Key, asked_at: float) -> None:
-        if key not in self._clients:
-            endpoint = self._run.endpoint(*key)
-            self._clients[key] = Client(self._context, endpoint, service_name(*key), self._incarnation)
         with contextlib.suppress(RpcError):  # it answered with an error, or not in time
-            await self._clients[key].call(Ping(), Pong, deadline_s=CALL_S)
+            await self._sockets.local(key).call(Ping(), Pong, deadline_s=CALL_S)
         gap_s = self._time() - asked_at
         self._longest_gap_s[key[0]] = max(gap_s, self._longest_gap_s.get(key[0], 0.0))

@@ -16,9 +16,9 @@ import msgspec
 import psutil
 import zmq
 
-from launch.commands.peer import Run, with_client
-from launch.supervisor.plan import SUPERVISOR, Key
-from launch.supervisor.waits import stopped_processes
+from launch.processes.plan import SUPERVISOR, Key
+from launch.processes.programs import stopped_processes
+from launch.viewers.peer import Run, with_client
 from proto.ids import new_incarnation
 from proto.messages import (
     ErrorCode,
@@ -114,9 +114,9 @@ async def examine(run: Run) -> Examined:
     if status is None and state is None:
         where = run.path if isinstance(run, RunDir) else run.name
         raise RpcError(ErrorCode.DEADLINE, f"run {where}: neither scheduler nor supervisor answers; is it running?")
-    states = {service_name(each.service, each.instance): each.state for each in state.processes} if state else {}
-    registered = {service_name(each.service, each.instance): each for each in status.services} if status else {}
-    ours = {f"{SUPERVISOR}/0", "scheduler/0", *(name for name, each in states.items() if each not in _AWAY)}
+    states = {service_name(row.service, row.instance): row.state for row in state.processes} if state else {}
+    registered = {service_name(row.service, row.instance): row for row in status.services} if status else {}
+    ours = {f"{SUPERVISOR}/0", "scheduler/0", *(name for name, stated in states.items() if stated not in _AWAY)}
     # A process that was started by hand may have left, so it is reported as missing only for a while.
     foreign = {name for name, row in registered.items() if name not in states and row.heartbeat_age_s < LEFT_S}
     ring = _keyring(run)
@@ -146,8 +146,8 @@ async def _or_none(answer: Awaitable[R]) -> R | None:
 async def _answers(endpoints: Mapping[str, str], ring: Keyring | None) -> dict[str, Waits | None]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
-        found = await asyncio.gather(*(_ask(context, name, where, ring) for name, where in endpoints.items()))
-        return dict(zip(endpoints, found, strict=True))
+        answers = await asyncio.gather(*(_ask(context, name, where, ring) for name, where in endpoints.items()))
+        return dict(zip(endpoints, answers, strict=True))
     finally:
         await asyncio.get_running_loop().run_in_executor(None, context.term)
 
@@ -210,7 +210,7 @@ def diagnose(examined: Examined) -> list[Finding]:
     graph = _Graph(examined)
     wrong = [*_processes(graph), *_stores(graph), *_services(graph), *_leases(graph), *_troubles(graph)]
     wrong += _unexplained(graph, wrong)
-    wrong.sort(key=lambda each: (-len(each.stalls), -each.since_s))
+    wrong.sort(key=lambda finding: (-len(finding.stalls), -finding.since_s))
     return [*wrong, *_notices(graph, wrong)]
 
 
@@ -281,7 +281,7 @@ def _stores(graph: _Graph) -> Iterator[Finding]:
         if row.kind == WaitKind.REFUSED and row.since_s >= REFUSED_S:
             refused.setdefault(row.of, row)
     for name, row in refused.items():
-        room = next((each.what for who, each in graph.rows if who == name and each.kind == WaitKind.ROOM), "")
+        room = next((row.what for who, row in graph.rows if who == name and row.kind == WaitKind.ROOM), "")
         yield graph.finding(name, f"{name} is full: {room}" if room else f"{name} refuses requests: {row.what}", row)
     for _, row in graph.rows:
         late = row.kind == WaitKind.CLEAR and row.since_s >= IDLE_S and row.of not in refused
@@ -315,15 +315,15 @@ def _leases(graph: _Graph) -> Iterator[Finding]:
 
 
 def _troubles(graph: _Graph) -> Iterator[Finding]:
-    for each in graph.examined.troubles:
-        if each.kind in (TroubleKind.REWARDS, TroubleKind.WORKFLOWS, TroubleKind.TRACKER):
-            name = service_name(each.service, each.instance)
-            yield graph.finding(name, f"{name}: {each.text}")
+    for trouble in graph.examined.troubles:
+        if trouble.kind in (TroubleKind.REWARDS, TroubleKind.WORKFLOWS, TroubleKind.TRACKER):
+            name = service_name(trouble.service, trouble.instance)
+            yield graph.finding(name, f"{name}: {trouble.text}")
 
 
 def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
     """Yield each stall of the next step that no other finding explains."""
-    named = {each.service for each in wrong}
+    named = {finding.service for finding in wrong}
     for row in graph.stalled:
         service, is_instance = row.of.partition("/")[0], "/" in row.of
         if not row.of or row.of in named or any(name.partition("/")[0] == service for name in named):
@@ -337,7 +337,7 @@ def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
 
 def _notices(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
     """Yield the waits that are not faults in themselves."""
-    told_already = {line for each in wrong for line in (each.text, *each.stalls)}
+    told_already = {line for finding in wrong for line in (finding.text, *finding.stalls)}
     for name, row in graph.rows:
         poll = row.kind == WaitKind.CALL and row.what in POLLS
         brief = row.since_s < TOLD_S and row.kind not in (*_STATES, WaitKind.ROOM)
@@ -368,16 +368,16 @@ def as_document(examined: Examined, findings: list[Finding]) -> dict[str, Any]:
     """Return `{run, step, steps, wrong, notices, waits, processes}` for JSON."""
     rows = [{"process": name, **msgspec.structs.asdict(row)} for name, row in examined.rows()]
     listed = [
-        {"service": each.service, "text": each.text, "since_s": each.since_s, "limit_s": each.limit_s,
-         "stalls": list(each.stalls), "wrong": each.wrong}
-        for each in findings
+        {"service": finding.service, "text": finding.text, "since_s": finding.since_s, "limit_s": finding.limit_s,
+         "stalls": list(finding.stalls), "wrong": finding.wrong}
+        for finding in findings
     ]  # fmt: skip
     return {
         "run": examined.run,
         "step": examined.step,
         "steps": examined.steps,
-        "wrong": [each for each in listed if each["wrong"]],
-        "notices": [each for each in listed if not each["wrong"]],
+        "wrong": [finding for finding in listed if finding["wrong"]],
+        "notices": [finding for finding in listed if not finding["wrong"]],
         "waits": rows,
         "processes": {name: answer is not None for name, answer in examined.answers.items()},
     }
@@ -385,14 +385,14 @@ def as_document(examined: Examined, findings: list[Finding]) -> dict[str, Any]:
 
 def as_lines(examined: Examined, findings: list[Finding]) -> Iterator[str]:
     """Yield the findings as human-readable lines, causes first."""
-    wrong = [each for each in findings if each.wrong]
+    wrong = [finding for finding in findings if finding.wrong]
     at = f"step {examined.step} of {examined.steps}" if examined.step is not None else "the scheduler is not responding"
     count = f"{len(wrong)} cause{'s' if len(wrong) > 1 else ''} found" if wrong else "nothing is wrong"
     yield f"{examined.run}: {at}, {len(examined.answers)} processes, {count}"
-    for each in wrong:
-        yield f"WRONG  {each.text}{_times(each.since_s, each.limit_s)}"
-        for line in each.stalls:
+    for finding in wrong:
+        yield f"WRONG  {finding.text}{_times(finding.since_s, finding.limit_s)}"
+        for line in finding.stalls:
             yield f"       <- {line}"
-    for each in findings:
-        if not each.wrong:
-            yield f"waits  {each.text}{_times(each.since_s, each.limit_s)}"
+    for finding in findings:
+        if not finding.wrong:
+            yield f"waits  {finding.text}{_times(finding.since_s, finding.limit_s)}"

@@ -6,19 +6,18 @@ It reads metrics.jsonl and the scheduler's status, but never telemetry, which ma
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from launch.viewers.logs import shorten
 from proto.messages import Status, TroubleKind, TroubleRow
 from shared.actor.service import ProcessState
-from shared.followed_file import FollowedFile
 from shared.rundir import service_name
+from shared.runfiles.logs import shorten
+from shared.runfiles.metrics import MetricsFollower, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 5.0
 TROUBLE_CHARS = 200
 ETA_ROWS = 20
-Row = dict[str, Any]
 
 
 class Metrics:
@@ -35,47 +33,42 @@ class Metrics:
 
     def __init__(self, path: Path, *, steps: int) -> None:
         """Read the existing rows of a resumed run. They count towards the summary but not towards the pace."""
-        self._follower = FollowedFile(path)
+        self._follower = MetricsFollower(path)
         self.steps = steps
-        self.last: Row = {}
+        self.last: dict[str, float] = {}
+        """The finite values of the newest row."""
         self.accuracy: dict[str, tuple[int, float]] = {}
         self.first_accuracy: dict[str, tuple[int, float]] = {}
         self._times: deque[tuple[float, int]] = deque(maxlen=ETA_ROWS)
-        for row in self._parse():
-            self._take(row)
+        self._read()
         self._times.clear()
 
     def poll(self, now: float) -> bool:
         """Read the new rows. Return whether there were any."""
-        rows = self._parse()
-        for row in rows:
-            self._take(row)
-        if rows:
+        new = self._read()
+        if new:
             self._times.append((now, self.step))
-        return bool(rows)
+        return new
 
-    def _parse(self) -> list[Row]:
-        rows: list[Row] = []
-        for line in self._follower.new_lines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # A crash has cut off the line; the scheduler will repair it.
-            if isinstance(row, dict):
-                rows.append(row)
-        return rows
+    def _read(self) -> bool:
+        any_rows = False
+        while (new := self._follower.poll()).more:
+            if new.restarted:
+                self.accuracy.clear()
+                self.first_accuracy.clear()
+                self._times.clear()
+            for row in new.rows:
+                self._take(row)
+            any_rows = any_rows or bool(new.rows)
+        return any_rows
 
     def _take(self, row: Row) -> None:
-        if self.last and int(row.get("step", 0)) <= self.step:  # The run went back, so the file is read again.
-            self.accuracy.clear()
-            self.first_accuracy.clear()
-            self._times.clear()
-        self.last = row
-        for key, value in row.items():
+        self.last = {name: value for name, value in row.items() if value is not None}
+        for key, value in self.last.items():
             if key.startswith("eval/") and key.endswith("/accuracy"):
                 name = key[len("eval/") : -len("/accuracy")]
-                self.accuracy[name] = (self.step, float(value))
-                self.first_accuracy.setdefault(name, (self.step, float(value)))
+                self.accuracy[name] = (self.step, value)
+                self.first_accuracy.setdefault(name, (self.step, value))
 
     @property
     def step(self) -> int:
@@ -194,12 +187,12 @@ class Troubles:
 
     def take(self, status: Status) -> list[str]:
         """Process a new status. Return notices about the troubles that began or ended since the previous status."""
-        now = {(each.service, each.instance, each.kind): each for each in status.troubles}
-        notices = [f"{_who(each)}: {each.text}" for key, each in now.items() if key not in self._told]
+        now = {(trouble.service, trouble.instance, trouble.kind): trouble for trouble in status.troubles}
+        notices = [f"{_who(trouble)}: {trouble.text}" for key, trouble in now.items() if key not in self._told]
         over = [key for key in self._told if key not in now and key[2] != TroubleKind.OVERRIDDEN]
         notices += [f"{service_name(*key[:2])}: over: {shorten(self._told.pop(key))}" for key in over]
-        self._told |= {key: each.text for key, each in now.items()}
-        self._now = [each for each in status.troubles if each.kind != TroubleKind.OVERRIDDEN]
+        self._told |= {key: trouble.text for key, trouble in now.items()}
+        self._now = [trouble for trouble in status.troubles if trouble.kind != TroubleKind.OVERRIDDEN]
         self._counts = counts_text(status)
         return notices
 
@@ -208,7 +201,7 @@ class Troubles:
 
         `rollout/0: rewards failing: 64 of 64, ...  dropped 12 (reward_failed 12)  lost samples 64 (timeout 64)`
         """
-        parts = [shorten(f"{_who(each)}: {each.text}", TROUBLE_CHARS) for each in self._now]
+        parts = [shorten(f"{_who(trouble)}: {trouble.text}", TROUBLE_CHARS) for trouble in self._now]
         return "  ".join([*parts, self._counts] if self._counts else parts)
 
 
@@ -223,8 +216,8 @@ def counts_text(status: Status) -> str:
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:
-    each = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
-    return f"{sum(counts.values())} ({each})"
+    listed = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return f"{sum(counts.values())} ({listed})"
 
 
 def _who(row: TroubleRow) -> str:

@@ -44,20 +44,20 @@ def choose(run: Path, *, step: int | None, task: str | None, split: str, order: 
 
     Raises a one-line RpcError(bad_request) if there are no such samples.
     """
-    known = steps(run, split)
-    if task is None and step is None and known:
-        step = known[-1]
+    recorded = steps(run, split)
+    if task is None and step is None and recorded:
+        step = recorded[-1]
     limit = None if task is not None and order is None else count
-    found = select(run, step=step, task=task, split=split, order=order, limit=limit)
-    if not found.total:
-        raise RpcError(ErrorCode.BAD_REQUEST, _nothing(run, step, task, split, known))
-    return found
+    selection = select(run, step=step, task=task, split=split, order=order, limit=limit)
+    if not selection.total:
+        raise RpcError(ErrorCode.BAD_REQUEST, _nothing(run, step, task, split, recorded))
+    return selection
 
 
-def _nothing(run: Path, step: int | None, task: str | None, split: str, known: Sequence[int]) -> str:
+def _nothing(run: Path, step: int | None, task: str | None, split: str, recorded: Sequence[int]) -> str:
     what = f"of task {task}" if task is not None else f"of step {step}" if step is not None else "yet"
-    if known:
-        return f"{run}: no samples {what} in {split}; available: steps {_ranges(known)}"
+    if recorded:
+        return f"{run}: no samples {what} in {split}; available: steps {_ranges(recorded)}"
     others = splits(run)
     there = f"available: {', '.join(others)}" if others else "monitor.samples says which are recorded"
     return f"{run}: no samples {what} in {split}; {there}"
@@ -81,7 +81,7 @@ def as_json(records: Sequence[Record]) -> list[dict[str, Any]]:
     return plain_data
 
 
-def show(found: Selection, color: Color, *, full: bool) -> None:
+def show(selection: Selection, color: Color, *, full: bool) -> None:
     """Print the samples and how many are left out. Colours are left out if the output is not a terminal."""
     from rich.console import Console
     from rich.text import Text
@@ -91,7 +91,7 @@ def show(found: Selection, color: Color, *, full: bool) -> None:
     legend = _legend(color)
     if legend is not None and console.is_terminal:
         console.print(legend)
-    for number, record in enumerate(found.records):
+    for number, record in enumerate(selection.records):
         if number:
             console.print()
         console.print(Text(_title(record), style="bold"))
@@ -105,8 +105,8 @@ def show(found: Selection, color: Color, *, full: bool) -> None:
             console.print(completion(record, color, most))
         if record.answer is not None:
             console.print(Text(f"answer: {plain(shortened(str(record.answer), most))}", style="dim"))
-    if found.total > len(found.records):
-        console.print(Text(f"\n{found.shown}", style="dim"))
+    if selection.total > len(selection.records):
+        console.print(Text(f"\n{selection.shown}", style="dim"))
 
 
 def _title(record: Record) -> str:

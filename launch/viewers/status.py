@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from launch.commands.peer import Run, with_client
-from launch.supervisor.plan import SUPERVISOR
-from launch.viewers.logs import tail
+from launch.processes.plan import SUPERVISOR
+from launch.viewers.peer import Run, with_client
 from proto.messages import (
     ErrorCode,
     GetSnapshot,
@@ -27,10 +26,11 @@ from proto.messages import (
     SupervisorState,
 )
 from proto.registry import Message, Request
-from shared import warnings
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
+from shared.runfiles import warnings
+from shared.runfiles.logs import tail
 from shared.topology import TopologyError, load
 
 R = TypeVar("R", bound=Message)
@@ -85,9 +85,9 @@ async def collect(run: Run) -> dict[str, Any]:
         "dropped": dict(seen.dropped) if seen else None,
         "lost": dict(seen.lost) if seen else None,
         "last_drop": seen.last_drop if seen else None,
-        "spares": [msgspec.structs.asdict(each) for each in supervised.spares] if supervised else None,
-        "troubles": [msgspec.structs.asdict(each) for each in seen.troubles] if seen else None,
-        "warnings": [msgspec.structs.asdict(each) for each in warned],
+        "spares": [msgspec.structs.asdict(record) for record in supervised.spares] if supervised else None,
+        "troubles": [msgspec.structs.asdict(record) for record in seen.troubles] if seen else None,
+        "warnings": [msgspec.structs.asdict(record) for record in warned],
     }
 
 
@@ -98,7 +98,7 @@ async def _warnings(run: Run) -> list[warnings.WarningRecord]:
     seen = await _reply_or_none(run, "monitor", GetSnapshot(), Snapshot)
     rows = [row for row in seen.rows if row.topic.startswith(warnings.TOPIC)] if seen else []
     records = [record for row in rows if (record := warnings.of_topic(row.values)) is not None]
-    return sorted(records, key=lambda each: each.at)[-SHOWN_WARNINGS:]
+    return sorted(records, key=lambda record: record.at)[-SHOWN_WARNINGS:]
 
 
 async def _reply_or_none(run: Run, service: str, request: Request, reply: type[R]) -> R | None:
@@ -112,16 +112,16 @@ async def _reply_or_none(run: Run, service: str, request: Request, reply: type[R
 
 def _merge(registered: list[ServiceRow], supervised: list[ProcessRow]) -> list[dict[str, Any]]:
     """Merge the supervisor's rows (processes, restarts) and the scheduler's rows (hosts, heartbeats), by service."""
-    known = {(row.service, row.instance): row for row in registered}
+    by_process = {(row.service, row.instance): row for row in registered}
     entries: list[dict[str, Any]] = []
     for process in supervised:
-        row = known.pop((process.service, process.instance), None)
+        row = by_process.pop((process.service, process.instance), None)
         same = row if row is not None and row.incarnation == process.incarnation else None
         host = same.host if same else socket.gethostname()
         age_s = same.heartbeat_age_s if same and process.state not in _GONE else None
         rss_bytes = process.rss_bytes or (same.rss_bytes if same else 0)
         entries.append(_entry(process, process.pid or None, host, process.restarts, age_s, rss_bytes))
-    for row in known.values():  # These were started by hand or on another host, or the supervisor is down.
+    for row in by_process.values():  # These were started by hand or on another host, or the supervisor is down.
         entries.append(_entry(row, row.pid, row.host, None, row.heartbeat_age_s, row.rss_bytes))
     return entries
 
@@ -155,7 +155,7 @@ def _last_row(run: RunDir) -> dict[str, Any]:
 
 def _steps(run: RunDir) -> int | None:
     try:
-        return load(run.topology, check_supported=False).run.last_step
+        return load(run.topology).run.last_step
     except TopologyError:
         return None
 
@@ -171,17 +171,17 @@ def table(answer: dict[str, Any]) -> None:
     for column in ("service", "state", "pid", "restarts", "heartbeat", "memory", "host", "incarnation"):
         right = column in ("pid", "restarts", "heartbeat", "memory")
         rows.add_column(column, justify="right" if right else "left", no_wrap=column != "host")
-    for each in answer["services"]:
-        age = each["heartbeat_age_s"]
+    for entry in answer["services"]:
+        age = entry["heartbeat_age_s"]
         rows.add_row(
-            service_name(each["service"], each["instance"]),
-            each["state"],
-            str(each["pid"] or "-"),
-            "-" if each["restarts"] is None else str(each["restarts"]),
+            service_name(entry["service"], entry["instance"]),
+            entry["state"],
+            str(entry["pid"] or "-"),
+            "-" if entry["restarts"] is None else str(entry["restarts"]),
             "-" if age is None else f"{age:.1f} s",
-            f"{each['rss_bytes'] / (1 << 20):.0f} MiB",
-            each["host"],
-            f"{each['incarnation']:016x}"[:8],
+            f"{entry['rss_bytes'] / (1 << 20):.0f} MiB",
+            entry["host"],
+            f"{entry['incarnation']:016x}"[:8],
         )
     console.print(rows)
     if answer["tasks"]:
@@ -194,13 +194,13 @@ def table(answer: dict[str, Any]) -> None:
     if answer["last_drop"]:
         console.print(f"the last drop  {answer['last_drop']}", markup=False)
     if answer["spares"]:
-        for each in answer["spares"]:
-            size = f"{each['rss_bytes'] / (1 << 20):.0f} MiB{'' if each['warm'] else ' (importing)'}"
-            console.print(f"spare for {', '.join(each['services'])}  {size}")
-    for each in answer["troubles"] or ():
-        console.print(f"{service_name(each['service'], each['instance'])}  {each['text']}", markup=False)
-    for each in answer["warnings"]:
-        console.print(warnings.line_of(warnings.WarningRecord(**each)), markup=False)
+        for entry in answer["spares"]:
+            size = f"{entry['rss_bytes'] / (1 << 20):.0f} MiB{'' if entry['warm'] else ' (importing)'}"
+            console.print(f"spare for {', '.join(entry['services'])}  {size}")
+    for trouble in answer["troubles"] or ():
+        console.print(f"{service_name(trouble['service'], trouble['instance'])}  {trouble['text']}", markup=False)
+    for warning in answer["warnings"]:
+        console.print(warnings.line_of(warnings.WarningRecord(**warning)), markup=False)
     store = answer["store"]
     if store["bytes"] is not None:
         console.print(

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from launch.supervisor.plan import SUPERVISOR
+from launch.processes.plan import SUPERVISOR
 from proto.messages import (
     CommitStep,
     Complete,
@@ -52,7 +52,7 @@ _ENDS = frozenset({"exited", "process died", "killed", "to be killed"})
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoryEntry:
     """One event of a story. `at` is in seconds since 1970, or None before the journal's first event."""
 
     at: float | None
@@ -72,7 +72,7 @@ class _Seen(NamedTuple):
 
 
 @dataclass
-class Held:
+class PastLease:
     """A lease that held the task, used to find log lines about the lease and its holder."""
 
     lease_id: int
@@ -81,19 +81,19 @@ class Held:
     end: float
 
 
-def story(run: RunDir, task_id: str) -> list[Entry]:
+def story(run: RunDir, task_id: str) -> list[StoryEntry]:
     """Return the story of a task, oldest entry first.
 
     Raises a one-line RpcError(bad_request) if the journal cannot be read or has no such task.
     """
     with reading(run.journal) as recorded:
-        entries, held = replayed(_beginning(run, recorded), task_id, recorded)
+        entries, leases = replayed(_beginning(run, recorded), task_id, recorded)
         forgotten = recorded.forgotten
         told = {entry.facts["step"] for entry in entries if entry.what == "trained"}
         for step, kind, committed_at in recorded.steps_of(task_id):
             if step not in told and committed_at is not None:
-                entries.append(Entry(committed_at, SCHEDULER, "trained", {"step": step, "now": kind}))
-    entries += _logged(run, task_id, held)
+                entries.append(StoryEntry(committed_at, SCHEDULER, "trained", {"step": step, "now": kind}))
+    entries += _logged(run, task_id, leases)
     if not entries:
         text = f"task {task_id!r}: the journal of run {run.path} has no such task; ids are <split>/<epoch>/<row>"
         if forgotten > 0:
@@ -105,7 +105,7 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
 def _beginning(run: RunDir, recorded: Recorded) -> RunState:
     """Return the state before the first event of the journal. Raises a one-line RpcError(bad_request)."""
     try:
-        plan, _ = make_plan(load(run.topology, check_supported=False), run.topology)
+        plan, _ = make_plan(load(run.topology), run.topology)
         parts = recorded.snapshot()
         return snapshot.load(plan, parts) if parts else RunState(plan)
     except TopologyError as error:
@@ -117,7 +117,7 @@ def _beginning(run: RunDir, recorded: Recorded) -> RunState:
         raise RpcError(ErrorCode.BAD_REQUEST, text) from None
 
 
-def replayed(state: RunState, task_id: str, recorded: Recorded) -> tuple[list[Entry], list[Held]]:
+def replayed(state: RunState, task_id: str, recorded: Recorded) -> tuple[list[StoryEntry], list[PastLease]]:
     """Apply the events of a journal to `state`. Return the history of one task, and the leases that held it."""
     return _Replay(state, task_id).run(recorded)
 
@@ -128,15 +128,15 @@ class _Replay:
     def __init__(self, state: RunState, task_id: str) -> None:
         self._state = state
         self._task_id = task_id
-        self._entries: list[Entry] = []
-        self._held: list[Held] = []
+        self._entries: list[StoryEntry] = []
+        self._held: list[PastLease] = []
 
-    def run(self, recorded: Recorded) -> tuple[list[Entry], list[Held]]:
+    def run(self, recorded: Recorded) -> tuple[list[StoryEntry], list[PastLease]]:
         """Return the entries, and the leases that held the task."""
         before = self._look()
         if before is not None:
             facts = {"state": str(before.state), "fence": before.fence, "samples": self._task.samples}
-            self._entries.append(Entry(None, SCHEDULER, "known from the journal's snapshot", facts))
+            self._entries.append(StoryEntry(None, SCHEDULER, "known from the journal's snapshot", facts))
             self._note_lease(before, 0.0)
         for at, event in recorded.events():
             lease = self._state.ledger.leases.get(before.lease) if before is not None else None
@@ -158,7 +158,7 @@ class _Replay:
         return None if task is None else _Seen(task.state, task.fence, task.lease, task.parts, task.clears)
 
     def _tell(self, at: float, what: str, who: str = SCHEDULER, **facts: Any) -> None:
-        self._entries.append(Entry(at, who, what, facts))
+        self._entries.append(StoryEntry(at, who, what, facts))
 
     def _changed(
         self, at: float, event: Durable, before: _Seen | None, after: _Seen | None, lease: TaskLease | None
@@ -228,14 +228,19 @@ class _Replay:
     def _note_lease(self, seen: _Seen, at: float) -> TaskLease | None:
         lease = self._state.ledger.leases.get(seen.lease)
         if lease is not None:
-            self._held.append(Held(lease.lease_id, service_name(*lease.holder), at, time.time()))
+            self._held.append(PastLease(lease.lease_id, service_name(*lease.holder), at, time.time()))
         return lease
 
     def _refused(self, at: float, event: Complete, refused: Iterable[Refusal], lease: TaskLease | None) -> None:
-        for each in refused:
-            if each.task_id == self._task_id:
+        for refusal in refused:
+            if refusal.task_id == self._task_id:
                 holder = service_name(*lease.holder) if lease is not None else SCHEDULER
-                facts = {"lease": event.lease_id, "fence": each.fence, "code": each.code, "because": each.message}
+                facts = {
+                    "lease": event.lease_id,
+                    "fence": refusal.fence,
+                    "code": refusal.code,
+                    "because": refusal.message,
+                }
                 self._tell(at, f"{event.stage} refused", holder, **facts)
 
 
@@ -273,7 +278,7 @@ def _cause(event: Durable, task_id: str, lease: TaskLease | None) -> str:
 # ------------------------------------------------------------------------------------------------------- logs
 
 
-def _logged(run: RunDir, task_id: str, held: list[Held]) -> Iterator[Entry]:
+def _logged(run: RunDir, task_id: str, held: list[PastLease]) -> Iterator[StoryEntry]:
     """Yield the log lines about the task and its leases, and those about lease holders that ended while they held the
     task."""
     named = re.compile(rf"(?<![\w/-]){re.escape(task_id)}(?![\w/])")
@@ -287,7 +292,7 @@ def _logged(run: RunDir, task_id: str, held: list[Held]) -> Iterator[Entry]:
                 yield entry
 
 
-def _concerns(entry: Entry, held: list[Held]) -> bool:
+def _concerns(entry: StoryEntry, held: list[PastLease]) -> bool:
     at = entry.at or 0.0
     if entry.service == f"{SUPERVISOR}/0":
         ended = entry.what in _ENDS and entry.facts.get("name")
@@ -304,13 +309,13 @@ def _lines(path: Path) -> Iterator[str]:
         return
 
 
-def _parsed(line: str) -> Entry | None:
+def _parsed(line: str) -> StoryEntry | None:
     try:
-        found = json.loads(line)
-        at = datetime.fromisoformat(found["timestamp"]).timestamp()
-        service = service_name(str(found["service"]), int(found["instance"]))
-        facts = {key: value for key, value in found.items() if key not in _HIDDEN and value not in ("", None)}
-        return Entry(at, service, str(found["event"]), facts)
+        entry = json.loads(line)
+        at = datetime.fromisoformat(entry["timestamp"]).timestamp()
+        service = service_name(str(entry["service"]), int(entry["instance"]))
+        facts = {key: value for key, value in entry.items() if key not in _HIDDEN and value not in ("", None)}
+        return StoryEntry(at, service, str(entry["event"]), facts)
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -318,42 +323,42 @@ def _parsed(line: str) -> Entry | None:
 # ------------------------------------------------------------------------------------------------------ output
 
 
-def to_message(entries: Iterable[Entry]) -> Story:
+def to_message(entries: Iterable[StoryEntry]) -> Story:
     """Return the newest entries as a message."""
     rows = [
-        StoryRow(each.at or 0.0, each.service, each.what, {key: _text(value) for key, value in each.facts.items()})
-        for each in entries
+        StoryRow(entry.at or 0.0, entry.service, entry.what, {key: _text(value) for key, value in entry.facts.items()})
+        for entry in entries
     ]
     return Story(rows=rows[-MOST_ROWS:])
 
 
-def from_message(told: Story) -> list[Entry]:
+def from_message(told: Story) -> list[StoryEntry]:
     """Return the entries of a message, with the facts as text."""
-    return [Entry(row.at or None, row.service, row.what, dict(row.facts)) for row in told.rows]
+    return [StoryEntry(row.at or None, row.service, row.what, dict(row.facts)) for row in told.rows]
 
 
-def as_rows(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+def as_rows(entries: Iterable[StoryEntry]) -> list[dict[str, Any]]:
     """Return the entries for JSON: `{at, service, what, facts}`."""
-    return [{"at": each.at, "service": each.service, "what": each.what, "facts": each.facts} for each in entries]
+    return [{"at": entry.at, "service": entry.service, "what": entry.what, "facts": entry.facts} for entry in entries]
 
 
-def from_rows(rows: Iterable[dict[str, Any]]) -> list[Entry]:
+def from_rows(rows: Iterable[dict[str, Any]]) -> list[StoryEntry]:
     """Return the entries that `as_rows` described."""
-    return [Entry(row["at"], row["service"], row["what"], row["facts"]) for row in rows]
+    return [StoryEntry(row["at"], row["service"], row["what"], row["facts"]) for row in rows]
 
 
-def as_lines(entries: Iterable[Entry]) -> Iterator[str]:
+def as_lines(entries: Iterable[StoryEntry]) -> Iterator[str]:
     """Yield a line for each entry: local time, seconds since the first entry, process, event and facts."""
     first: float | None = None
-    for each in entries:
-        facts = "  ".join(f"{key} {_text(value)}" for key, value in each.facts.items())
-        if each.at is None:
+    for entry in entries:
+        facts = "  ".join(f"{key} {_text(value)}" for key, value in entry.facts.items())
+        if entry.at is None:
             when, since = "-", ""
         else:
-            first = each.at if first is None else first
-            when = datetime.fromtimestamp(each.at).strftime("%m-%d %H:%M:%S.%f")[:-3]
-            since = f"{each.at - first:+.3f} s"
-        yield f"{when:<18} {since:>12}  {each.service:<24} {each.what:<24} {facts}".rstrip()
+            first = entry.at if first is None else first
+            when = datetime.fromtimestamp(entry.at).strftime("%m-%d %H:%M:%S.%f")[:-3]
+            since = f"{entry.at - first:+.3f} s"
+        yield f"{when:<18} {since:>12}  {entry.service:<24} {entry.what:<24} {facts}".rstrip()
 
 
 def _text(value: Any) -> str:

@@ -96,6 +96,7 @@ from proto.messages.tasks import (
     TaskHandle,
     TaskResult,
     TaskState,
+    WeightsKind,
     WeightsRef,
 )
 from proto.messages.telemetry import (
@@ -112,6 +113,7 @@ from proto.messages.telemetry import (
     Update,
 )
 from proto.messages.trainer import (
+    AdamW,
     Forward,
     ForwardBackward,
     ForwardBackwardDone,

@@ -53,6 +53,13 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     """If above 0, the engine calibrates a narrower tolerance when it starts, between `floor` and `tolerance`."""
 
 
+class WeightsKind(StrEnum):
+    """The closed list of values of `WeightsRef.kind`."""
+
+    FULL = "full"  # all weights of the model
+    ADAPTER = "adapter"  # an adapter over other weights, which never change
+
+
 class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where the policy version of this lineage and step is stored, and the means to prove that it was loaded."""
 
@@ -67,6 +74,8 @@ class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
     drill_seed: int  # seed of that perturbation
     drill_factors: list[float] = []
     """Noise factor of each weight, in the order of the sorted names; empty: 1 for all."""
+    kind: str = "full"  # a `WeightsKind`; an engine refuses a kind that it cannot load
+    base: str = ""  # name of the weights over which an adapter lies; empty for kind `full`
 
 
 @message(30)

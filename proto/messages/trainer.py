@@ -32,6 +32,17 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     mask_high: float = 0.0  # largest exp(prox - rollout) that is trained on
 
 
+class AdamW(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of one optimizer step."""
+
+    lr: float  # learning rate, 0 or more
+    beta1: float  # decay of the mean of the gradients
+    beta2: float  # decay of the mean of the squared gradients
+    eps: float  # added to the denominator
+    weight_decay: float  # decoupled weight decay, multiplied by `lr`
+    clip_norm: float  # the gradient is scaled down to this norm if its own is larger
+
+
 class WorkerRequest(Request, frozen=True, kw_only=True):
     """A call to the trainer's model, sent to one rank, or to the dispatch, which represents all ranks.
 
@@ -70,14 +81,14 @@ class ForwardDone(Message, frozen=True, kw_only=True):
 
 @message(83, reply=ForwardDone)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
-    """Run the model over a batch at the temperature at which training samples are drawn, and put the results into the
-    store on the worker's host as shards.
+    """Run the model over a batch, and put the results into the store on the worker's host as shards.
 
     The shards have the keys `<key>:<driver in hexadecimal>-<order>`.
     """
 
     batch: BatchMeta  # the tasks
     keys: list[str]  # names of the results; the only one so far is `prox_logprobs`, log-probs per token
+    temperature: float  # logits are divided by it, as in `LossSpec`
 
 
 @message(84)
@@ -112,10 +123,15 @@ class OptimStepDone(Message, frozen=True, kw_only=True):
 
 @message(87, reply=OptimStepDone)
 class OptimStep(WorkerRequest, frozen=True, kw_only=True):
-    """Clip the gradients, take an optimizer step, and zero the gradients."""
+    """Clip the gradients, take an optimizer step, and zero the gradients.
+
+    Errors:
+        bad_request: a number of `optimizer` is negative or not finite, or a beta is not below 1.
+    """
 
     step: int  # the training step of this update
     last: bool  # this is the last update of the step
+    optimizer: AdamW  # the numbers of this update
     snapshot_lineage: int = -1
     """If `last` is true: keep a snapshot of the state in shared memory under this lineage. -1: keep none."""
 
@@ -146,19 +162,15 @@ class Saved(Message, frozen=True, kw_only=True):
 
     path: str  # path of the folder
     seconds: float
-    kept: list[int] = []  # steps of all existing checkpoints
 
 
 @message(91, reply=Saved)
 class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
-    """Write a checkpoint under the run directory and remove old ones."""
+    """Write a checkpoint under the run directory. The caller removes old ones."""
 
     step: int
-    keep_last: int  # number of regular checkpoints to keep
     at_stop: bool = False
-    """The checkpoint is saved because the run is stopping. It is kept in addition to `keep_last`, and removed with the
-    next one."""
-    keep: list[int] = []  # steps of earlier checkpoints to keep in addition to `keep_last` (`checkpoint.keep_best`)
+    """The checkpoint is saved because the run is stopping, outside the regular interval. The checkpoint says so."""
 
 
 @message(92, reply=WorkerReady)

@@ -42,13 +42,13 @@ from proto.messages import (
     WaitRow,
 )
 from proto.registry import Message
-from services.batch_store.files import Found, StoreFiles
+from services.batch_store.files import Leftover, StoreFiles
 from services.batch_store.relay import CALL_S, ChunkDigests, Relay
 from services.batch_store.retirement import Retirement
 from services.batch_store.room import RETRY_AFTER_S, Tier
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
-from services.batch_store.stream_server import Source, StreamServer
+from services.batch_store.stream_server import StreamedContent, StreamServer
 from services.batch_store.stream_source import SealedFile, StreamSource, pin
 from services.batch_store.whole_source import DistributedFiles
 from shared import topology
@@ -88,11 +88,15 @@ class StoreService(Service):
         settings = loaded.services.batch_store
         self.telemetry.traced_share = loaded.services.monitor.traced_share
         self.index = StoreState(self.name, settings.memory, self.incarnation, settings.spill_limit or 0)
-        self._spill_root = settings.spill
-        self._spiller: Spiller | None = None
-        self._files: StoreFiles | None = None
-        self._retirement: Retirement
-        self._scanned: asyncio.Future[StoreFiles] = asyncio.get_running_loop().create_future()
+        self._mappings = MappingCache()
+        folder = f"{self.NAME}-{instance}"
+        spill = spill_folder(self.name, settings.spill, run, folder) if settings.spill is not None else None
+        # The identity of the directory is part of the registration.
+        self._files = StoreFiles(self.name, run.shm / folder, spill, on_retire=self._mappings.drop)
+        self._retirement = Retirement(self.name, self.index.room, self._files, asyncio.get_running_loop().time)
+        self._spiller = Spiller(self.name, self.index, self._files, self._retirement) if spill is not None else None
+        self._scanned = asyncio.Event()
+        """Set once the files of earlier incarnations have been recovered."""
         handle = self.mailbox.handle
         handle(PutBegin, self._busy_without_descriptor(self._begin))
         handle(PutSeal, self._busy_without_descriptor(self._seal))
@@ -103,7 +107,6 @@ class StoreService(Service):
         self._refused = (0, -1.0)
         """Number of puts so far for which there was no room, and the loop time at which the last one was noticed, or
         -1."""
-        self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=not loaded.transport.encrypt_bulk)
         self._digests = ChunkDigests()
         self._relay = Relay(
@@ -125,21 +128,9 @@ class StoreService(Service):
 
     # ---- life-cycle
 
-    def bind(self) -> str:
-        """Open the directory before the mailbox, because its identity is part of the registration."""
-        folder = f"{self.NAME}-{self.instance}"
-        spill = spill_folder(self.name, self._spill_root, self.run, folder) if self._spill_root is not None else None
-        self._files = StoreFiles(self.name, self.run.shm / folder, spill, on_retire=self._mappings.drop)
-        self._retirement = Retirement(self.name, self.index.room, self._files, self.loop.time)
-        if spill is not None:
-            self._spiller = Spiller(self.name, self.index, self._files, self._retirement)
-        return super().bind()
-
     async def start(self) -> None:
         """Recover the files of earlier incarnations, then begin answering requests."""
         files = self._files
-        if files is None:
-            raise RpcError(ErrorCode.INTERNAL, f"{self.name}: started before it was bound")
         try:
             files.check_room(self.index.room.limits)
         except RpcError as error:
@@ -148,13 +139,13 @@ class StoreService(Service):
             # Acknowledged files are served even if other processes have since filled the mount.
             self.log.warning("less room than the limit: puts may be answered with BUSY", why=str(error))
         self.index.recall(files.tombstones.read())
-        for found in await asyncio.to_thread(files.scan):
-            self._recover(found)
+        for leftover in await asyncio.to_thread(files.scan):
+            self._recover(leftover)
         self._retirement.settle()
         stats = self.index.stats()
         self.log.info("scanned", files=stats.files, tasks=stats.tasks, shards=stats.shards, bytes=stats.bytes)
         self._streams.bind(self.bulk_endpoint(), self.bulk_advertised)
-        self._scanned.set_result(files)
+        self._scanned.set()
 
     async def serve(self) -> None:
         files = await self._ready()
@@ -196,8 +187,7 @@ class StoreService(Service):
         await asyncio.to_thread(self._streams.close)
         if self._spiller is not None:
             await self._spiller.close()
-        if self._files is not None:  # handlers no longer run
-            self._files.close()
+        self._files.close()  # handlers no longer run
 
     def bulk_endpoint(self) -> str:
         """Return the endpoint that serves chunks to readers without shared memory; it is not the mailbox's endpoint."""
@@ -210,10 +200,8 @@ class StoreService(Service):
         return bound
 
     def registration(self) -> messages.Register:
-        identity = self._files.identity if self._files is not None else ""
-        return msgspec.structs.replace(
-            super().registration(), limit_bytes=self.index.room.limit_bytes, data_id=identity
-        )
+        limit_bytes, identity = self.index.room.limit_bytes, self._files.identity
+        return msgspec.structs.replace(super().registration(), limit_bytes=limit_bytes, data_id=identity)
 
     def heartbeat(self) -> messages.Heartbeat:
         stats = self.index.stats()
@@ -238,23 +226,24 @@ class StoreService(Service):
             text += f"; puts are being refused (last: {now - self._refused[1]:.1f} s ago; services.batch-store.memory)"
         return [*rows, WaitRow(WaitKind.ROOM, text, 0.0)]
 
-    def _recover(self, found: Found) -> None:
-        if found.table is not None:
-            put_id = found.name.removesuffix(".blk")
-            self._retirement.take(self.index.recover(put_id, found.nbytes, found.table, found.place))
+    def _recover(self, leftover: Leftover) -> None:
+        if leftover.table is not None:
+            put_id = leftover.name.removesuffix(".blk")
+            self._retirement.take(self.index.recover(put_id, leftover.nbytes, leftover.table, leftover.place))
             return
-        if found.unreadable:
-            self.log.error("unreadable file kept; its shards are missing", file=found.name, why=found.why)
+        if leftover.unreadable:
+            self.log.error("unreadable file kept; its shards are missing", file=leftover.name, why=leftover.why)
             return
-        if found.name.endswith(".blk") and not found.duplicate:
-            self.log.error("damaged file deleted", file=found.name, bytes=found.nbytes, why=found.why)
-        self._retirement.take([self.index.recover_refuse(found.name, found.nbytes, found.place)])
+        if leftover.name.endswith(".blk") and not leftover.duplicate:
+            self.log.error("damaged file deleted", file=leftover.name, bytes=leftover.nbytes, why=leftover.why)
+        self._retirement.take([self.index.recover_refuse(leftover.name, leftover.nbytes, leftover.place)])
 
     async def _ready(self) -> StoreFiles:
         """Wait until the files of earlier incarnations have been recovered, and return this store's files. The
         caller's deadline limits the wait.
         """
-        return await asyncio.shield(self._scanned)
+        await self._scanned.wait()
+        return self._files
 
     # ---- requests
 
@@ -363,8 +352,8 @@ class StoreService(Service):
         return PutSealed(nbytes=nbytes)
 
     async def _locate(self, request: Locate, call: Call) -> Located:
-        found, places = await self._files_of(request.tasks)
-        return Located(files=[file.path for file in found], places=places)
+        files, places = await self._files_of(request.tasks)
+        return Located(files=[file.path for file in files], places=places)
 
     async def _files_of(self, tasks: Sequence[PutTask]) -> tuple[list[SealedFile], list[list[int]]]:
         """Return files and, for each task, the indices of those that hold it.
@@ -375,15 +364,15 @@ class StoreService(Service):
         while True:
             put_ids, places = self.index.locate(tasks)
             sealed = [self.index.sealed(put_id) for put_id in put_ids]
-            found = [
-                SealedFile(files.path(f"{put_id}.blk", each.place), each.table)
-                for put_id, each in zip(put_ids, sealed, strict=True)
+            located = [
+                SealedFile(files.path(f"{put_id}.blk", entry.place), entry.table)
+                for put_id, entry in zip(put_ids, sealed, strict=True)
             ]
-            lost = [at for at, each in enumerate(sealed) if each.place is Tier.DISK and _is_deleted(found[at].path)]
+            lost = [at for at, entry in enumerate(sealed) if entry.place is Tier.DISK and _is_deleted(located[at].path)]
             if not lost:
-                return found, places
+                return located, places
             for at in lost:
-                self.log.error("spilled file deleted by another process; its shards are missing", file=found[at].path)
+                self.log.error("spilled file deleted by another process; its shards are missing", file=located[at].path)
                 self._retirement.take(self.index.lose(put_ids[at]))
 
     async def _clear(self, request: Clear, call: Call) -> Ack:
@@ -469,10 +458,10 @@ class StoreService(Service):
     ) -> tuple[list[SealedFile], StreamSource]:
         """Return the sealed files of the first tasks, and a stream of them. Raises the errors of `OpenStream`."""
         while True:
-            found, places = await self._files_of(tasks)
+            sealed, places = await self._files_of(tasks)
             try:
                 limits = (keys, max_bytes, self._mappings)
-                return found, await asyncio.to_thread(pin, self.name, found, places, tasks, *limits)
+                return sealed, await asyncio.to_thread(pin, self.name, sealed, places, tasks, *limits)
             except FileNotFoundError:
                 await asyncio.sleep(AGAIN_S)  # collected before it was mapped; the index knows this by now
 
@@ -481,18 +470,18 @@ class StoreService(Service):
             split = split_task_id(request.task.task_id)[0]
         except WireError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: {error}") from None
-        source: Source
+        source: StreamedContent
         if split == distribution.SPLIT:
             path, source = await asyncio.to_thread(self._distributed.open, request.task)
         elif split == WEIGHTS:
             try:
-                found, source = await self._pinned([request.task], (), 1 << 62)
+                sealed, source = await self._pinned([request.task], (), 1 << 62)
             except RpcError as error:
                 if error.code != ErrorCode.MISSING:
                     raise
                 await self._check_origin(request.origin)
                 return await self._relay.hold(request)
-            path = found[0].path
+            path = sealed[0].path
         else:
             text = (
                 f"{self.name}: {request.task.task_id} is neither a version of the weights nor a file from the home host"

@@ -105,8 +105,8 @@ def family_name(name: str, unit: str) -> str:
 
 
 def _load_names() -> tuple[list[Metric], dict[str, str]]:
-    found = json.loads(resources.files("services.exporter").joinpath("names.json").read_text(encoding="utf-8"))
-    return [Metric(**each) for each in found["metrics"]], found["topics"]
+    document = json.loads(resources.files("services.exporter").joinpath("names.json").read_text(encoding="utf-8"))
+    return [Metric(**metric) for metric in document["metrics"]], document["topics"]
 
 
 METRICS, ABOUT = _load_names()
@@ -144,25 +144,25 @@ class Collected:
 
 def collect(rows: Iterable[TopicRow]) -> Collected:
     """Return the monitor's last values as Prometheus metrics."""
-    found = Collected()
+    collected = Collected()
     for row in rows:
         match row.topic:
             case "cluster/metrics":
-                _add_metrics(found, row.values)
+                _add_metrics(collected, row.values)
             case "cluster/status":
-                _add_status(found, row.values)
+                _add_status(collected, row.values)
             case "cluster/services":
-                _add_services(found, row.values)
+                _add_services(collected, row.values)
             case "cluster/losses":
-                _add_losses(found, row.values)
+                _add_losses(collected, row.values)
             case "monitor/subscriptions":
-                _add_monitor(found, row.values)
+                _add_monitor(collected, row.values)
             case _ if row.topic in TOPICS:
-                _add_topic(found, row)
-    return found
+                _add_topic(collected, row)
+    return collected
 
 
-def _add_metrics(found: Collected, values: Mapping[str, float | str]) -> None:
+def _add_metrics(collected: Collected, values: Mapping[str, float | str]) -> None:
     """Add the newest row of metrics.jsonl."""
     for name, value in values.items():
         if name in LIVE or not isinstance(value, int | float):
@@ -171,21 +171,21 @@ def _add_metrics(found: Collected, values: Mapping[str, float | str]) -> None:
             matching = metric.pattern.fullmatch(name)
             if matching is not None:
                 labels = {label: matching[label] for label in metric.labels}
-                found.add(metric.family, metric.help, value, labels, counter=metric.name in COUNTERS)
+                collected.add(metric.family, metric.help, value, labels, counter=metric.name in COUNTERS)
                 break
 
 
-def _add_status(found: Collected, values: Mapping[str, float | str]) -> None:
+def _add_status(collected: Collected, values: Mapping[str, float | str]) -> None:
     for key, family, about in _STATUS:
         value = values.get(key)
         if isinstance(value, int | float):
-            found.add(f"{PREFIX}_{family}", about, value)
+            collected.add(f"{PREFIX}_{family}", about, value)
     if isinstance(run := values.get("run"), str):
-        found.add(f"{PREFIX}_run_info", "the run, named by its label", 1.0, {"run": run})
+        collected.add(f"{PREFIX}_run_info", "the run, named by its label", 1.0, {"run": run})
     for key, value in values.items():
         kind, _, state = key.partition("/")
         if kind == "tasks" and isinstance(value, int | float):
-            found.add(f"{PREFIX}_tasks", "live and collected tasks by state", value, {"state": state})
+            collected.add(f"{PREFIX}_tasks", "live and collected tasks by state", value, {"state": state})
 
 
 _STATUS = (
@@ -200,35 +200,35 @@ _STATUS = (
 )
 
 
-def _add_services(found: Collected, values: Mapping[str, float | str]) -> None:
+def _add_services(collected: Collected, values: Mapping[str, float | str]) -> None:
     for key, value in values.items():
         name, _, what = key.rpartition("/")
         service = name.rpartition("/")[0]
         labels = {"service": service, "process": name}
         if what == "state":
             about = "whether a registered service is READY, 1 or 0"
-            found.add(f"{PREFIX}_service_ready", about, float(value == "READY"), labels)
+            collected.add(f"{PREFIX}_service_ready", about, float(value == "READY"), labels)
         elif what == "rss_bytes" and isinstance(value, int | float):
-            found.add(f"{PREFIX}_service_resident_memory_bytes", "resident memory of a process", value, labels)
+            collected.add(f"{PREFIX}_service_resident_memory_bytes", "resident memory of a process", value, labels)
 
 
-def _add_losses(found: Collected, values: Mapping[str, float | str]) -> None:
+def _add_losses(collected: Collected, values: Mapping[str, float | str]) -> None:
     for key, value in values.items():
         kind, _, rest = key.partition("/")
         if isinstance(value, str):
             process, _, trouble = key.rpartition("/")
             about = "a current trouble of a service, whose text ctl doctor shows"
             labels = {"service": process.rpartition("/")[0], "process": process, "kind": trouble}
-            found.add(f"{PREFIX}_trouble", about, 1.0, labels)
+            collected.add(f"{PREFIX}_trouble", about, 1.0, labels)
         elif kind == "dropped":
             about = "training tasks dropped so far"
-            found.add(f"{PREFIX}_dropped_tasks", about, value, {"reason": rest}, counter=True)
+            collected.add(f"{PREFIX}_dropped_tasks", about, value, {"reason": rest}, counter=True)
         elif kind == "lost":
             about = "samples of training tasks lost so far"
-            found.add(f"{PREFIX}_lost_samples", about, value, {"reason": rest}, counter=True)
+            collected.add(f"{PREFIX}_lost_samples", about, value, {"reason": rest}, counter=True)
 
 
-def _add_monitor(found: Collected, values: Mapping[str, float | str]) -> None:
+def _add_monitor(collected: Collected, values: Mapping[str, float | str]) -> None:
     for key, family, about, counter in (
         ("subscriptions", "monitor_subscriptions", "subscriptions to the monitor's stream", False),
         ("dropped", "telemetry_dropped_messages", "telemetry messages that services dropped", True),
@@ -236,10 +236,10 @@ def _add_monitor(found: Collected, values: Mapping[str, float | str]) -> None:
     ):
         value = values.get(key)
         if isinstance(value, int | float):
-            found.add(f"{PREFIX}_{family}", about, value, counter=counter)
+            collected.add(f"{PREFIX}_{family}", about, value, counter=counter)
 
 
-def _add_topic(found: Collected, row: TopicRow) -> None:
+def _add_topic(collected: Collected, row: TopicRow) -> None:
     topic, about = TOPICS[row.topic], ABOUT[row.topic]
     labels = {"service": row.service, "process": service_name(row.service, row.instance)}
     for key, value in row.values.items():
@@ -249,4 +249,4 @@ def _add_topic(found: Collected, row: TopicRow) -> None:
         seconds = unit == "s" and bool(name)
         family = family_name(f"{topic.prefix}/{name if seconds else key}", "s" if seconds else "")
         grows = key in topic.growing or not topic.growing
-        found.add(family, f"{key} of the topic {row.topic} ({about})", value, labels, counter=grows)
+        collected.add(family, f"{key} of the topic {row.topic} ({about})", value, labels, counter=grows)

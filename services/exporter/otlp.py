@@ -19,8 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from services.exporter.spans import STEP, TraceSpan
-from shared.tracing import span_id
+from services.exporter.spans import STEP, TraceSpan, span_id
 
 PATH = "/v1/traces"
 QUEUED_SPANS = 16_384
@@ -33,7 +32,7 @@ RETRIED = frozenset({429, 502, 503, 504})
 NAME = "rlbus"
 
 
-class Refused(Exception):
+class CollectorRefused(Exception):
     """The collector is not accepting these spans at present, or will never accept them (`forever`)."""
 
     def __init__(self, text: str, *, forever: bool) -> None:
@@ -94,7 +93,7 @@ class OtlpSender:
         while batch := self._next_batch():
             try:
                 self._post(encoded(batch, self._run))
-            except (Refused, ValueError) as error:  # ValueError: a header that HTTP does not allow
+            except (CollectorRefused, ValueError) as error:  # ValueError: a header that HTTP does not allow
                 self._take_back(batch, error)
                 with self._changed:
                     if self._ending or self._changed.wait_for(lambda: self._ending, pause_s * random.uniform(0.5, 1)):
@@ -115,7 +114,7 @@ class OtlpSender:
 
     def _take_back(self, batch: list[TraceSpan], error: Exception) -> None:
         with self._changed:
-            if not isinstance(error, Refused) or error.forever:
+            if not isinstance(error, CollectorRefused) or error.forever:
                 self.dropped += len(batch)
             else:
                 self._queue.extendleft(reversed(batch))
@@ -139,12 +138,12 @@ class OtlpSender:
                 self._post(body)
                 return
             why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-            raise Refused(f"collector {self.url}: {why}", forever=False) from None
+            raise CollectorRefused(f"collector {self.url}: {why}", forever=False) from None
         if answer.will_close:
             self._disconnect()
         if answer.status >= 300:
             text = f"collector {self.url}: answered {answer.status} {answer.reason} to POST {self._path}"
-            raise Refused(text, forever=answer.status not in RETRIED)
+            raise CollectorRefused(text, forever=answer.status not in RETRIED)
 
     def _connected(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
@@ -158,7 +157,7 @@ class OtlpSender:
 
 def headers_of_environment() -> dict[str, str]:
     """Return the headers in OTEL_EXPORTER_OTLP_HEADERS (`key=value,key=value`, percent-encoded)."""
-    pairs = (each.partition("=") for each in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(","))
+    pairs = (pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(","))
     return {unquote(key.strip()): unquote(value.strip()) for key, equals, value in pairs if equals and key.strip()}
 
 
@@ -181,7 +180,7 @@ def encoded(spans: Sequence[TraceSpan], run: str) -> bytes:
         )
         scope = resource.scope_spans.add()
         scope.scope.name = NAME
-        scope.spans.extend(_span(each) for each in mine)
+        scope.spans.extend(_span(span) for span in mine)
     body: bytes = request.SerializeToString()
     return body
 

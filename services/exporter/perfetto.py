@@ -178,12 +178,12 @@ def _name(what: str, pid: int, tid: int, name: str) -> Event:
 
 
 def _facts(interval: Interval) -> dict[str, float | str]:
-    found = {key: value[:MAX_FACT_CHARS] if isinstance(value, str) else value for key, value in interval.facts.items()}
+    facts = {key: value[:MAX_FACT_CHARS] if isinstance(value, str) else value for key, value in interval.facts.items()}
     if interval.step is not None:
-        found["step"] = interval.step
+        facts["step"] = interval.step
     if interval.tasks:
-        found["tasks"] = " ".join(interval.tasks)
-    return found
+        facts["tasks"] = " ".join(interval.tasks)
+    return facts
 
 
 def _us(seconds: float) -> int:

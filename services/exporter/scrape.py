@@ -11,8 +11,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from shared.bearer import Secret
-from shared.guest_server import prove
+from shared.guest_server import Secret, prove
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -23,8 +23,7 @@ from shared.rpc.errors import BadInput, RpcError
 from shared.rpc.transport import Pump, open_socket
 from shared.rundir import RunDir
 from shared.topology import load_resolved
-from shared.topology.monitor_traces import Prometheus, Traces
-from shared.topology.monitor_web import TokenError, read_token, split_address
+from shared.topology.monitor import Prometheus, TokenError, Traces, read_token, split_address
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -53,17 +52,16 @@ class ExporterService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         monitor = load_resolved(run.topology).services.monitor
-        self._prometheus: Prometheus | None = monitor.prometheus
-        self._traces: Traces | None = monitor.traces
-        self._server: GuestServer | None = None
+        self._prometheus, self._traces = monitor.prometheus, monitor.traces
+        self._server = self._page(self._prometheus) if self._prometheus is not None else None
+        self._otlp = _sender(self._traces.otlp, run.name) if self._traces is not None and self._traces.otlp else None
+        self._file = self._opened(self._traces) if self._traces is not None and self._traces.file else None
+        """The trace file, or None if none is wanted or it can no longer be written."""
         self._snapshot: tuple[float, list[TopicRow]] = (-1.0, [])
         """Loop time of the monitor's last answer, and the rows of that answer."""
         self._asking = asyncio.Lock()
         self._up = False
-        self._pump: Pump | None = None
         self._tracer = Tracer(run.name)
-        self._file: TraceFile | None = None
-        self._otlp: OtlpSender | None = None
         self._waiting: list[Interval] = []
         self._spans = 0
         self._dropped = 0
@@ -71,33 +69,24 @@ class ExporterService(Service):
     # ---- life
 
     async def start(self) -> None:
-        if self._prometheus is not None:
-            await self._open_page(self._prometheus)
+        if self._server is not None:
+            self.closing.push_async_callback(self._server.stop)
+            await self._open_page(self._server)
+        self.closing.callback(self._close_file)
+        if self._otlp is not None:
+            self._otlp.start()
+            self.closing.push_async_callback(asyncio.to_thread, self._otlp.close, LAST_S)
         if self._traces is not None:
-            self._follow(self._traces)
+            self.closing.callback(self._flush)
+            self.closing.callback(self._follow().close)
 
     async def serve(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
             self._flush()
 
-    async def close(self) -> None:
-        if self._pump is not None:
-            self._pump.close()
-            self._flush()
-        if self._otlp is not None:
-            await asyncio.to_thread(self._otlp.close, LAST_S)
-        if self._file is not None:
-            self._file.close()
-        if self._server is not None:
-            await self._server.stop()
-        await super().close()
-
-    async def _open_page(self, settings: Prometheus) -> None:
-        """Open /metrics.
-
-        Raises RpcError, with a one-line message, if the library, the address or the token cannot be used.
-        """
+    def _page(self, settings: Prometheus) -> GuestServer:
+        """Return the server of /metrics. Raises BadInput if the library or the token cannot be used."""
         try:
             from services.exporter.scrape import Scrape
         except ImportError as error:
@@ -106,37 +95,41 @@ class ExporterService(Service):
             token = read_token(settings.token) if settings.token is not None else ""
         except TokenError as error:
             raise BadInput(f"monitor.prometheus.token: {error}") from error
-        self._server = GuestServer(
+        return GuestServer(
             Scrape(self._metrics, token),
             QUIET_S,
             listen=split_address(settings.listen),
             most_connections=MOST_SCRAPERS,
         )
-        try:
-            await self._server.start()
-        except OSError as error:
-            text = f"monitor.prometheus.listen: {settings.listen} cannot be used ({error.strerror}); choose another"
-            raise RpcError(ErrorCode.BUSY, text) from None
-        self.log.info("serves Prometheus", address=f"http://{self._server.address}/metrics")
 
-    def _follow(self, settings: Traces) -> None:
-        if settings.otlp is not None:
-            try:
-                from services.exporter.otlp import OtlpSender, headers_of_environment
-            except ImportError as error:
-                raise _missing("monitor.traces.otlp", error) from None
-            self._otlp = OtlpSender(settings.otlp, self.run.name, headers_of_environment())
-            self._otlp.start()
-        if settings.file:
-            try:
-                self._file = TraceFile(self.run.path / FOLDER, settings.file_limit)
-            except OSError as error:
-                self._lose_file(error)
+    async def _open_page(self, server: GuestServer) -> None:
+        """Serve /metrics. Raises a one-line RpcError if the address cannot be used."""
+        try:
+            await server.start()
+        except OSError as error:
+            listen = self._prometheus.listen if self._prometheus is not None else ""
+            text = f"monitor.prometheus.listen: {listen} cannot be used ({error.strerror}); choose another"
+            raise RpcError(ErrorCode.BUSY, text) from None
+        self.log.info("serves Prometheus", address=f"http://{server.address}/metrics")
+
+    def _opened(self, settings: Traces) -> TraceFile | None:
+        try:
+            return TraceFile(self.run.path / FOLDER, settings.file_limit)
+        except OSError as error:
+            self._lose_file(error)
+            return None
+
+    def _follow(self) -> Pump:
+        """Receive the topics of the monitor that report spans."""
         socket = open_socket(self.context, zmq.SUB)
         for topic in TOPICS:
             socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         socket.connect(self.run.endpoint(MONITOR_STREAM, 0))
-        self._pump = Pump(socket, self._on_update)
+        return Pump(socket, self._on_update)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
     # ---- traces
 
@@ -148,15 +141,15 @@ class ExporterService(Service):
         except WireError:
             return
         if isinstance(body, Update):
-            found = list(intervals(body.row))
+            received = list(intervals(body.row))
             room = WAITING - len(self._waiting)
-            self._waiting += found[:room]
-            self._dropped += max(0, len(found) - room)
+            self._waiting += received[:room]
+            self._dropped += max(0, len(received) - room)
 
     def _flush(self) -> None:
         """Pass the received intervals on as spans."""
         waiting, self._waiting = self._waiting, []
-        placed = [(each, list(self._tracer.spans(each))) for each in waiting]
+        placed = [(interval, list(self._tracer.spans(interval))) for interval in waiting]
         spans = [span for _, mine in placed for span in mine]
         self._spans += len(spans)
         if self._otlp is not None:
@@ -188,12 +181,12 @@ class ExporterService(Service):
         from services.exporter.families import PREFIX, collect
 
         rows = await self._rows()
-        found = collect(rows)
+        collected = collect(rows)
         up = GaugeMetricFamily(f"{PREFIX}_monitor_up", "Whether the monitor answers, 1 or 0.", value=float(self._up))
         left = CounterMetricFamily(
-            f"{PREFIX}_exporter_left_out_series", "Series beyond the limit of their metric.", value=found.left_out
+            f"{PREFIX}_exporter_left_out_series", "Series beyond the limit of their metric.", value=collected.left_out
         )
-        return [up, left, *found]
+        return [up, left, *collected]
 
     async def _rows(self) -> list[TopicRow]:
         """Return the monitor's last values, at most `FRESH_S` old, or an empty list if the monitor does not answer."""
@@ -206,6 +199,14 @@ class ExporterService(Service):
                     rows, self._up = [], False
                 self._snapshot = (self.loop.time(), rows)
         return self._snapshot[1]
+
+
+def _sender(url: str, run: str) -> OtlpSender:
+    try:
+        from services.exporter.otlp import OtlpSender, headers_of_environment
+    except ImportError as error:
+        raise _missing("monitor.traces.otlp", error) from None
+    return OtlpSender(url, run, headers_of_environment())
 
 
 def _missing(key: str, error: ImportError) -> BadInput:

@@ -2,7 +2,8 @@
 
 Each task has a trace, and so does each step. Every process reports its own part of the work, so the spans of a trace
 arrive in any order, and some may be missing because telemetry may be dropped. The names and parents of spans follow
-from the rows alone.
+from the rows alone, and their ids are hashes of what identifies them, so that no message carries a trace context. The
+ids have the sizes of W3C Trace Context: 16 bytes for a trace, 8 for a span.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import xxhash
+
 from proto.messages import TopicRow
-from shared.actor.telemetry import PART, SPAN
+from shared.actor.telemetry import MAX_TASKS, PART, SPAN
 from shared.rundir import service_name
-from shared.tracing import MAX_TASKS, span_id, trace_id
 
 TOPICS = (SPAN, PART, "weights")
 """The topics that report intervals. Subscriptions are prefixes, so rows of other topics must be filtered out."""
@@ -141,3 +143,13 @@ def _seconds(values: Mapping[str, float | str], key: str) -> float | None:
 def _whole(values: Mapping[str, float | str], key: str) -> int | None:
     value = values.get(key)
     return int(value) if isinstance(value, int | float) and 0 <= value < 1 << 63 else None
+
+
+def trace_id(run: str, subject: str) -> bytes:
+    """Return the trace id for `subject`: a task id, or `step/<step>`."""
+    return xxhash.xxh3_128_digest(f"{run}\0{subject}".encode())
+
+
+def span_id(trace: bytes, *parts: str | int) -> bytes:
+    """Return the id of a span within a trace, from the parts that identify it."""
+    return xxhash.xxh3_64_digest(trace + "\0".join(map(str, parts)).encode())

@@ -37,7 +37,9 @@ def rows_of(status: Status, at: float) -> list[TopicRow]:
         services[f"{name}/rss_bytes"] = row.rss_bytes
     losses: dict[str, float | str] = {f"dropped/{reason}": count for reason, count in status.dropped.items()}
     losses |= {f"lost/{reason}": count for reason, count in status.lost.items()}
-    losses |= {f"{service_name(each.service, each.instance)}/{each.kind}": each.text for each in status.troubles}
+    losses |= {
+        f"{service_name(trouble.service, trouble.instance)}/{trouble.kind}": trouble.text for trouble in status.troubles
+    }
     rows = [_row("cluster/status", at, values), _row("cluster/services", at, services)]
     rows.append(_row("cluster/losses", at, losses))
     if status.last_row:

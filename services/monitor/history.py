@@ -9,7 +9,7 @@ import numpy as np
 
 from proto.messages import History, TopicRow
 from services.monitor.state import row_bytes
-from shared.metrics_follower import MetricsFollower
+from shared.runfiles.metrics import MetricsFollower
 from shared.view.curves import Curves
 from shared.view.timeline import MAX_HISTORY
 

@@ -40,7 +40,6 @@ from services.monitor.state import MonitorState
 from services.monitor.subscriptions import Subscriptions
 from services.monitor.warnings.desk import WarningDesk
 from shared.actor.service import Service
-from shared.process_rows import process_rows
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rpc.transport import Pump, open_socket
@@ -49,6 +48,7 @@ from shared.security.connections import Connections
 from shared.security.curve import lock
 from shared.security.roles import Role
 from shared.security.zap import Gate
+from shared.view.services import process_rows
 
 PUB, SUPERVISOR = "monitor-pub", "supervisor"
 POLL_S = 1.0
@@ -80,9 +80,7 @@ class MonitorService(Service):
         self._history = MonitorHistory(run.metrics)
         self._reading = asyncio.Lock()
         """Held while the metrics file is read."""
-        self._pump: Pump | None = None
         self._connections: Connections | None = None
-        self._pub: zmq.Socket[bytes]
         self._stream = ""
         self._subscriptions = 0
         """Number of subscriptions, including those of peers on this host."""
@@ -92,21 +90,22 @@ class MonitorService(Service):
         """Descriptor of the connection from which the current message has arrived."""
         self._confirming: asyncio.TimerHandle | None = None
         self._warnings: WarningDesk | None = None
+        self._pub = open_socket(self.context, zmq.XPUB)
+        self._pub.setsockopt(zmq.SNDHWM, SUBSCRIBER_MESSAGES)
+        self._pub.setsockopt(zmq.RCVHWM, UNREAD_SUBSCRIPTIONS)
+        self._pub.setsockopt(zmq.RCVBUF, RECEIVE_BYTES)
+        self._pub.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES)
+        self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription, not only the first for each prefix
+        self._pump = Pump(self._pub, self._on_subscription, on_source=self._on_source)
+        self.closing.callback(self._pump.close)
         self.mailbox.handle(Telemetry, self._on_telemetry)
         self.mailbox.handle(GetSnapshot, self._on_snapshot)
         self.mailbox.handle(GetHistory, self._on_history)
 
     def bind(self) -> str:
         endpoint = super().bind()  # claims the mailbox; only its owner may take the stream's path
-        socket = open_socket(self.context, zmq.XPUB)
-        socket.setsockopt(zmq.SNDHWM, SUBSCRIBER_MESSAGES)
-        socket.setsockopt(zmq.RCVHWM, UNREAD_SUBSCRIPTIONS)
-        socket.setsockopt(zmq.RCVBUF, RECEIVE_BYTES)
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES)
-        socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription, not only the first for each prefix
-        socket.bind(self.run.endpoint(PUB, self.instance))
-        self._pub = socket
-        self._pump = Pump(socket, self._on_subscription, on_source=self._on_source)
+        self._pub.bind(self.run.endpoint(PUB, self.instance))
+        self.closing.callback(self.run.socket_file(PUB, self.instance).unlink, missing_ok=True)
         return endpoint
 
     def open_door(self, gate: Gate) -> str:
@@ -114,6 +113,7 @@ class MonitorService(Service):
         address = self.listen.rpartition(":")[0]
         lock(self._pub, gate.keys, Role.OBSERVER)
         self._connections = Connections(self._pub, f"{self.name} {PUB}", self._guests.forget)
+        self.closing.callback(self._connections.close)
         self._pub.bind(f"{address}:*")
         self._stream = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         return self.mailbox.bind(self.context, self.listen, gate=gate, admits=Role.OBSERVER)
@@ -121,6 +121,7 @@ class MonitorService(Service):
     async def start(self) -> None:
         self._warnings = await self.loop.run_in_executor(None, WarningDesk.open, self.run, self.log)
         if self._warnings is not None:
+            self.closing.callback(self._warnings.close)
             self._publish_all(self._warnings.newest())
 
     async def serve(self) -> None:
@@ -136,15 +137,8 @@ class MonitorService(Service):
         await self._warn()  # the warnings about the last steps of the run
 
     async def close(self) -> None:
-        if self._warnings is not None:
-            self._warnings.close()
         if self._confirming is not None:
             self._confirming.cancel()
-        if self._connections is not None:
-            self._connections.close()
-        if self._pump is not None:
-            self._pump.close()
-            self.run.socket_file(PUB, self.instance).unlink(missing_ok=True)
         await super().close()
 
     async def _poll_scheduler(self) -> None:
@@ -245,7 +239,7 @@ class MonitorService(Service):
         self._publish(self._state.put(row))
 
     def _publish(self, update: Update | None) -> None:
-        if update is None or self._pump is None or not self._subscriptions:
+        if update is None or not self._subscriptions:
             return
         try:
             frames = codec.encode(update, request_id=0, incarnation=self.incarnation, flags=FLAG_ONE_WAY)

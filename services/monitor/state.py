@@ -64,8 +64,8 @@ class MonitorState:
 
     def put_changed(self, row: TopicRow) -> Update | None:
         """Store a row as `put` does, but also return None if the values are the same as before."""
-        known = self._rows.get((row.service, row.instance, row.topic))
-        return None if known is not None and known.values == row.values else self.put(row)
+        before = self._rows.get((row.service, row.instance, row.topic))
+        return None if before is not None and before.values == row.values else self.put(row)
 
     @property
     def dropped(self) -> int:

@@ -44,30 +44,30 @@ class Estimator:
         if not len(rewards):
             return np.zeros(0, dtype=np.float32)
         options, values = self._options, rewards.astype(np.float64)
-        found: Array
+        advantages: Array
         if self._function is not None:
-            found = np.asarray(self._function(values, groups, loss_tokens, **options.params))
-            if found.shape != values.shape or found.dtype.kind not in "fiu":
+            advantages = np.asarray(self._function(values, groups, loss_tokens, **options.params))
+            if advantages.shape != values.shape or advantages.dtype.kind not in "fiu":
                 raise ValueError(
-                    f"advantage {options.name} returned {found.dtype} {list(found.shape)}; it must return "
+                    f"advantage {options.name} returned {advantages.dtype} {list(advantages.shape)}; it must return "
                     f"{len(values)} numbers"
                 )
         elif options.name == "grpo":
-            found = grpo(values, groups, std_epsilon=options.std_epsilon if options.scale == "std" else None)
+            advantages = grpo(values, groups, std_epsilon=options.std_epsilon if options.scale == "std" else None)
         elif options.name == "dr_grpo":
-            found = grpo(values, groups, std_epsilon=None)
+            advantages = grpo(values, groups, std_epsilon=None)
         elif options.name == "rloo":
-            found = rloo(values, groups)
+            advantages = rloo(values, groups)
         elif options.name == "opo":
-            found = opo(values, groups, loss_tokens)
+            advantages = opo(values, groups, loss_tokens)
         elif options.name == "reinforce_pp":
-            found = reinforce_pp(values, loss_tokens)
+            advantages = reinforce_pp(values, loss_tokens)
         elif options.name == "reinforce_pp_baseline":
-            found = reinforce_pp(grpo(values, groups, std_epsilon=None), loss_tokens)
+            advantages = reinforce_pp(grpo(values, groups, std_epsilon=None), loss_tokens)
         else:
             raise ValueError(f"advantage {options.name!r}: no such estimator")
         with np.errstate(over="ignore"):  # the caller checks for infinite values
-            return found.astype(np.float32)
+            return advantages.astype(np.float32)
 
 
 def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:
@@ -82,8 +82,8 @@ def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:
         return deviations
     squares = np.bincount(groups, weights=deviations**2)
     std = np.sqrt(squares / np.maximum(counts - 1, 1))
-    found: Array = deviations / (std + std_epsilon)[groups]
-    return found
+    advantages: Array = deviations / (std + std_epsilon)[groups]
+    return advantages
 
 
 def rloo(rewards: Array, groups: Array) -> Array:
@@ -93,8 +93,8 @@ def rloo(rewards: Array, groups: Array) -> Array:
     baseline for free!", 2019.
     """
     counts = np.bincount(groups)
-    found: Array = (rewards - _mean(rewards, groups)[groups]) * (counts / np.maximum(counts - 1, 1))[groups]
-    return found
+    advantages: Array = (rewards - _mean(rewards, groups)[groups]) * (counts / np.maximum(counts - 1, 1))[groups]
+    return advantages
 
 
 def opo(rewards: Array, groups: Array, loss_tokens: Array) -> Array:
@@ -107,8 +107,8 @@ def opo(rewards: Array, groups: Array, loss_tokens: Array) -> Array:
     total = np.bincount(groups, weights=lengths)
     weighted = np.bincount(groups, weights=lengths * rewards)
     baseline = np.where(total > 0, weighted / np.maximum(total, 1), _mean(rewards, groups))
-    found: Array = rewards - baseline[groups]
-    return found
+    advantages: Array = rewards - baseline[groups]
+    return advantages
 
 
 def reinforce_pp(rewards: Array, loss_tokens: Array) -> Array:
@@ -126,8 +126,8 @@ def reinforce_pp(rewards: Array, loss_tokens: Array) -> Array:
         return np.zeros_like(rewards)
     deviations = rewards - (lengths * rewards).sum() / tokens
     variance = (lengths * deviations**2).sum() / (tokens - 1)
-    found: Array = deviations / np.sqrt(variance + WHITEN_EPSILON)
-    return found
+    advantages: Array = deviations / np.sqrt(variance + WHITEN_EPSILON)
+    return advantages
 
 
 def _mean(rewards: Array, groups: Array) -> Array:

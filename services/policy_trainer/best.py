@@ -65,9 +65,9 @@ class BestCheckpoint:
         self.deciding = asyncio.create_task(self._decide(step, saved, after=self.deciding))
 
     async def _decide(self, step: int, saved: asyncio.Task[float] | None, after: asyncio.Task[None] | None) -> None:
-        for each in (after, saved):
-            if each is not None:
-                await each
+        for earlier in (after, saved):
+            if earlier is not None:
+                await earlier
         results = (await self._scheduler.wait_evals(step)).metrics
         rank = (results.get(f"{self._prefix}/rows_scored", 0.0), results.get(self._metric, math.nan))
         if math.isfinite(rank[1]) and rank > self._rank and await self._exported(step, results):

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from proto import messages
-from proto.messages import ErrorCode, LossSpec, WeightsRef, WorkerRequest
+from proto.messages import AdamW, ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.loss_spec import WEIGHTS
 from services.policy_trainer.merging import merged
@@ -24,10 +24,10 @@ from shared.batch import Batch
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
-from shared.topology import Topology
+from shared.rundir import parse_service_name
+from shared.topology.models import TrainedModel
 
 R = TypeVar("R", bound=Message)
-WORKER = "policy-trainer-worker"
 Divided = messages.Forward | messages.ForwardBackward
 """Calls whose batch is divided among the data-parallel ranks. All ranks get the same request for every other call."""
 
@@ -89,9 +89,9 @@ class WorkerDispatch:
         steps = {state.step for state in states}
         dirty = any(state.dirty for state in states) or len(steps) > 1
         self._step, self._updates_left, self._snapshot_lineage = min(steps), 0, -1
-        held = [each for each in states[0].snapshots if all(each in state.snapshots for state in states)]
+        common = [snapshot for snapshot in states[0].snapshots if all(snapshot in state.snapshots for state in states)]
         return messages.WorkerState(
-            step=self._step, driver=self._driver, order=self._order, dirty=dirty, snapshots=held
+            step=self._step, driver=self._driver, order=self._order, dirty=dirty, snapshots=common
         )
 
     async def go_on(self, step: int) -> None:
@@ -112,7 +112,7 @@ class WorkerDispatch:
         try:
             return list(await asyncio.gather(*calls))
         except RpcError as error:  # such as DRAINING from a worker that exits because another one has died
-            raise _cause([error]) from None
+            raise self._cause([error]) from None
 
     # ---- training
 
@@ -121,15 +121,17 @@ class WorkerDispatch:
         self._step, self._updates_left = 0, 0
         return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
-    def forward(self, batch: Batch, keys: Sequence[str]) -> Awaitable[tuple[Batch, float]]:
+    def forward(self, batch: Batch, keys: Sequence[str], temperature: float) -> Awaitable[tuple[Batch, float]]:
         """Compute per-token values with the current weights and put them into the stores as shards.
 
         Return the batch of these shards and how long the computation took, in seconds.
 
-        `keys` names the values: so far only ["prox_logprobs"], at the sampling temperature used in training. The shards
-        are stored under that key with a revision unique to this call; shards from a later call take their place.
+        `keys` names the values: so far only ["prox_logprobs"], from logits / `temperature`. The shards are stored under
+        that key with a revision unique to this call; shards from a later call take their place.
         """
-        request = messages.Forward(driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, keys=list(keys))
+        request = messages.Forward(
+            driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, keys=list(keys), temperature=temperature
+        )
         return asyncio.ensure_future(_forwarded(self._submit(request, messages.ForwardDone)))
 
     def forward_backward(
@@ -154,12 +156,13 @@ class WorkerDispatch:
         """
         self._updates_left, self._snapshot_lineage = updates, snapshot_lineage
 
-    def optim_step(self) -> Awaitable[messages.OptimStepDone]:
-        """Clip and apply the accumulated gradient. The answer contains the learning rate and the norm before
-        clipping."""
+    def optim_step(self, optimizer: AdamW) -> Awaitable[messages.OptimStepDone]:
+        """Clip and apply the accumulated gradient. The answer contains the norm before clipping."""
         step, last = self._next_update()
         lineage, self._snapshot_lineage = (self._snapshot_lineage, -1) if last else (-1, self._snapshot_lineage)
-        request = messages.OptimStep(driver=_NOT_YET, order=_NOT_YET, step=step, last=last, snapshot_lineage=lineage)
+        request = messages.OptimStep(
+            driver=_NOT_YET, order=_NOT_YET, step=step, last=last, optimizer=optimizer, snapshot_lineage=lineage
+        )
         return self._submit(request, messages.OptimStepDone)
 
     async def skip_update(self) -> None:
@@ -188,14 +191,9 @@ class WorkerDispatch:
             raise RpcError(ErrorCode.INTERNAL, f"{self._clients[0].peer} published weights without a reference")
         return published.ref
 
-    def save_checkpoint(
-        self, step: int, *, keep_last: int, at_stop: bool = False, keep: Sequence[int] = ()
-    ) -> Awaitable[messages.Saved]:
-        """Save a durable, verified checkpoint of `step` and delete older ones beyond `keep_last`, except those of the
-        steps in `keep`. A checkpoint saved `at_stop` does not count towards `keep_last`."""
-        request = messages.SaveCheckpoint(
-            driver=_NOT_YET, order=_NOT_YET, step=step, keep_last=keep_last, at_stop=at_stop, keep=list(keep)
-        )
+    def save_checkpoint(self, step: int, *, at_stop: bool = False) -> Awaitable[messages.Saved]:
+        """Save a durable, verified checkpoint of `step`, which says whether it was saved `at_stop`."""
+        request = messages.SaveCheckpoint(driver=_NOT_YET, order=_NOT_YET, step=step, at_stop=at_stop)
         return self._submit(request, messages.Saved)
 
     def load_checkpoint(self, step: int, *, snapshot_lineage: int = -1) -> Awaitable[messages.WorkerReady]:
@@ -255,7 +253,7 @@ class WorkerDispatch:
             return merged(await self._call_all([request] * len(self._clients), reply))
         batch = Batch(request.batch)
         chunks = batch.chunk(self._parts)
-        parts = [msgspec.structs.replace(request, batch=each.meta) for each in chunks]
+        parts = [msgspec.structs.replace(request, batch=chunk.meta) for chunk in chunks]
         answer = merged(await self._call_all([parts[place.dp_rank] for place in self._places], reply))
         if isinstance(answer, messages.ForwardDone):
             return cast(R, msgspec.structs.replace(answer, meta=_in_order(Batch(answer.meta), batch.task_ids).meta))
@@ -276,19 +274,35 @@ class WorkerDispatch:
             errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
             if errors:
                 self._refused = True
-                raise _cause(errors)
+                raise self._cause(errors)
             return [call.result() for call in calls]
         finally:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
 
+    def _cause(self, errors: Sequence[BaseException]) -> BaseException:
+        """Select the error to raise. Ranks that have only learned of another rank's failure answer with LOST."""
+        bad = [error for error in errors if isinstance(error, RpcError) and error.code == ErrorCode.BAD_DATA]
+        if bad:  # each rank names its own tasks
+            return RpcError(
+                bad[0].code, str(bad[0]), names=list(dict.fromkeys(name for error in bad for name in error.names))
+            )
+        telling = [error for error in errors if not (isinstance(error, RpcError) and error.code == ErrorCode.LOST)]
+        error = (telling or list(errors))[0]
+        if isinstance(error, DeadlineExceeded):
+            service, _ = parse_service_name(self._clients[0].peer)
+            return DeadlineExceeded(f"{error}; the worker may be hanging: ctl restart {service}")
+        if isinstance(error, RpcError) and error.code in _RECOVERABLE:
+            return WorkersLost(error.code, str(error), names=error.names)
+        return error
 
-def group_dispatch(topology: Topology, client: Callable[[str, int], Client], driver: int) -> WorkerDispatch:
-    """Return a dispatch for the worker group of `topology`. `client` returns the client for a service instance."""
-    trainer = topology.services.policy_trainer
-    layout = Layout(trainer.world_size, trainer.parallel.tp, trainer.parallel.pp, trainer.parallel.cp)
-    return WorkerDispatch([client(WORKER, rank) for rank in range(layout.world_size)], layout, driver)
+
+def group_dispatch(model: TrainedModel, client: Callable[[str, int], Client], driver: int) -> WorkerDispatch:
+    """Return a dispatch for the ranks of `model`. `client` returns the client for a service instance."""
+    parallel = model.settings.parallel
+    layout = Layout(model.settings.world_size, parallel.tp, parallel.pp, parallel.cp)
+    return WorkerDispatch([client(model.service, rank) for rank in range(layout.world_size)], layout, driver)
 
 
 def imbalance(chunks: Sequence[Batch]) -> float:
@@ -306,19 +320,3 @@ def _in_order(batch: Batch, task_ids: Sequence[str]) -> Batch:
     """Return `batch` with its tasks in the order of `task_ids`."""
     at = {task_id: index for index, task_id in enumerate(batch.task_ids)}
     return batch.take([at[task_id] for task_id in task_ids])
-
-
-def _cause(errors: Sequence[BaseException]) -> BaseException:
-    """Select the error to raise. Ranks that have only learned of another rank's failure answer with LOST."""
-    bad = [each for each in errors if isinstance(each, RpcError) and each.code == ErrorCode.BAD_DATA]
-    if bad:  # each rank names its own tasks
-        return RpcError(
-            bad[0].code, str(bad[0]), names=list(dict.fromkeys(name for each in bad for name in each.names))
-        )
-    telling = [each for each in errors if not (isinstance(each, RpcError) and each.code == ErrorCode.LOST)]
-    error = (telling or list(errors))[0]
-    if isinstance(error, DeadlineExceeded):
-        return DeadlineExceeded(f"{error}; the worker may be hanging: ctl restart policy-trainer-worker")
-    if isinstance(error, RpcError) and error.code in _RECOVERABLE:
-        return WorkersLost(error.code, str(error), names=error.names)
-    return error

@@ -17,25 +17,13 @@ from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.dispatch import WorkerDispatch, group_dispatch
 from services.policy_trainer.worker.call_queue import CallQueue
+from services.policy_trainer.worker.colocation.residency import NEEDS
 from shared import topology as topologies
 from shared.actor.process import run_process
 from shared.actor.service import Service
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir
-
-REQUESTS: tuple[type[WorkerRequest], ...] = (
-    messages.InitModel,
-    messages.LoadCheckpoint,
-    messages.Forward,
-    messages.ForwardBackward,
-    messages.OptimStep,
-    messages.SkipUpdate,
-    messages.Publish,
-    messages.SaveCheckpoint,
-    messages.SaveModel,
-    messages.Move,
-)
 
 
 class DispatchService(Service):
@@ -46,10 +34,10 @@ class DispatchService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         topology = topologies.load_resolved(run.topology)
-        self._workers: WorkerDispatch = group_dispatch(topology, self.client, self.incarnation)
+        self._workers: WorkerDispatch = group_dispatch(topology.policy_model, self.client, self.incarnation)
         self._pending = CallQueue()
         self._answers: set[asyncio.Task[None]] = set()
-        for kind in REQUESTS:
+        for kind in NEEDS:
             self.mailbox.handle(kind, self._queue)
         self.mailbox.handle(messages.GetWorkerState, self._take_over)
 

@@ -5,24 +5,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
+from msgspec import structs
 
-from proto.messages import StepBatch
+from proto.messages import AdamW
 from proto.tensors import Array
 from services.policy_trainer import token_weights
 from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.bad_steps import BadSteps
 from services.policy_trainer.batch_checks import check_advantages, check_reference, check_rewards, check_tasks
 from services.policy_trainer.dispatch import WorkerDispatch
+from services.policy_trainer.learning_rate import optimizer_numbers
 from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS, loss_spec
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.reward_shaping import shaped
-from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.scheduler_calls import SchedulerCalls, StepTasks
 from services.policy_trainer.snapshot_pace import SnapshotPace
 from services.policy_trainer.stop import Stop
 from shared.batch import Batch
@@ -60,9 +63,10 @@ class Driver:
         stop: Stop | None = None,
         *,
         export: Path,
+        rates: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         """`on_row` receives the metrics of every committed step (telemetry). `stop` may end the run early. `export` is
-        the folder to which the trained model is written.
+        the folder to which the trained model is written. `rates` are the learning rates of committed steps.
 
         Raises RpcError(bad_request) as `own_estimator` does.
         """
@@ -75,6 +79,7 @@ class Driver:
         self.resumed = resumed
         self.on_row = on_row
         self.export = export
+        self.rates = rates
         self.stop = stop or Stop()
         self.bad_steps = BadSteps(topology.run.on_bad_step)
         self.snapshots = SnapshotPace(topology.checkpoint.memory_every)
@@ -98,10 +103,10 @@ class Driver:
             await self.step(batch, metrics)
             version = metrics.step
             await self.publisher.collect(metrics)
-            row = metrics.row(batch, step_s=time.perf_counter() - began)
+            row = metrics.row(batch.answer, step_s=time.perf_counter() - began)
             await self.scheduler.commit(version, row)
             self.on_row(row)
-            self.publisher.begin(version, checkpoint_now=batch.checkpoint_now)
+            self.publisher.begin(version, checkpoint_now=batch.answer.checkpoint_now)
         await self.stop.unless(self.finish(version))
         if self.stop.asked:
             await self.publisher.stop(version)
@@ -119,8 +124,10 @@ class Driver:
             metrics.wait_batch_s = time.perf_counter() - began
             await self.step(batch, metrics)
             # The row is already written; the log shows whether the replay produced the same numbers.
-            self._log.info("replayed", **{"step": step, **metrics.row(batch, step_s=time.perf_counter() - began)})
-            checkpoint_now = self.resumed.checkpoint_now or batch.checkpoint_now
+            self._log.info(
+                "replayed", **{"step": step, **metrics.row(batch.answer, step_s=time.perf_counter() - began)}
+            )
+            checkpoint_now = self.resumed.checkpoint_now or batch.answer.checkpoint_now
         return checkpoint_now
 
     async def finish(self, version: int) -> None:
@@ -131,7 +138,7 @@ class Driver:
             await self.workers.save_hf_model(self.export)
         await self.scheduler.finish()
 
-    async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:
+    async def step(self, batch: StepTasks, metrics: StepMetrics) -> None:
         """Run one training step on its batch."""
         mini_batches: list[Batch] = []
         try:
@@ -147,18 +154,18 @@ class Driver:
                 await self.skip_update(error, metrics, left=len(mini_batches) - index)
         self.bad_steps.ended(metrics.step, len(metrics.updates))
 
-    async def prepare(self, batch: StepBatch, metrics: StepMetrics) -> list[Batch]:
+    async def prepare(self, batch: StepTasks, metrics: StepMetrics) -> list[Batch]:
         """Return the mini-batches of all iterations, with per-sample advantages and loss weights."""
         algorithm = self.topology.algorithm
         check_tasks(batch)
-        check_rewards(batch, batch.scalars["reward"])
+        check_rewards(batch, batch.tasks.scalars["reward"])
         check_reference(batch)
-        tasks = Batch(batch.batch)
+        tasks = batch.tasks
         if self.topology.needs_proximal:
-            logprobs, seconds = await self.workers.forward(tasks, [PROX_KEY])
+            logprobs, seconds = await self.workers.forward(tasks.with_scalars({}), [PROX_KEY], self.loss.temperature)
             tasks = tasks.union(logprobs)
             metrics.forward_s += seconds
-        loss_tokens = token_weights.trained_tokens(algorithm.overlong, batch.scalars)
+        loss_tokens = token_weights.trained_tokens(algorithm.overlong, tasks.scalars)
         tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
         mini_batches: list[Batch] = []
         for part in tasks.split(algorithm.mini_batch_tasks):
@@ -170,25 +177,27 @@ class Driver:
             mini_batches.append(part.with_scalars({ADVANTAGES: part.scalars[ADVANTAGES], WEIGHTS: weights}))
         return mini_batches * algorithm.num_iterations
 
-    def advantages(self, batch: StepBatch) -> Array:
+    def advantages(self, batch: StepTasks) -> Array:
         """Return the advantages of the whole step, float32 [samples].
 
         Raises RpcError: bad_data if an advantage or a shaped reward is not finite, bad_request if they cannot be
         computed.
         """
         try:
-            rewards = shaped(self.topology, batch.scalars)
+            rewards = shaped(self.topology, batch.tasks.scalars)
             check_rewards(batch, rewards)
-            advantages = self.estimator(rewards, Batch(batch.batch).groups, batch.scalars[LOSS_TOKENS])
+            advantages = self.estimator(rewards, batch.tasks.groups, batch.tasks.scalars[LOSS_TOKENS])
         except ValueError as error:
-            raise BadInput(f"step {batch.step} refused, weights untouched: {error}") from error
+            raise BadInput(f"step {batch.answer.step} refused, weights untouched: {error}") from error
         check_advantages(batch, advantages)
         return advantages
 
     async def update(self, batch: Batch, metrics: StepMetrics) -> None:
         """Take one optimizer step. Both calls are sent at once; the workers run them in order."""
         gradient, update = await asyncio.gather(
-            self.workers.forward_backward(batch, self.loss), self.workers.optim_step(), return_exceptions=True
+            self.workers.forward_backward(batch, self.loss),
+            self.workers.optim_step(self.numbers(metrics.step)),
+            return_exceptions=True,
         )
         if isinstance(gradient, BaseException):
             raise gradient
@@ -197,6 +206,11 @@ class Driver:
         metrics.add_gradient(gradient)
         metrics.add_update(update)
         self.snapshots.kept(update.snapshot_s)
+
+    def numbers(self, step: int) -> AdamW:
+        """Return the numbers of an update of `step`. A replayed step repeats the learning rate of its commit."""
+        numbers = optimizer_numbers(self.topology.optimizer, step)
+        return structs.replace(numbers, lr=self.rates[step]) if step in self.rates else numbers
 
     async def skip_update(self, error: RpcError, metrics: StepMetrics, *, left: int) -> None:
         """Skip the first of the `left` remaining updates of the step. Its tasks count as consumed.

@@ -1,4 +1,4 @@
-"""Publishes weights and saves checkpoints while the next step is under way, and ends the run.
+"""Publishes weights and saves checkpoints while the next step is under way.
 
 A failure in the background interrupts callers that wait here, so that none waits for weights that will never arrive.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from services.policy_trainer.best import BestCheckpoint
+from services.policy_trainer.checkpoints import Checkpoints
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.scheduler_calls import SchedulerCalls
@@ -35,11 +36,12 @@ class Publisher:
         earlier: int = 0,
         on_stop: Callable[[int], None] = lambda step: None,
         best: BestCheckpoint | None = None,
+        checkpoints: Checkpoints,
     ) -> None:
         """`earlier` is the number of earlier versions to publish again before the first version that `begin` publishes.
         In deterministic mode, lost tasks are sampled again with the version that first sampled them. `on_stop` is
         called with the step that is being saved because the run is stopping. `best` keeps the best checkpoint, if one
-        is to be kept."""
+        is to be kept. `checkpoints` deletes those that need not be kept."""
         self._scheduler = scheduler
         self._workers = workers
         self._checkpoint = checkpoint
@@ -50,6 +52,7 @@ class Publisher:
         self._earlier = earlier
         self._on_stop = on_stop
         self._best = best
+        self._checkpoints = checkpoints
         self._publishing: asyncio.Task[float] | None = None
         self._saving: asyncio.Task[float] | None = None
 
@@ -83,8 +86,8 @@ class Publisher:
             waiting = {task, *self._background()}
             while not task.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for each in done - {task}:
-                    each.result()
+                for background in done - {task}:
+                    background.result()
             return task.result()
         finally:
             task.cancel()
@@ -120,17 +123,17 @@ class Publisher:
         first, self._earlier = max(0, version - self._earlier), 0
         # Request all versions before the next step's calls: if one of those calls is refused, so are all later ones.
         versions = range(first, version + 1)
-        asked = [self._workers.publish_weights(self._lineage, each, store=self._store) for each in versions]
+        asked = [self._workers.publish_weights(self._lineage, step, store=self._store) for step in versions]
         for ref in await asyncio.gather(*asked):
             await self._scheduler.publish(ref)
         return time.perf_counter() - began
 
     async def _save(self, version: int, *, after: asyncio.Task[float] | None, at_stop: bool = False) -> float:
         began = time.perf_counter()
-        keep_last = self._checkpoint.keep_last
-        keep = self._best.keep if self._best is not None else ()
-        saved = await self._workers.save_checkpoint(version, keep_last=keep_last, at_stop=at_stop, keep=keep)
+        await self._workers.save_checkpoint(version, at_stop=at_stop)
         if after is not None:
             await after
-        await self._scheduler.checkpoint_saved(version, list(saved.kept), at_stop=at_stop)
+        keep = self._best.keep if self._best is not None else ()
+        kept = await asyncio.to_thread(self._checkpoints.prune, version, keep)
+        await self._scheduler.checkpoint_saved(version, kept, at_stop=at_stop)
         return time.perf_counter() - began

@@ -58,7 +58,7 @@ async def resume(
     state = await workers.take_over(info.drivers)
     if not state.dirty and state.step == info.open_step == info.committed_step + 1 and not whole_rows:
         # The workers took the step, but the driver died before its commit, so the sums for its row are lost.
-        await scheduler.commit(info.open_step, batch_row(await scheduler.next_batch(info.open_step)))
+        await scheduler.commit(info.open_step, batch_row((await scheduler.next_batch(info.open_step)).answer))
         info = await scheduler.run_info()
     if not state.dirty and state.step == info.committed_step:
         log.info("workers continue", step=state.step)
@@ -92,12 +92,13 @@ def _resume_point(version: int, info: RunInfo) -> ResumePoint:
     return ResumePoint(version, info.committed_step, info.lineage, info.checkpoint_step, info.checkpoint_now)
 
 
-async def _load_snapshot(workers: WorkerDispatch, info: RunInfo, held: Sequence[HeldSnapshot]) -> int | None:
+async def _load_snapshot(workers: WorkerDispatch, info: RunInfo, snapshots: Sequence[HeldSnapshot]) -> int | None:
     """Load the newest intact snapshot of a committed step and return its step, or None if there is none.
 
     No snapshot is loaded if the reference's version must be published again, because that would discard the snapshot.
     """
-    usable = [each.step for each in held if each.lineage == info.lineage and each.step <= info.committed_step]
+    steps = [snapshot.step for snapshot in snapshots if snapshot.lineage == info.lineage]
+    usable = [step for step in steps if step <= info.committed_step]
     if info.reference_step:
         return None
     return await _load_newest(workers, usable, snapshot_lineage=info.lineage)

@@ -5,6 +5,8 @@ The order is: normalisation over the step, overlong penalty, subtraction of the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from proto.tensors import Array
@@ -15,7 +17,7 @@ KL_SCALAR = "kl"
 """Name of the per-sample scalar that the reference provides when the KL is part of the reward."""
 
 
-def shaped(topology: Topology, scalars: dict[str, Array]) -> Array:
+def shaped(topology: Topology, scalars: Mapping[str, Array]) -> Array:
     """Return the shaped rewards, float64 [N].
 
     They are computed from the batch scalars `reward` and `length`, and from `kl` if the KL is part of the reward.
@@ -40,8 +42,8 @@ def normalised(rewards: Array) -> Array:
 
     The statistics cover one step, because a running mean would be state that a restarted driver would have to recover.
     """
-    found: Array = (rewards - rewards.mean()) / (rewards.std() + NORMALISE_EPSILON) if len(rewards) else rewards
-    return found
+    normalised: Array = (rewards - rewards.mean()) / (rewards.std() + NORMALISE_EPSILON) if len(rewards) else rewards
+    return normalised
 
 
 def overlong_penalty(lengths: Array, max_new_tokens: int, tokens: int) -> Array:
@@ -51,5 +53,5 @@ def overlong_penalty(lengths: Array, max_new_tokens: int, tokens: int) -> Array:
     L_cache = `tokens`.
     """
     over = lengths.astype(np.float64) - (max_new_tokens - tokens)
-    found: Array = -np.clip(over / tokens, 0.0, 1.0)
-    return found
+    penalties: Array = -np.clip(over / tokens, 0.0, 1.0)
+    return penalties

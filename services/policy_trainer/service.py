@@ -6,13 +6,15 @@ exits at once, because the workers keep their state.
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import time
 
 from proto.messages import ErrorCode, GetSupervisorState, StepBatch, SupervisorState
 from services.policy_trainer.best import BestCheckpoint
+from services.policy_trainer.checkpoints import Checkpoints
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost, group_dispatch
 from services.policy_trainer.driver import Driver, own_estimator
+from services.policy_trainer.learning_rate import committed_rates
 from services.policy_trainer.metrics import staleness_counts
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import resume
@@ -21,7 +23,7 @@ from services.policy_trainer.stop import Stop
 from shared import topology as topologies
 from shared.actor.service import Service
 from shared.rpc.errors import BadInput, RpcError
-from shared.rundir import RunDir, checkpoint_steps
+from shared.rundir import RunDir
 from shared.topology import TRAINER_STORE, Topology, stop_limit_s
 
 MAX_RECOVERIES = 5
@@ -87,7 +89,7 @@ class PolicyTrainerService(Service):
         topology = topologies.load_resolved(self.run.topology)
         self.telemetry.traced_share = topology.services.monitor.traced_share
         scheduler = SchedulerCalls(self.scheduler, self.incarnation, self._show_batch)
-        workers = group_dispatch(topology, self.client, self.incarnation)
+        workers = group_dispatch(topology.policy_model, self.client, self.incarnation)
         lost_at, losses, damages = -1, 0, 0
         if (await scheduler.run_info()).stopping:
             return  # an earlier life of the driver finished the run
@@ -117,11 +119,13 @@ class PolicyTrainerService(Service):
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         deterministic = topology.run.deterministic
-        resumed = await resume(
-            scheduler, workers, checkpoint_steps(self.run.checkpoints), store=TRAINER_STORE, whole_rows=deterministic
-        )
-        self._retire_later_checkpoints(resumed.committed)
-        metric = topology.checkpoint.keep_best
+        folders = [model.checkpoints(self.run.checkpoints) for model in topology.trained]
+        keeping = topology.checkpoint
+        checkpoints = Checkpoints(folders, keep_last=keeping.keep_last, keep_every=keeping.keep_every)
+        resumed = await resume(scheduler, workers, checkpoints.steps(), store=TRAINER_STORE, whole_rows=deterministic)
+        # A checkpoint is begun only once its step is committed, so later steps were rolled back.
+        await asyncio.to_thread(checkpoints.discard_after, resumed.committed)
+        metric = keeping.keep_best
         best = BestCheckpoint(self.run, topology, scheduler, metric) if metric is not None else None
         publisher = Publisher(
             scheduler,
@@ -134,28 +138,33 @@ class PolicyTrainerService(Service):
             earlier=topology.staleness if deterministic else 0,
             on_stop=lambda step: self.ends_after(f"saving step {step}"),
             best=best,
+            checkpoints=checkpoints,
         )
         self._trains = True
         try:
+            saved = checkpoints.steps()
             if best is not None:
-                for step in checkpoint_steps(self.run.checkpoints):
+                for step in saved:
                     best.add(step)
+            if saved:
+                # The driver before this one may have been killed before it did so. The step that was loaded stays: if
+                # a newer checkpoint is damaged, the next driver needs it again.
+                keep = [resumed.version, *(best.keep if best is not None else ())]
+                await asyncio.to_thread(checkpoints.prune, saved[-1], keep)
             driver = Driver(
-                topology, scheduler, workers, publisher, resumed, self._show, self._stop, export=self.run.export
+                topology,
+                scheduler,
+                workers,
+                publisher,
+                resumed,
+                self._show,
+                self._stop,
+                export=self.run.export,
+                rates=await asyncio.to_thread(committed_rates, self.run.metrics),
             )
             await driver.train()
         finally:
             await publisher.cancel()
-
-    def _retire_later_checkpoints(self, committed: int) -> None:
-        """Rename the checkpoints of steps after `committed`.
-
-        These steps must have been rolled back, because a checkpoint is started only after its step has been committed.
-        """
-        for step in [each for each in checkpoint_steps(self.run.checkpoints) if each > committed]:
-            folder = self.run.checkpoints / f"step-{step}"
-            with contextlib.suppress(FileNotFoundError):
-                folder.rename(folder.with_name(f".{folder.name}.removed"))
 
     def _show(self, row: dict[str, float]) -> None:
         self.telemetry.span("step", row["time/step"] - row["time/wait_batch"])

@@ -33,6 +33,6 @@ class Stop:
             await asyncio.wait({task, order}, return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else None
         finally:
-            for each in (task, order):
-                each.cancel()
+            for waiting in (task, order):
+                waiting.cancel()
             await asyncio.gather(task, order, return_exceptions=True)

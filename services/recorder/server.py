@@ -24,7 +24,7 @@ from shared.dataplane.client import DataClient
 from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
 from shared.samples.record import FOLDER, SampleState
-from shared.stages import ADVANTAGES, ROLLOUT, TEXT, TRAIN_LOGPROBS
+from shared.stages import RECORD, ROLLOUT, SAMPLE_ADVANTAGES, TEXT
 from shared.topology import load_resolved
 
 ASK_S = 4.0
@@ -51,19 +51,17 @@ class RecorderService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         topology = load_resolved(run.topology)
-        self._settings = topology.services.monitor.samples
+        settings = topology.services.monitor.samples
+        if settings is None:
+            raise BadInput("recorder: monitor.samples is null, so there is nothing to record")
         self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk, cached_rows=0)
-        self._files: SampleFiles
+        self.closing.callback(self._data.close)
+        self._files = SampleFiles(run.path / FOLDER, settings.limit_bytes)
         self._taken: list[PutTask] = []
         """Tasks of the last answer that have been processed."""
         self._rewinds = 0
         self._lost = 0
         self._counts = {"tasks": 0, "samples": 0, "unreadable": 0}
-
-    async def start(self) -> None:
-        if self._settings is None:
-            raise BadInput("recorder: monitor.samples is null, so there is nothing to record")
-        self._files = SampleFiles(self.run.path / FOLDER, self._settings.limit_bytes)
 
     async def serve(self) -> None:
         while True:
@@ -77,10 +75,6 @@ class RecorderService(Service):
                     pass
         except TimeoutError:
             self.log.warning("samples left at the end", seconds=LAST_S)
-
-    async def close(self) -> None:
-        self._data.close()
-        await super().close()
 
     async def _record(self, *, final: bool) -> bool:
         """Ask the scheduler once, and record the tasks in its answer. Return whether the answer contained any tasks."""
@@ -142,30 +136,31 @@ class RecorderService(Service):
         try:
             if self._files.append(made):
                 self._counts["tasks"] += 1
-                self._counts["samples"] += sum(each.sample >= 0 for each in made)
+                self._counts["samples"] += sum(record.sample >= 0 for record in made)
         except OSError as error:
             self._counts["unreadable"] += 1
             self.log.warning("samples not written", task_id=ended.task_id, error=str(error))
 
     # ---- shards
 
-    async def _read(self, due: SamplesDue, found: Shards) -> None:
-        """Put the tasks' shards into `found`. Shards that cannot be read are omitted."""
+    async def _read(self, due: SamplesDue, shards: Shards) -> None:
+        """Put the tasks' shards into `shards`. Shards that cannot be read are omitted."""
+        recorded = [key.name for key in ROLLOUT.keys if key.recorded]
         groups: dict[tuple[str, tuple[str, ...]], list[EndedTask]] = {}
         for task in due.tasks:
             if task.store:
-                keys = (*ROLLOUT.makes, TEXT) if task.samples else (TEXT,)
+                keys = (*recorded, TEXT) if task.samples else (TEXT,)
                 groups.setdefault((task.store, keys), []).append(task)
-        await asyncio.gather(*(self._fetch(tasks, store, keys, found) for (store, keys), tasks in groups.items()))
-        left = [task for task in due.tasks if task.state == SampleState.TRAINED and task.task_id in found]
+        await asyncio.gather(*(self._fetch(tasks, store, keys, shards) for (store, keys), tasks in groups.items()))
+        left = [task for task in due.tasks if task.state == SampleState.TRAINED and task.task_id in shards]
         for pause_s in (0.0, *LATE_S):
             await asyncio.sleep(pause_s if left else 0)
             for store in due.trainer_stores:
-                await self._fetch(left, store, (ADVANTAGES, TRAIN_LOGPROBS), found)
-                left = [task for task in left if ADVANTAGES not in found[task.task_id]]
+                await self._fetch(left, store, RECORD.makes, shards)
+                left = [task for task in left if SAMPLE_ADVANTAGES not in shards[task.task_id]]
 
-    async def _fetch(self, tasks: Sequence[EndedTask], store: str, keys: tuple[str, ...], found: Shards) -> None:
-        """Add a store's readable shards to `found`: all at once or, if the store lacks some of them, task by task."""
+    async def _fetch(self, tasks: Sequence[EndedTask], store: str, keys: tuple[str, ...], shards: Shards) -> None:
+        """Add a store's readable shards to `shards`: all at once or, if the store lacks some of them, task by task."""
         if not tasks:
             return
         handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]
@@ -178,7 +173,7 @@ class RecorderService(Service):
                 self.log.debug("shards not read", store=store, tasks=len(tasks), error=str(error)[:200])
                 return
             for task in tasks:
-                await self._fetch([task], store, keys, found)
+                await self._fetch([task], store, keys, shards)
             return
-        for task, each in zip(tasks, arrays, strict=True):
-            found.setdefault(task.task_id, {}).update(each)
+        for task, task_shards in zip(tasks, arrays, strict=True):
+            shards.setdefault(task.task_id, {}).update(task_shards)

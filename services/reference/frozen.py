@@ -81,11 +81,11 @@ class FrozenTorch:
     def logprobs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
     ) -> Array:
-        found = torch.zeros(len(token_ids), device=self._device)  # copied once, or a GPU would idle after every part
+        logprobs = torch.zeros(len(token_ids), device=self._device)  # copied once, or a GPU would idle after every part
         for part in score(self._model[0], token_ids, lengths, loss_mask, temperature, self._max_tokens):
-            found[part.tokens] = part.logprobs.float()
+            logprobs[part.tokens] = part.outputs.float()
             on_part()
-        return to_numpy(found)
+        return to_numpy(logprobs)
 
     def tensors(self) -> list[Tensor]:
         return [*self._model[0].parameters(), *self._model[0].buffers()] if self._model else []

@@ -152,8 +152,8 @@ class FrozenScorer:
         tokens = ref.canary.token_ids
         mask = np.ones(len(tokens), np.uint8)
         mask[0] = 0
-        found = self._model.logprobs(tokens, np.array([len(tokens)]), mask, 1.0, self._count)
-        error = canary_error(ref.canary.logprobs, found[1:], ref.canary.quantile)
+        logprobs = self._model.logprobs(tokens, np.array([len(tokens)]), mask, 1.0, self._count)
+        error = canary_error(ref.canary.logprobs, logprobs[1:], ref.canary.quantile)
         if not error <= ref.canary.tolerance:  # so that a NaN counts as a mismatch
             raise RpcError(
                 ErrorCode.CONFLICT,

@@ -82,7 +82,7 @@ class Scoring:
         request = ScoreTogether(
             generation=self._group.generation, number=self._number, batch=lease.grant.batch, weights=ref
         )
-        following = [asyncio.ensure_future(each.call(request, Ack, deadline_s=TOGETHER_S)) for each in self._others]
+        following = [asyncio.ensure_future(client.call(request, Ack, deadline_s=TOGETHER_S)) for client in self._others]
         try:
             weights = await self._ready(
                 request, self._weights(ref, lambda get: leases.persist(lease, "weights", get, WEIGHTS_CALL_S)), lease
@@ -99,8 +99,8 @@ class Scoring:
             await leases.hand_back(lease, f"not scored: {error}")
             raise LeaseLost(f"another rank could not score the block: {error}") from None
         finally:
-            for each in following:
-                each.cancel()
+            for call in following:
+                call.cancel()
             await asyncio.gather(*following, return_exceptions=True)
 
     # ---- other ranks

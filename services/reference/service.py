@@ -6,7 +6,7 @@ It scores at the temperature at which the tokens were sampled, with the version 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -33,7 +33,7 @@ from shared.rpc.errors import BadInput
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
 from shared.stages import REFERENCE, REFERENCE_SCALAR
-from shared.topology import Topology
+from shared.topology.models import FrozenModel
 
 if TYPE_CHECKING:
     from services.reference.frozen import Frozen
@@ -47,6 +47,15 @@ _WEIGHTS: Parts = frozenset({WEIGHTS})
 Shards = list[dict[str, Array]]
 
 
+@dataclass(frozen=True)
+class Started:
+    """The parts of a rank whose model is loaded. Only rank 0 of a copy has a worker, which takes leases."""
+
+    scorer: FrozenScorer
+    scoring: Scoring
+    worker: ReferenceWorker | None
+
+
 class ReferenceService(Service):
     """One rank of a copy of the frozen model. Rank 0 of each copy takes leases.
 
@@ -56,12 +65,16 @@ class ReferenceService(Service):
     NAME: ClassVar[str] = "reference"
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        """Raises BadInput if the run has no such model."""
         super().__init__(run, instance, supervisor)
-        self._topology = topologies.load_resolved(run.topology)
-        self.telemetry.traced_share = self._topology.services.monitor.traced_share
-        self._data = DataClient(self.client, reports=True, plain=not self._topology.transport.encrypt_bulk)
-        settings = self._topology.services.reference
-        ranks = 1 if settings is None else settings.parallel.model_ranks
+        topology = topologies.load_resolved(run.topology)
+        models = [model for model in topology.frozen if model.service == self.NAME]
+        if not models:
+            raise BadInput("reference: the topology has no services.reference; set algorithm.kl.coef above 0")
+        self._model = models[0]
+        self.telemetry.traced_share = topology.services.monitor.traced_share
+        self._data = DataClient(self.client, reports=True, plain=not topology.transport.encrypt_bulk)
+        ranks = self._model.settings.parallel.model_ranks
         self._first = instance - instance % ranks
         """The instance that is rank 0 of this copy of the model."""
         self._group = Group(
@@ -69,54 +82,47 @@ class ReferenceService(Service):
             lambda rank: self.client(self.NAME, self._first + rank),
             instance - self._first,
             self.incarnation,
-            deadline_s=DATA_CALL_S if settings is None else settings.collective_s,
+            deadline_s=self._model.settings.collective_s,
         )
-        every = [spec.host for spec in self._topology.services_plan() if spec.service == self.NAME]
-        self._hosts = every[self._first : self._first + ranks] or [None]
-        self._scorer: FrozenScorer | None = None
-        self._scoring: Scoring | None = None
+        hosts = [spec.host for spec in topology.services_plan() if spec.service == self.NAME]
+        self._hosts = hosts[self._first : self._first + ranks] or [None]
         self._asked: Asked = asyncio.Queue()
-        self._worker: ReferenceWorker | None = None
+        self._started: Started | None = None
         self.mailbox.handle(messages.DrainService, self._retire)
         self.mailbox.handle(messages.Meet, self._group.on_meet)
         self.mailbox.handle(messages.ScoreTogether, self._ask)
 
+    @property
+    def _worker(self) -> ReferenceWorker | None:
+        return self._started.worker if self._started is not None else None
+
     async def start(self) -> None:
         with ends_with_its_peers(self):
             meeting = await join(self._group, self, self._hosts)
-            await self._group.until_ended(self._start(meeting))
+            self._started = await self._group.until_ended(self._load(meeting))
 
-    async def _start(self, meeting: Meeting) -> None:
+    async def _load(self, meeting: Meeting) -> Started:
         # Imports take seconds. They run off the loop, so that the mailbox can still answer in the meantime.
-        scorer = await asyncio.to_thread(make_scorer, self.run, self.name, self._topology, self._group, meeting)
-        self._scorer = scorer
+        scorer = await asyncio.to_thread(make_scorer, self.run, self.instance, self._model, self._group, meeting)
+        from services.reference.scoring import Scoring
+
         self.progress = lambda: scorer.progress
 
         async def leave(parts: Parts) -> Parts:
             await scorer.leave()
             return parts
 
-        shared = self.NAME in self._topology.colocated_services
-        turns: Turns = take_turns(self, leave) if shared else OwnDevices()
+        turns: Turns = take_turns(self, leave) if self._model.shares_devices else OwnDevices()
         await turns.acquire(_WEIGHTS)
         await self._group.together("load", scorer.start())
         turns.done()
-        from services.reference.scoring import Scoring
-
-        others = [self.client(self.NAME, self._first + rank) for rank in range(1, self._group.world_size)]
-        leads = self._group.rank == 0
         store = await own_store(self)
-        self._scoring = Scoring(self, scorer, self._data, turns, self._group, others if leads else (), store)
-        if leads:
-            self._worker = self._make_worker(scorer, self._scoring, store)
-
-    def _make_worker(self, scorer: FrozenScorer, scoring: Scoring, store: str) -> ReferenceWorker:
-        topology = self._topology
+        if self._group.rank:
+            return Started(scorer, Scoring(self, scorer, self._data, turns, self._group, (), store), None)
+        others = [self.client(self.NAME, self._first + rank) for rank in range(1, self._group.world_size)]
+        scoring = Scoring(self, scorer, self._data, turns, self._group, others, store)
         self.keep(own_store_stays(self, store))
-        kl = topology.algorithm.kl
-        reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""
-        refreshed = kl is not None and kl.refresh_every is not None
-        return ReferenceWorker(self, scorer, self._data, scoring, store, reward_kl, refreshed=refreshed)
+        return Started(scorer, scoring, ReferenceWorker(self, self._model, scorer, self._data, scoring, store))
 
     def _retire(self, _: messages.DrainService, call: Call) -> messages.Ack:
         if self._worker is not None:
@@ -133,16 +139,16 @@ class ReferenceService(Service):
         with ends_with_its_peers(self):
             if self._worker is not None:
                 await self._group.until_ended(self._worker.pipeline.run())
-            elif self._scoring is not None:
-                await self._group.until_ended(self._scoring.follow(self._asked))
+            elif self._started is not None:
+                await self._group.until_ended(self._started.scoring.follow(self._asked))
 
     async def drain(self) -> None:
         if self._worker is not None:
             await self._worker.pipeline.drain()
 
     async def close(self) -> None:
-        if self._scorer is not None:
-            self._scorer.stop()
+        if self._started is not None:
+            self._started.scorer.stop()
         self._data.close()
         await super().close()
 
@@ -164,29 +170,22 @@ class ReferenceWorker:
     def __init__(
         self,
         service: Service,
+        model: FrozenModel,
         scorer: FrozenScorer,
         data: DataClient,
         scoring: Scoring,
         store: str,
-        reward_kl: str = "",
-        *,
-        refreshed: bool = False,
     ) -> None:
-        """`scoring` computes the log-probs. `store` is the store for the shards, such as `batch-store/0`.
-
-        `reward_kl` is the estimator of the KL term in the reward, or "" for none. `refreshed` says whether the scoring
-        version changes during the run (`algorithm.kl.refresh_every`).
-        """
+        """`scoring` computes the log-probs. `store` is the store for the shards, such as `batch-store/0`."""
+        self._model = model
         self._service = service
         self._data = data
         self._scoring = scoring
         self._turns = scoring.turns
         self._computing = False
         self._store = store
-        self._reward_kl = reward_kl
-        self._refreshed = refreshed
-        self._needs = REFERENCE.needs + (NEEDS if reward_kl else ())
-        self.leases = LeaseBook(service, REFERENCE.name, lambda: scorer.progress)
+        self._needs = REFERENCE.needs + (NEEDS if model.reward_kl else ())
+        self.leases = LeaseBook(service, model.stage, lambda: scorer.progress)
         self.leases.blocked_on_devices = lambda: self._turns.waiting
         self.pipeline: LeasePipeline[Shards, tuple[list[Array], float]] = LeasePipeline(
             self.leases,
@@ -231,16 +230,16 @@ class ReferenceWorker:
             lease, "put", lambda _: self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S), DATA_CALL_S
         )
         scalars: dict[str, Array] = {}
-        if self._reward_kl:
+        if self._model.reward_kl:
             sums = [
-                kl_sums(self._reward_kl, given, ref, task.samples)
+                kl_sums(self._model.reward_kl, given, ref, task.samples)
                 for task, given, ref in zip(tasks, shards, logprobs, strict=True)
             ]
             scalars["kl"] = np.concatenate(sums)
-        if self._refreshed:
+        if self._model.refreshed:
             step = lease.grant.weights.step if lease.grant.weights is not None else 0
             scalars[REFERENCE_SCALAR] = np.full(sum(task.samples for task in tasks), step, np.float32)
-        results = [_done(*each) for each in zip(tasks, receipts, logprobs, strict=True)]
+        results = [_done(*scored) for scored in zip(tasks, receipts, logprobs, strict=True)]
         await self.leases.complete(lease, results, scalars)
         tokens = sum(len(values) for values in logprobs)
         rate = tokens / max(seconds, 1e-9)
@@ -262,25 +261,21 @@ def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
     )
 
 
-def make_scorer(run: RunDir, name: str, topology: Topology, group: Group, meeting: Meeting) -> FrozenScorer:
-    """Return a scorer that creates the model specified in `topology` on its compute thread. Raises
-    BadInput.
+def make_scorer(run: RunDir, instance: int, model: FrozenModel, group: Group, meeting: Meeting) -> FrozenScorer:
+    """Return a scorer that creates `model` on its compute thread. Raises BadInput.
 
     This imports torch. `group` holds the ranks that share the model; they have met, and open their process group at
     `meeting`.
     """
     from services.reference.scorer import FrozenScorer
 
-    settings = topology.services.reference
-    if settings is None:
-        raise BadInput("reference: the topology has no services.reference; set algorithm.kl.coef above 0")
-    check_model(run.path, "policy.model", topology.policy.model)
-    model, dtype, max_tokens = Path(topology.policy.model), topology.policy.dtype, settings.max_tokens_per_micro_batch
+    settings, folder = model.settings, model.folder
+    check_model(run.path, "policy.model", str(folder))
 
     def whole() -> Frozen:
         from services.reference.frozen import FrozenTorch
 
-        return FrozenTorch(model, dtype, max_tokens, settings.device, topology.policy.passes)
+        return FrozenTorch(folder, model.dtype, settings.max_tokens_per_micro_batch, settings.device, model.passes)
 
     def pieces() -> Frozen:
         from services.reference.frozen_megatron import FrozenMegatron  # this is an optional extra
@@ -291,15 +286,14 @@ def make_scorer(run: RunDir, name: str, topology: Topology, group: Group, meetin
         device = own_device(settings.device, place.rank)
         if group.world_size > 1:
             open_group(meeting, place, device, deadline_s=settings.collective_s)
-        return FrozenMegatron(model, dtype, max_tokens, place, device)
+        return FrozenMegatron(folder, model.dtype, settings.max_tokens_per_micro_batch, place, device)
 
-    shared = ReferenceService.NAME in topology.colocated_services
     return FrozenScorer(
         whole if settings.backend == "torch" else pieces,
-        source=model,
+        source=folder,
         threads=settings.threads or 1,
-        temperature=topology.sampling.temperature,
-        deterministic=topology.run.deterministic,
-        scratch=run.path / "offloaded" / f"{name.replace('/', '-')}.bin" if shared else None,
+        temperature=model.temperature,
+        deterministic=model.deterministic,
+        scratch=model.offloaded(run.path, instance) if model.shares_devices else None,
         ranks=group.world_size,
     )

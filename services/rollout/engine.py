@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+from proto.messages import WeightsKind
 from proto.tensors import Array
 from shared.colocation.devices import Parts
 
 T = TypeVar("T")
+FULL_ONLY = frozenset({WeightsKind.FULL})
+"""What an engine loads that sets complete versions only."""
 
 
 class GenerationCancelled(Exception):
@@ -98,6 +101,10 @@ class Engine(Protocol):
     @property
     def swaps(self) -> int:
         """Number of times that the weights have been replaced since the start. Nothing else advances it."""
+
+    @property
+    def loads(self) -> frozenset[WeightsKind]:
+        """The kinds of versions that the engine can load."""
 
     @property
     def side_by_side(self) -> bool:

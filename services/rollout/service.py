@@ -6,29 +6,32 @@ Neither user code nor the model runs on its event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
-from proto.messages import Ack, DrainService, Heartbeat, WaitRow, WeightsRef
+from proto.messages import Ack, DrainService, Heartbeat, Trouble, WaitRow, WeightsRef
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
+from services.rollout.results.finish import LeaseResults
 from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.sampling.answers import AnswerSampler
 from services.rollout.sampling.partial import PartialJournal
 from services.rollout.sampling.prompts import PromptBuilder
-from services.rollout.sampling.tasks import TaskSets
+from services.rollout.sampling.tasks import TaskSets, prepare
 from services.rollout.user_code.frames import Purpose, Setup
 from services.rollout.user_code.pool import UserPool
-from services.rollout.weights.in_flight import InFlight
-from services.rollout.weights.shared_source import SharedSource
-from services.rollout.weights.source import SHARDS, ShardSource, TransferSource, WeightsSource
+from services.rollout.weights.source import SHARDS, WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.transfer import EngineTransfers, Receiver
+from services.rollout.weights.versions import EngineVersions
 from services.rollout.worker import RolloutWorker
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from services.rollout.workflows.runner import WorkflowRunner
@@ -38,16 +41,42 @@ from shared.colocation.devices import ENGINE, WEIGHTS, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
 from shared.inputs import Inputs, check_model
+from shared.lease import LeaseBook
 from shared.ranks.meeting import reach_hosts_by_nccl
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 from shared.samples.choice import Choice
+from shared.stages import ROLLOUT
+from shared.topology.models import POLICY_WORKER
 
 if TYPE_CHECKING:
     from shared.topology import Topology
+    from shared.topology.schema import Workflow
     from shared.topology.services import Rollout
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _WorkflowParts:
+    """What samples need if a workflow makes them: its processes, and the endpoint that their agents call."""
+
+    workflow: Workflow
+    pool: UserPool
+    endpoint: OpenAIEndpoint
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """The parts of a rollout that are used after the start. `work` runs beside the worker until the service ends; its
+    end ends the service."""
+
+    worker: RolloutWorker
+    leases: LeaseBook
+    versions: EngineVersions
+    work: list[Callable[[], Awaitable[None]]]
+    troubles: list[Callable[[], list[Trouble]]]
+    waits: list[Callable[[], Awaitable[list[WaitRow]]]]
 
 
 class RolloutService(Service):
@@ -60,44 +89,31 @@ class RolloutService(Service):
         self.mailbox.handle(DrainService, self._retire)
         self._text = ThreadPoolExecutor(1, thread_name_prefix="text")  # rows and the tokenizer: one thread at a time
         self._data = DataClient(self.client, reports=True)
-        self._engine: Engine | None = None
-        self._rewards: RewardPool | None = None
-        self._workflows: UserPool | None = None
-        self._endpoint: OpenAIEndpoint | None = None
-        self._answers: AnswerSampler | None = None
-        self._worker: RolloutWorker | None = None
-        self._in_flight: InFlight | None = None
-        self._source: TransferSource | None = None
+        self._closing = AsyncExitStack()
+        """Closes the parts, the last one first."""
+        self._parts: RolloutParts | None = None
+        """None until `start` has built the parts."""
 
     async def start(self) -> None:
-        """Start all parts. Users' code is loaded first, so that a failing import is reported before the model is
-        loaded."""
-        topology = await self._on_text(lambda: _load_topology(self.run))
-        settings = _engine_settings(topology)
+        topology = await self._on_text(partial(_load_topology, self.run))
         self.telemetry.traced_share = topology.services.monitor.traced_share
         self._data.streams.plain = not topology.transport.encrypt_bulk
-        rewards = self._rewards = RewardPool(
-            topology.reward.terms,
-            timeout_s=topology.reward.timeout_s,
-            memory_bytes=topology.reward.memory,
-            processes=topology.reward.processes,
-            retry=topology.reward.retry,
-            emit=self.telemetry.emit,
-        )
-        await rewards.start()
-        chosen = topology.workflow
+        self._parts = await self._build(topology)
+
+    async def _build(self, topology: Topology) -> RolloutParts:
+        """Start all parts. Users' code is loaded first, so that a failing import is reported before the model is
+        loaded."""
+        settings = _engine_settings(topology)
+        rewards = await self._start_rewards(topology)
         model = Path(topology.policy.model)
-        await self._on_text(lambda: check_model(self.run.path, "policy.model", str(model)))
-        if chosen is not None:
-            self._endpoint = OpenAIEndpoint(model.name)
-            await self._endpoint.start()
-            functions = [(chosen.function, chosen.params)]
-            setup = Setup(Purpose.WORKFLOW, functions, chosen.timeout_s, chosen.memory)
-            self._workflows = UserPool(setup, chosen.processes)
-            # All processes are started before the first sample, because the samples of a lease are assigned at once.
-            await self._workflows.start(at_once=chosen.processes)
+        await self._on_text(partial(check_model, self.run.path, "policy.model", str(model)))
+        chosen = await self._start_workflow(topology.workflow, model.name) if topology.workflow is not None else None
+        journal = None
+        if settings.partial_s is not None:
+            journal = PartialJournal(self.run.path / "partial", settings.partial_s)
+            self._closing.push_async_callback(asyncio.to_thread, journal.close)
         # Importing an engine takes seconds, so it happens off the loop, and the mailbox can answer in the meantime.
-        engine = self._engine = await self._on_text(
+        engine = await self._on_text(
             lambda: make_engine(
                 settings,
                 policy=topology.policy,
@@ -105,8 +121,9 @@ class RolloutService(Service):
                 deterministic=topology.run.deterministic,
             )
         )
+        self._closing.push_async_callback(engine.stop)
         store = await own_store(self)
-        source = SharedSource(self._weights_source(settings, engine, store))
+        source = self._weights_source(settings, engine, store)
         sync = WeightsSync(engine, self.name, self.telemetry.emit, source)
         self.progress = lambda: engine.progress
 
@@ -127,72 +144,114 @@ class RolloutService(Service):
         await self._on_text(lambda: prompts.check_vocabulary(engine.vocab_size))
         begun = Inputs.load(self.run.path).rows
         tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens, begun))
-        workflow: WorkflowRunner | None = None
-        if chosen is not None and self._workflows is not None and self._endpoint is not None:
+        self.keep(own_store_stays(self, store))
+        leases = LeaseBook(self, ROLLOUT.name, lambda: engine.progress)
+        versions = EngineVersions(
+            leases,
+            engine=engine,
+            sync=sync,
+            source=source,
+            turns=turns,
+            emit=self.telemetry.emit,
+            in_flight=settings.in_flight != "wait",
+        )
+        functions = [term.function for term in topology.reward.terms]
+        results = LeaseResults(
+            self,
+            leases,
+            rewards=rewards,
+            texts=SampleTexts(Choice.of(topology), prompts, functions, self._on_text),
+            data=self._data,
+            store=store,
+            filters=topology.algorithm.filter_zero_variance is not None,
+        )
+        workflow = None
+        if chosen is not None:
             workflow = WorkflowRunner(
-                chosen.function,
-                self._workflows,
-                self._endpoint,
+                chosen.workflow.function,
+                chosen.pool,
+                chosen.endpoint,
                 engine=engine,
                 prompts=prompts,
                 on_text=self._on_text,
-                max_tokens=chosen.max_tokens,
+                max_tokens=chosen.workflow.max_tokens,
             )
-        self.keep(own_store_stays(self, store))
-        every_s = settings.partial_s
-        journal = PartialJournal(self.run.path / "partial", every_s) if every_s is not None else None
-        self._answers = AnswerSampler(engine, journal)
-        in_flight = InFlight(engine, sync, source, self.telemetry.emit)
-        self._in_flight = None if settings.in_flight == "wait" else in_flight
-        recorded = Choice.of(topology)
-        self._worker = RolloutWorker(
+        worker = RolloutWorker(
             self,
+            leases,
             engine=engine,
-            sync=sync,
-            tasks=tasks,
-            rewards=rewards,
+            versions=versions,
+            prepare=lambda lease: prepare(tasks, lease, self._on_text),
+            answers=AnswerSampler(engine, journal),
             workflow=workflow,
-            answers=self._answers,
-            data=self._data,
-            source=source,
-            in_flight=in_flight,
-            turns=turns,
-            store=store,
+            results=results,
             block_tasks=settings.block_tasks,
-            filters=topology.algorithm.filter_zero_variance is not None,
-            on_text=self._on_text,
-            texts=SampleTexts(recorded, prompts, [term.function for term in topology.reward.terms])
-            if recorded is not None
-            else None,
         )
+        parts = RolloutParts(
+            worker,
+            leases,
+            versions,
+            work=[worker.run, versions.run, rewards.watch],
+            troubles=[rewards.troubles],
+            waits=[rewards.waits],
+        )
+        if chosen is not None and workflow is not None:
+            parts.work.append(chosen.pool.watch)
+            parts.troubles.extend((workflow.troubles, chosen.endpoint.troubles))
+            parts.waits.append(chosen.pool.waits)
+        return parts
+
+    async def _start_rewards(self, topology: Topology) -> RewardPool:
+        rewards = RewardPool(
+            topology.reward.terms,
+            timeout_s=topology.reward.timeout_s,
+            memory_bytes=topology.reward.memory,
+            processes=topology.reward.processes,
+            retry=topology.reward.retry,
+            emit=self.telemetry.emit,
+        )
+        self._closing.push_async_callback(rewards.close)
+        await rewards.start()
+        return rewards
+
+    async def _start_workflow(self, workflow: Workflow, model: str) -> _WorkflowParts:
+        endpoint = OpenAIEndpoint(model)
+        self._closing.push_async_callback(endpoint.stop)
+        await endpoint.start()
+        functions = [(workflow.function, workflow.params)]
+        pool = UserPool(Setup(Purpose.WORKFLOW, functions, workflow.timeout_s, workflow.memory), workflow.processes)
+        self._closing.push_async_callback(pool.close)
+        # All processes are started before the first sample, because the samples of a lease are assigned at once.
+        await pool.start(at_once=workflow.processes)
+        return _WorkflowParts(workflow, pool, endpoint)
 
     def _weights_source(self, settings: Rollout, engine: Engine, store: str) -> WeightsSource:
-        shards = ShardSource(self._data, store)
         if settings.weights == SHARDS or settings.transfer_s is None:
-            return shards
+            return WeightsSource(self._data, store, emit=self.telemetry.emit)
         transfers = EngineTransfers(
             self.run,
-            self.client("policy-trainer-worker"),
+            self.client(POLICY_WORKER),
             instance=self.instance,
             incarnation=self.incarnation,
             deadline_s=settings.transfer_s,
             listen=lambda: self.listen,
         )
-        receiver = engine if isinstance(engine, Receiver) else None
-        self._source = TransferSource(
-            transfers, shards, route=settings.weights, emit=self.telemetry.emit, engine=receiver
+        source = WeightsSource(
+            self._data,
+            store,
+            transfers=transfers,
+            route=settings.weights,
+            emit=self.telemetry.emit,
+            engine=engine if isinstance(engine, Receiver) else None,
         )
-        return self._source
+        self._closing.callback(source.close)
+        return source
 
     async def serve(self) -> None:
-        if self._worker is None or self._rewards is None:
+        if self._parts is None:
             return
         # If a process that runs users' code cannot be replaced, the service exits with an error.
-        work = {asyncio.create_task(self._worker.run()), asyncio.create_task(self._rewards.watch())}
-        if self._workflows is not None:
-            work.add(asyncio.create_task(self._workflows.watch()))
-        if self._in_flight is not None:
-            work.add(asyncio.create_task(self._in_flight.run()))
+        work = {asyncio.ensure_future(run()) for run in self._parts.work}
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -203,57 +262,45 @@ class RolloutService(Service):
             await asyncio.gather(*work, return_exceptions=True)
 
     async def drain(self) -> None:
-        if self._worker is not None:
-            await self._worker.drain()
+        if self._parts is not None:
+            await self._parts.worker.drain()
 
     async def close(self) -> None:
-        if self._engine is not None:
-            await self._engine.stop()
-        if self._answers is not None:
-            await asyncio.to_thread(self._answers.close)
-        if self._rewards is not None:
-            await self._rewards.close()
-        if self._workflows is not None:
-            await self._workflows.close()
-        if self._endpoint is not None:
-            await self._endpoint.stop()
-        if self._source is not None:
-            self._source.close()
+        await self._closing.aclose()
         self._text.shutdown(wait=False, cancel_futures=True)
         self._data.close()
         await super().close()
 
     def heartbeat(self) -> Heartbeat:
         beat = super().heartbeat()
-        if self._worker is None:
+        if self._parts is None:
             return beat
-        self._worker.rest()  # nothing else ends a turn whose lease is lost before it is sampled
-        holds = self._worker.holds
+        self._parts.versions.rest()  # nothing else ends a turn whose lease is lost before it is sampled
+        holds = self._parts.versions.holds
         return msgspec.structs.replace(
             beat,
             holds_lineage=holds.lineage,
             holds_step=holds.step,
-            leases=self._worker.leases.progress(),
-            troubles=[*self._worker.troubles(), *(self._endpoint.troubles() if self._endpoint is not None else [])],
+            leases=self._parts.leases.progress(),
+            troubles=[trouble for troubles in self._parts.troubles for trouble in troubles()],
         )
 
     async def open_waits(self) -> list[WaitRow]:
-        rows = await self._rewards.waits() if self._rewards is not None else []
-        return rows + (await self._workflows.waits() if self._workflows is not None else [])
+        return [row for waits in self._parts.waits for row in await waits()] if self._parts is not None else []
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
-        if self._worker is not None:
-            self._worker.leases.lost(lease_ids)
+        if self._parts is not None:
+            self._parts.leases.lost(lease_ids)
 
     def on_newer_weights(self, ref: WeightsRef) -> None:
-        if self._in_flight is not None:
-            self._in_flight.announce(ref)
+        if self._parts is not None:
+            self._parts.versions.announce(ref)
 
     def _retire(self, _: DrainService, call: Call) -> Ack:
-        if self._worker is None:
+        if self._parts is None:
             self.request_stop()  # this process has not yet leased anything
         else:
-            self._worker.leases.retired.set()
+            self._parts.leases.retired.set()
         return Ack()
 
     async def _on_text(self, work: Callable[[], T]) -> T:

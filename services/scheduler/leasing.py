@@ -105,7 +105,7 @@ def _lease_evaluation(ledger: TaskLedger, evaluation: Evaluation, request: Lease
 
 
 def _lease_later_stage(ledger: TaskLedger, stage: int, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
-    """Lease tasks that share one version of the reference. Return None until that version is published.
+    """Lease tasks that share one version of the stage's model. Return None until that version is published.
 
     A task in a step after a refresh waits for that refresh's version. Once that version exists, the steps up to it have
     been trained, so drops of earlier tasks can no longer move the task to a step before the refresh.
@@ -113,7 +113,7 @@ def _lease_later_stage(ledger: TaskLedger, stage: int, request: LeaseRequest, ca
     first = ledger.first_waiting(stage)
     if first is None:
         return None
-    wanted = ledger.plan.reference_version(ledger.order.step_of(ledger, first.admission))
+    wanted = ledger.plan.version_of_model(stage, ledger.order.step_of(ledger, first.admission))
     version = ledger.history.versions.at_step(wanted) if wanted else None
     if wanted and version is None:
         return None

@@ -63,7 +63,7 @@ def _room_in_order(ledger: TaskLedger) -> int:
 def _choose_in_order(ledger: TaskLedger, stage: int, most: int) -> list[Task]:
     """Remove up to `most` waiting tasks, oldest first, from the waiting line and return them.
 
-    For the rollout stage, the tasks all belong to one step; for later stages, they share one version of the reference.
+    For the rollout stage, the tasks all belong to one step; for later stages, they share one version of its model.
     """
     chosen: list[Task] = []
     group = -1
@@ -72,7 +72,7 @@ def _choose_in_order(ledger: TaskLedger, stage: int, most: int) -> list[Task]:
         if task is None:
             break
         step = ledger.order.step_of(ledger, task.admission)
-        key = step if stage == 0 else ledger.plan.reference_version(step)
+        key = step if stage == 0 else ledger.plan.version_of_model(stage, step)
         if group not in (-1, key):
             break
         group = key

@@ -80,7 +80,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         filter_limit=_filter_limit(topology),
         by_completion=topology.consume == "completion",
         evals=evals,
-        stages=train_graph(with_reference=topology.needs_reference),
+        stages=train_graph(topology),
         task_bytes=task_bytes(topology, prompt),
         overhead_bytes=overhead_bytes(topology),
         unleased_token_bytes=unleased_token_bytes(topology),
@@ -130,10 +130,10 @@ def device_limits(topology: Topology) -> dict[Holder, float]:
     A rank may wait up to `collective_s` for the other ranks of its model. Other processes do not wait for any peer.
     """
     lease_s, services = topology.lease.lease_s, topology.colocated_services
-    longest = {"policy-trainer-worker": max(lease_s, topology.services.policy_trainer.collective_s)}
-    reference = topology.services.reference
-    if reference is not None and reference.parallel.model_ranks > 1:
-        longest["reference"] = max(lease_s, reference.collective_s)
+    longest = {model.service: max(lease_s, model.settings.collective_s) for model in topology.trained}
+    for model in topology.frozen:
+        if model.settings.parallel.model_ranks > 1:
+            longest[model.service] = max(lease_s, model.settings.collective_s)
     return {
         (planned.service, planned.instance): longest.get(planned.service, lease_s)
         for planned in topology.services_plan()

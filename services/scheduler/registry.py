@@ -10,8 +10,9 @@ from proto.messages import ErrorCode, Heartbeat, Register
 from services.scheduler.leases import Holder
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
+from shared.topology.models import POLICY_WORKER
 
-STORE, RANK = "batch-store", "policy-trainer-worker"
+STORE, RANK = "batch-store", POLICY_WORKER
 MOST_INSTANCES = 16_384
 """Maximum number of registered instances."""
 MOST_STORES = 512

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from services.tracker.history import Row
-from services.tracker.samples import Table
-from shared.topology.monitor_trackers import Tracker
+from services.tracker.samples import SampleTable
+from shared.runfiles.metrics import CommittedRow
+from shared.topology.monitor import Tracker
 
 LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -25,7 +25,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The modules that each tracker needs, all of which `make setup-trackers` installs."""
 
 
-class Unusable(Exception):
+class TrackerRefused(Exception):
     """The tracker refuses this run (for example, because of a wrong key, project or entity), and retrying cannot help.
 
     The text is one line.
@@ -69,35 +69,33 @@ class Subject:
     configuration: Mapping[str, Any]
     """The resolved topology without secrets."""
     sent: int
-    """Number of rows that were handed over by earlier processes."""
-    predecessor: int
-    """Process id of the previous tracker process, or 0."""
+    """Number of rows that the tracker is known to hold."""
 
 
 class Exporter(Protocol):
-    """The client of one tracker. Its methods may block and raise any exception; nothing waits for them.
+    """The client of one tracker. Its methods may block and raise any exception; nothing waits for them. After an
+    exception, a new exporter is opened.
 
-    If `SURE` is true, the tracker is certain to hold a row once `send` returns; otherwise, once `close` returns.
+    If `SURE` is true, the tracker is certain to hold what it was given once a method returns; otherwise, once `close`
+    returns, and until then it is given everything again after an exception or a kill.
     """
 
     SURE: bool
-    samples: int
-    """Number of samples per split in a table, or 0 to show no tables. An exporter that cannot store tables sets it to
-    0."""
 
     def open(self, subject: Subject) -> int:
-        """Create the run in the tracker, or continue it. Return the number of rows that the tracker holds.
+        """Create the run in the tracker, or continue it. Return the number of rows that it has, or `subject.sent` if
+        the tracker does not say.
 
-        Raises Unusable.
+        Raises TrackerRefused.
         """
 
-    def send(self, rows: Sequence[Row]) -> None:
-        """Report rows in order. These rows follow those that the tracker holds, without gaps."""
+    def send(self, rows: Sequence[CommittedRow]) -> None:
+        """Report rows in order. The tracker may already hold some of them."""
 
     def annotate(self, note: Note) -> None:
         """Report a note. Repeating a note has no effect in trackers that can recognize it."""
 
-    def show(self, table: Table) -> None:
+    def show(self, table: SampleTable) -> None:
         """Report samples. Some may be lost if this process is killed; the run directory contains all samples."""
 
     def close(self, end: End) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from proto.messages import ErrorCode
-from services.tracker.history import History
 from shared.rpc.errors import RpcError
+from shared.runfiles.metrics import CommittedRows
 
 FOLDER = "trackers"
 
@@ -23,10 +23,9 @@ class Ledger(msgspec.Struct, kw_only=True):
 
     id: str = ""  # identifies the run in the tracker
     pid: int = 0  # id of the process that feeds the tracker, or that fed it last
-    sent: int = 0  # number of rows in the run's history that have been handed over
-    step: int = 0  # the training step of the last row that was handed over
+    sent: int = 0  # number of rows of the run that have been handed over
+    step: int = 0  # the training step of the last of these rows
     sure: int = 0  # number of rows that the tracker is known to hold
-    lineage: int = 0  # lineage of the last row
     warnings: int = 0  # number of lines in warnings.jsonl that have been sent
     warnings_sure: int = 0  # number of these warnings that the tracker is known to hold
     ended: str = ""  # the outcome reported to the tracker, empty while the run continues
@@ -57,33 +56,35 @@ def write(run: Path, name: str, ledger: Ledger) -> None:
     partial.replace(path)
 
 
-def hold(run: Path, name: str) -> int:
-    """Lock tracker `name`, so that only one process at a time feeds it. Return the descriptor of the lock file.
+def hold(run: Path) -> int:
+    """Lock the trackers of a run, so that only one process at a time feeds them. Return the descriptor of the lock
+    file.
 
     The process keeps the lock until it dies. Raises RpcError(busy) if another process holds the lock.
     """
-    path = file_of(run, name).with_suffix(".lock")
+    path = run / FOLDER / "lock"
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise RpcError(
-            ErrorCode.BUSY, f"tracker {name}: another process is feeding it; wait until the run has ended"
-        ) from None
+        text = f"run {run}: another process is feeding its trackers; wait until the run has ended"
+        raise RpcError(ErrorCode.BUSY, text) from None
     return descriptor
 
 
 def unsent(run: Path, name: str) -> str:
     """Return one line about the data that tracker `name` may lack after the end of the run, or an empty string."""
-    ledger, history = read(run, name), History(run)
-    history.refresh()
-    if ledger.sure >= len(history) and ledger.ended:
-        return ""
+    ledger, rows = read(run, name), CommittedRows(run)
+    steps: list[int] = []
+    more = True
+    while more:
+        page, more = rows.poll()
+        steps += [row.step for row in page if row.position >= ledger.sure]
     because = f" ({ledger.problem})" if ledger.problem else ""
-    if ledger.sure >= len(history):
-        return f"{name} has every step, but not the end of the run{because}"
-    first, last = history.step(ledger.sure), history.step(len(history) - 1)
-    steps = f"steps {first}-{last}" if last != first else f"step {last}"
-    return f"{name} {'may lack' if ledger.sent > ledger.sure else 'lacks'} {steps}{because}"
+    if not steps:
+        return "" if ledger.ended else f"{name} has every step, but not the end of the run{because}"
+    first, last = steps[0], steps[-1]
+    verb = "may lack" if ledger.sent > ledger.sure else "lacks"
+    return f"{name} {verb} {f'steps {first}-{last}' if last != first else f'step {last}'}{because}"

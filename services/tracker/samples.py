@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.tracker.history import Row
+from shared.runfiles.metrics import CommittedRow
 from shared.samples.plain import conversation
 from shared.samples.reader import read
 from shared.samples.record import EVAL_PREFIX, Record
@@ -33,7 +33,7 @@ Cell = str | float | int | None
 
 
 @dataclass(frozen=True)
-class Table:
+class SampleTable:
     """Samples from the step that one row describes."""
 
     position: int
@@ -42,12 +42,12 @@ class Table:
     rows: list[tuple[Cell, ...]]
 
 
-def is_evaluated(row: Row) -> bool:
+def is_evaluated(row: CommittedRow) -> bool:
     """Return whether the row contains evaluation results."""
     return bool(_sets(row))
 
 
-def is_due(row: Row, every: int, recorded: int) -> bool:
+def is_due(row: CommittedRow, every: int, recorded: int) -> bool:
     """Return whether the row's step is the first step with recorded training samples in an interval of `every` steps.
 
     Only steps that are multiples of `recorded` have such samples.
@@ -56,7 +56,7 @@ def is_due(row: Row, every: int, recorded: int) -> bool:
     return step > 0 and step % recorded == 0 and step // every != (step - recorded) // every
 
 
-def table_of(run: Path, row: Row, count: int) -> Table | None:
+def table_of(run: Path, row: CommittedRow, count: int) -> SampleTable | None:
     """Return up to `count` samples from the training step and from each of its evaluations, or None if there are
     none."""
     records = read(run, step=row.step, split=TRAIN, limit=count) if row.step > 0 else []
@@ -68,10 +68,10 @@ def table_of(run: Path, row: Row, count: int) -> Table | None:
         return None
     names = sorted({name for record in records for name in record.rewards})
     columns = (*COLUMNS, *(f"reward/{name}" for name in names))
-    return Table(row.position, row.step, columns, [_cells(record, names) for record in records])
+    return SampleTable(row.position, row.step, columns, [_cells(record, names) for record in records])
 
 
-def _sets(row: Row) -> list[str]:
+def _sets(row: CommittedRow) -> list[str]:
     names = (re.match(rf"{EVAL_PREFIX}([^/]+)/", name) for name in row.values)
     return sorted({match[1] for match in names if match})
 

@@ -1,92 +1,64 @@
-"""The tracker service, with one instance for each tracker in the topology. The run neither depends on it nor waits for
-it.
+"""The tracker service, which feeds every experiment tracker in the topology.
 
-The tracker library runs on a thread of its own, so the mailbox still answers while the library hangs. If the library
-hangs for too long, a new process replaces this one and continues after the rows that the tracker already holds.
+The run neither depends on it nor waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 
 import msgspec
 
 from proto import messages
-from proto.messages import ErrorCode, Trouble, TroubleKind
+from proto.messages import Trouble, TroubleKind
 from services.tracker import ledger
-from services.tracker.exporter import missing
-from services.tracker.feeder import Feeder, end_of, start
+from services.tracker.feeder import Feeder, end_of
 from shared import topology
-from shared.actor.service import PEER_LOST_STATUS, Service
-from shared.rpc.errors import BadInput, RpcError
+from shared.actor.service import Service
+from shared.rpc.errors import BadInput
 from shared.rundir import RunDir
 
 LOOK_S = 0.5
-SLOW_S = 30.0
-"""Seconds without an answer after which a tracker counts as hanging."""
-HANG_S = 300.0
-"""Seconds without an answer after which this process exits, so that another process can try."""
 END_S = 5.0
-"""Maximum time, in seconds, that a run waits for the tracker when it ends."""
+"""Maximum time, in seconds, that a run waits for the trackers when it ends."""
 
 
 class TrackerService(Service):
-    """Feeds the tracker that its instance number selects."""
+    """Feeds the trackers of a run. Their libraries run on other threads, so the mailbox answers while they hang."""
 
     NAME = "tracker"
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        self._feeder: Feeder | None = None
+        loaded = topology.load_resolved(run.topology)
+        self._names = list(loaded.services.monitor.trackers)
+        self._feeder = Feeder(run, loaded, self._names)
         self._lock = -1
-        self.progress = lambda: self._feeder.rows_sent if self._feeder is not None else 0
+        self.progress = lambda: sum(outlet.sent for outlet in self._feeder.outlets)
 
     async def start(self) -> None:
-        loaded = topology.load_resolved(self.run.topology)
-        names = list(loaded.services.monitor.trackers)
-        if self.instance >= len(names):
-            text = f"{self.name}: the topology has {len(names)} trackers; start instances 0 to {len(names) - 1}"
-            raise BadInput(text)
-        name = names[self.instance]
-        if lacking := missing(name):
-            text = f"{name}: {', '.join(lacking)} not installed in this environment; run `make setup-trackers`"
-            raise BadInput(text)
-        self._lock = ledger.hold(self.run.path, name)
-        self._feeder = Feeder(self.run, loaded, name)
-        start(self._feeder)
+        if not self._names or self.instance > 0:
+            raise BadInput(f"{self.name}: the topology has {len(self._names)} trackers, and instance 0 feeds them all")
+        self._lock = ledger.hold(self.run.path)
+        threading.Thread(target=self._feeder.run, name="feeder", daemon=True).start()
 
     async def serve(self) -> None:
-        if (feeder := self._feeder) is None:
-            return
-        while not feeder.refused:
+        while True:
             await asyncio.sleep(LOOK_S)
-            if self._hanging_s() > HANG_S:
-                self.exit_status = PEER_LOST_STATUS
-                raise RpcError(ErrorCode.DEADLINE, f"{feeder.name}: no answer for {HANG_S:g} s")
-        raise BadInput(f"{feeder.refused}; {feeder.name} will not receive any further steps")
+            if all(outlet.given_up for outlet in self._feeder.outlets):
+                raise BadInput("; ".join(outlet.given_up for outlet in self._feeder.outlets))
 
     async def drain(self) -> None:
-        if self._feeder is None:
-            return
         self._feeder.end(end_of(self.run))
-        await self.loop.run_in_executor(None, self._feeder.done.wait, END_S)
-        if rest := await self.loop.run_in_executor(None, ledger.unsent, self.run.path, self._feeder.name):
-            self.log.warning("not everything was sent", rest=rest)
+        until = self.loop.time() + END_S
+        while not self._feeder.done and (left_s := until - self.loop.time()) > 0:
+            await self.loop.run_in_executor(None, self._feeder.wait, left_s)
+        for name in self._names:
+            if rest := await self.loop.run_in_executor(None, ledger.unsent, self.run.path, name):
+                self.log.warning("not everything was sent", rest=rest)
 
     def heartbeat(self) -> messages.Heartbeat:
-        return msgspec.structs.replace(super().heartbeat(), troubles=self._troubles())
-
-    def _troubles(self) -> list[Trouble]:
-        feeder = self._feeder
-        if feeder is None:
-            return []
-        if feeder.problem:
-            return [Trouble(TroubleKind.TRACKER, feeder.problem)]
-        if self._hanging_s() > SLOW_S:
-            return [Trouble(TroubleKind.TRACKER, f"{feeder.name}: no answer; rows are waiting in metrics.jsonl")]
-        return []
-
-    def _hanging_s(self) -> float:
-        since = self._feeder.busy_since if self._feeder is not None else None
-        return 0.0 if since is None else time.monotonic() - since
+        problems = [outlet.problem for outlet in self._feeder.outlets if outlet.problem]
+        troubles = [Trouble(TroubleKind.TRACKER, "; ".join(problems))] if problems else []
+        return msgspec.structs.replace(super().heartbeat(), troubles=troubles)

@@ -33,9 +33,9 @@ from services.web.files import Files
 from services.web.guard import API, Guard
 from services.web.live_parts import MAX_STREAMS
 from services.web.page import Page
-from services.web.run_files import RunFiles
-from shared.bearer import Secret
+from shared.guest_server import Secret
 from shared.rpc.errors import RpcError
+from shared.runfiles.files import RunFiles
 from shared.samples.selection import Order
 from shared.view.timeline import thinned
 
@@ -127,13 +127,13 @@ class _Handlers:
                     }
                     for lane in view.timeline(now, seconds)
                 ],
-                "steps": [[round(each.at - now, 3), each.step] for each in view.step_ends(now, seconds)],
+                "steps": [[round(end.at - now, 3), end.step] for end in view.step_ends(now, seconds)],
             }
         )
 
     async def log(self, request: Request) -> Response:
         query = request.query_params
-        await self._page.own.poll()
+        self._page.own.read_logs()
         lines = self._page.own.view.log(level=query.get("level", "info"), containing=query.get("text", ""))
         return _json({"lines": lines[-MAX_LOG_LINES:]})
 
@@ -141,7 +141,7 @@ class _Handlers:
         query, run = request.query_params, (await self._files(request)).path
         step, order = int(_number(query.get("step"), -1.0)), query.get("order")
         async with self._reading:
-            found = await asyncio.to_thread(
+            listed = await asyncio.to_thread(
                 samples.listed,
                 run,
                 query.get("split", ""),
@@ -149,18 +149,18 @@ class _Handlers:
                 task=query.get("task", ""),
                 order=Order(order) if order in set(Order) else None,
             )
-        return _json(found)
+        return _json(listed)
 
     async def sample(self, request: Request) -> Response:
         query, run = request.query_params, (await self._files(request)).path
         step, number = (int(_number(query.get(name), -1.0)) for name in ("step", "sample"))
         async with self._reading:
-            found = await asyncio.to_thread(
+            shown = await asyncio.to_thread(
                 samples.shown, run, query.get("split", ""), step, query.get("task", ""), number
             )
-        if found is None:
+        if shown is None:
             raise HTTPException(404, "this sample no longer exists")
-        return _json(found)
+        return _json(shown)
 
     async def operate(self, request: Request) -> Response:
         if self._operator is None:
@@ -185,10 +185,10 @@ class _Handlers:
 
     async def _files(self, request: Request) -> RunFiles:
         name = request.query_params.get("run", "")
-        found = await self._page.files(name)
-        if found is None:
+        files = await self._page.files(name)
+        if files is None:
             raise HTTPException(404, f"no run {name[:100]!r} in the same folder as this run")
-        return found
+        return files
 
 
 def _number(text: str | None, default: float) -> float:

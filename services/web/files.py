@@ -36,10 +36,10 @@ class Files:
 
     async def answer(self, request: Request) -> Response:
         """Return a file, or the page itself if the request has no file name."""
-        found = self._files.get(request.path_params.get("name", INDEX))
-        if found is None:
+        file = self._files.get(request.path_params.get("name", INDEX))
+        if file is None:
             return Response(status_code=404)
-        data, headers = found
+        data, headers = file
         if request.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers={"etag": headers["etag"]})
         return Response(data, headers=headers)

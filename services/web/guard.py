@@ -9,8 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared.bearer import Secret
-from shared.guest_server import prove
+from shared.guest_server import Secret, prove
 
 API = "/api/"
 HEADERS = {

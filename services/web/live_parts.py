@@ -39,8 +39,8 @@ class LiveParts:
     def put(self, part: str, value: object) -> None:
         """Set a part. An unchanged value is not sent again."""
         data = msgspec.json.encode(value)
-        known = self._parts.get(part)
-        if known is None or known[1] != data:
+        before = self._parts.get(part)
+        if before is None or before[1] != data:
             self._version += 1
             self._parts[part] = (self._version, data)
             self._changed.set()

@@ -14,15 +14,15 @@ import structlog
 import zmq
 
 from proto.errors import WireError
+from services.web import parts
 from services.web.live_parts import LiveParts
-from services.web.run_files import RunFiles
 from services.web.supervisor_calls import SupervisorCalls
 from shared.names import listed
-from shared.process_rows import process_rows
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
+from shared.runfiles.files import RunFiles
 from shared.stream import Stream
-from shared.view.curves import PANELS
+from shared.view.services import process_rows
 
 TICK_S = 1.0
 """Seconds between two updates of the live parts."""
@@ -53,26 +53,26 @@ class Page:
 
     def runs(self) -> list[str]:
         """Return the names of the runs in the same folder as this one, newest first."""
-        found = []
+        names = []
         for folder in listed(self.own.path.parent.iterdir()):
             with contextlib.suppress(OSError):
                 if folder != self.own.path and folder.name[:1] != ".":
-                    found.append(((folder / "run.json").stat().st_mtime, folder.name))
-        return [name for _, name in sorted(found, reverse=True)[:MAX_RUNS]]
+                    names.append(((folder / "run.json").stat().st_mtime, folder.name))
+        return [name for _, name in sorted(names, reverse=True)[:MAX_RUNS]]
 
     async def files(self, name: str) -> RunFiles | None:
         """Return the up-to-date files of this run or of another run in the same folder, or None if there is no such
         run."""
         if name in ("", self.own.path.name):
-            await self.own.poll()
+            await self.own.read_all()
             return self.own
         if name not in self._others and name not in self.runs():
             return None
-        files = self._others.pop(name, None) or RunFiles(self.own.path.parent / name, metrics_only=True)
+        files = self._others.pop(name, None) or RunFiles(self.own.path.parent / name)
         self._others[name] = files
         while len(self._others) > MAX_OTHERS:
             self._others.pop(next(iter(self._others)))
-        await files.poll()
+        await files.read_all()
         return files
 
     async def _follow(self) -> None:
@@ -130,29 +130,9 @@ class Page:
 
     async def _show(self) -> None:
         """Update the live parts with the current state."""
-        await self.own.poll()
+        await self.own.read_all()
         view, now, live = self.own.view, time.time(), self.calls is not None
-        self.parts.put(
-            "head",
-            {
-                "run": self.own.path.name,
-                "runs": self.runs(),
-                "live": live,
-                "operable": self._operable and live,
-                "progress": view.progress(),
-                "names": self.own.names(),
-                "panels": [{"title": panel.title, "names": panel.matching(self.own.names())} for panel in PANELS],
-                "last": [self.own.epoch, self.own.last_step],
-            },
-        )
+        self.parts.put("head", parts.head(self.own, self.runs(), live=live, operable=self._operable and live))
         self.parts.put("services", view.services(now) if live else [])
         self.parts.put("pipeline", view.pipeline() if live else None)
-        self.parts.put(
-            "notices",
-            {
-                "warnings": view.warnings(),
-                "left_out": view.warnings_left_out,
-                "troubles": view.troubles() if live else [],
-                "rewinds": view.rewinds(),
-            },
-        )
+        self.parts.put("notices", parts.notices(self.own, live=live))

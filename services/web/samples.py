@@ -39,14 +39,14 @@ def listed(run: Path, split: str, step: int | None, *, task: str = "", order: Or
     steps = reader.steps(run, split) if split else []
     if step not in steps and not task:
         step = steps[-1] if steps else None
-    found = select(run, split=split, step=step, task=task or None, order=order, limit=MAX_RECORDS)
+    selection = select(run, split=split, step=step, task=task or None, order=order, limit=MAX_RECORDS)
     return {
         "splits": splits,
         "split": split,
         "steps": steps[-MAX_STEPS:],
         "step": step,
-        "samples": [_head(record) for record in found.records],
-        "total": found.total,
+        "samples": [_head(record) for record in selection.records],
+        "total": selection.total,
     }
 
 
@@ -54,8 +54,8 @@ def shown(run: Path, split: str, step: int, task: str, sample: int) -> dict[str,
     """Return one sample with its tokens, or None if there is no such sample."""
     if split not in reader.splits(run):
         return None
-    found = [each for each in reader.read(run, step=step, task=task, split=split) if each.sample == sample]
-    return _body(found[-1]) if found else None
+    records = [record for record in reader.read(run, step=step, task=task, split=split) if record.sample == sample]
+    return body(records[-1]) if records else None
 
 
 def _head(record: Record) -> dict[str, Any]:
@@ -66,20 +66,21 @@ def _head(record: Record) -> dict[str, Any]:
     }
 
 
-def _body(record: Record) -> dict[str, Any]:
+def body(record: Record, *, max_chars: int = MAX_CHARS, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
+    """Return a sample with its tokens. All texts are cut to `max_chars`."""
     texts = {
         "prompt": _text(record.prompt),
         "completion": record.completion,
         "conversation": "" if not record.messages else _text(record.messages),
         "answer": "" if record.answer is None else _text(record.answer),
     }
-    tokens = slice(MAX_TOKENS)
+    tokens = slice(max_tokens)
     pieces = [piece[:HEAD_CHARS] for piece in record.pieces[tokens]]
-    cut = sum(max(0, len(text) - MAX_CHARS) for text in texts.values()) + record.cut
+    cut = sum(max(0, len(text) - max_chars) for text in texts.values()) + record.cut
     cut += sum(len(piece) for piece in record.pieces) - sum(map(len, pieces))
     return {
         **_facts(record),
-        **{name: text[:MAX_CHARS] for name, text in texts.items()},
+        **{name: text[:max_chars] for name, text in texts.items()},
         "pieces": pieces,
         "logprobs": record.logprobs[tokens],
         "train_logprobs": None if record.train_logprobs is None else record.train_logprobs[tokens],
@@ -114,6 +115,6 @@ def _text(value: Any) -> str:
     """Return plain text unchanged, the messages of a conversation joined into one text, and other data as JSON."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
-        return "\n\n".join(f"[{each.get('role', '?')}]\n{_text(each.get('content', ''))}" for each in value)
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        return "\n\n".join(f"[{message.get('role', '?')}]\n{_text(message.get('content', ''))}" for message in value)
     return msgspec.json.encode(value).decode()

@@ -131,5 +131,5 @@ def log_page(path: Path, lines: int, position: int) -> tuple[list[str], int]:
     except OSError:
         return [], max(0, position)
     whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == TAIL_BYTES else 0)  # a single line may fill a page
-    found = data[:whole].decode(errors="replace").splitlines()
-    return (found[-lines:] if lines > 0 else []) if position < 0 else found, head.offset + begin + whole
+    page = data[:whole].decode(errors="replace").splitlines()
+    return (page[-lines:] if lines > 0 else []) if position < 0 else page, head.offset + begin + whole

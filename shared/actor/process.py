@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import faulthandler
 import os
 import signal
 import sys
@@ -16,11 +15,10 @@ from shared.actor import logging
 from shared.actor.service import DRAIN_S, Service, install_signals
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, release
+from shared.stacks import write_stacks_on_signal
 
 _PR_SET_PDEATHSIG = 1
 EXIT_GRACE_S = 2 * DRAIN_S
-STACK_SIGNAL = signal.SIGRTMIN + 3
-"""Signal that makes a process write the stacks of its threads, even while code holds the interpreter lock."""
 
 
 def parse_arguments(name: str) -> argparse.Namespace:
@@ -50,7 +48,7 @@ def run_process(service_class: type[Service], module: str) -> int:
     another process is gone, and 78 (`UNUSABLE_STATUS`) if a restart would not help.
     """
     arguments = parse_arguments(module)
-    faulthandler.register(STACK_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=True, chain=False)
+    write_stacks_on_signal(os.dup(sys.stderr.fileno()), all_threads=True)
     if arguments.supervisor:
         die_with_parent()
         if os.getppid() != arguments.parent:

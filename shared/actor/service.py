@@ -14,6 +14,7 @@ import socket as host_names
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from enum import StrEnum
 from typing import Any, ClassVar, Final, final
 
@@ -72,6 +73,9 @@ class ProcessState(StrEnum):
 class Service:
     """Base of every actor. Override `start`, `serve` and `drain`; add handlers to `self.mailbox` in `__init__`.
 
+    A subclass builds its parts in `__init__`, which may raise BadInput, and opens them in `start`. Nothing is set to
+    None first and filled in later; what must be closed at the end is added to `closing` when it is opened.
+
     A subclass replaces nothing else by accident: a method that is not meant to be overridden is `final`, and Python
     keeps names that begin with two underscores apart from those of subclasses.
 
@@ -99,6 +103,8 @@ class Service:
         self.context: Final[zmq.Context[zmq.Socket[bytes]]] = zmq.Context(io_threads=1)
         self.endpoint = ""
         self.stopping: Final = asyncio.Event()
+        self.closing: Final = AsyncExitStack()
+        """What to close at the end of this life, last opened first, before the sockets. `start` adds to it."""
         self.loop: asyncio.AbstractEventLoop
         self.listen = ""
         """`tcp://ADDRESS:PORT` at which to answer other hosts. Set it before the service runs."""
@@ -295,18 +301,22 @@ class Service:
             self.log.info("listens", endpoint=self.endpoint)
 
     async def __find_endpoint(self, service: str, instance: int) -> str:
-        known = await self.resolve(service, instance)
-        if known.host_id == self.run.host_id:
+        registered = await self.resolve(service, instance)
+        if registered.host_id == self.run.host_id:
             return self.run.endpoint(service, instance)
-        if not is_tcp(known.endpoint):
+        if not is_tcp(registered.endpoint):
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 f"{service_name(service, instance)} answers only on its own host; start it with --listen tcp://ADDRESS:0",
             )
-        return known.endpoint
+        return registered.endpoint
 
     async def close(self) -> None:
-        """Close all sockets; the mailbox removes its file. Sockets left open delay this by at most LINGER_MS."""
+        """Close what is in `closing`, then all sockets; the mailbox removes its file.
+
+        Sockets left open delay this by at most LINGER_MS.
+        """
+        await self.closing.aclose()
         if self.__directory is not None:
             await self.__directory.close()
         await self.mailbox.close()
@@ -329,8 +339,8 @@ class Service:
             if task.done():
                 task.result()
         finally:
-            for each in (task, stop):
-                each.cancel()
+            for pending in (task, stop):
+                pending.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
     def __enter(self, state: ProcessState) -> None:

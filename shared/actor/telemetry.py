@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+import xxhash
+
 from proto.errors import WireError
 from proto.messages import Telemetry
 from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
 from shared.security.zap import Gate
-from shared.tracing import traced
 
 SPAN, PART, SECURITY = "span", "span/part", "security"
 FLUSH_EVERY_S = 0.2
@@ -24,6 +25,9 @@ FLUSH_EVERY_S = 0.2
 clock, so that the monitor is woken only once for all services: a wake-up takes more CPU time than a message."""
 PENDING = 512
 """Once this many messages are waiting, all of them are sent without waiting for the next such time."""
+MAX_TASKS = 64
+"""Maximum number of traced tasks that one span names."""
+_ALL_HASHES = 1 << 64
 _NOTHING: Mapping[str, float | str] = MappingProxyType({})
 
 
@@ -118,3 +122,15 @@ async def report_refusals(mailbox: Mailbox, gate: Gate | None, telemetry: Teleme
         if counts != emitted and any(counts.values()):
             telemetry.emit(SECURITY, {name: float(count) for name, count in counts.items()})
         emitted = counts
+
+
+def is_traced(task_id: str, share: float) -> bool:
+    """Return whether a task belongs to the traced `share` of all tasks, 0 to 1. Every process gives the same answer."""
+    return xxhash.xxh3_64_intdigest(task_id.encode()) < share * _ALL_HASHES
+
+
+def traced(task_ids: Iterable[str], share: float) -> list[str]:
+    """Return the traced tasks among `task_ids`, at most `MAX_TASKS`."""
+    if share <= 0:
+        return []
+    return [task_id for task_id in task_ids if is_traced(task_id, share)][:MAX_TASKS]

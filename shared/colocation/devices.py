@@ -11,54 +11,67 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
+from itertools import combinations, product
 from types import MappingProxyType
+
+from shared.topology.models import POLICY, WORKERS
 
 Holder = tuple[str, int]
 """(service, instance) of a process."""
 Parts = frozenset[str]
 
-PARAMETERS = "policy.parameters"
-GRADIENTS = "policy.gradients"
-OPTIMIZER = "policy.optimizer"
 REFERENCE = "reference.parameters"
 WEIGHTS = "engine.weights"
 KV_CACHE = "engine.kv_cache"
 NOTHING: Parts = frozenset()
 ENGINE: Parts = frozenset({WEIGHTS, KV_CACHE})
 
-PARTS_OF: Mapping[str, Parts] = MappingProxyType(
-    {
-        "policy-trainer-worker": frozenset({PARAMETERS, GRADIENTS, OPTIMIZER}),
-        "reference": frozenset({REFERENCE}),
-        "rollout": ENGINE,
-    }
-)
-"""The parts that the processes of each service hold."""
+
+def trained_parts(model: str) -> tuple[str, str, str]:
+    """Return the parameters, gradients and optimizer state of a trained model."""
+    return f"{model}.parameters", f"{model}.gradients", f"{model}.optimizer"
+
+
+def parts_of(models: Mapping[str, str]) -> Mapping[str, Parts]:
+    """Return the parts that the processes of each service hold. `models` are the trained models with their services."""
+    trained = {service: frozenset(trained_parts(model)) for model, service in models.items()}
+    return MappingProxyType({**trained, "reference": frozenset({REFERENCE}), "rollout": ENGINE})
+
+
+PARAMETERS, GRADIENTS, OPTIMIZER = trained_parts(POLICY)
+PARTS_OF = parts_of(WORKERS)
+TRAINING: Parts = frozenset(part for model in WORKERS for part in trained_parts(model)[1:])
+"""The parts that trained models need only in a training step."""
 
 ALL_AT_ONCE: frozenset[str] = frozenset({"rollout"})
 """Services whose parts leave the devices only together: an engine is either asleep or awake. No part is taken from such
 a service while it uses another part."""
 
-FORBIDDEN: tuple[tuple[str, str], ...] = (
-    (WEIGHTS, GRADIENTS),
-    (WEIGHTS, OPTIMIZER),
-    (KV_CACHE, PARAMETERS),
-    (KV_CACHE, GRADIENTS),
-    (KV_CACHE, OPTIMIZER),
-    (KV_CACHE, REFERENCE),
-    (REFERENCE, GRADIENTS),
-    (REFERENCE, OPTIMIZER),
-)
-"""Pairs of parts of different services that must not be on the devices at the same time. Pairs are omitted on purpose
-where both parts are needed: the engine copies its weights while the parameters are on the device, and the reference may
-stay there, too."""
 
-_BARRED: Mapping[str, Parts] = MappingProxyType(
-    {
-        part: frozenset({b for a, b in FORBIDDEN if a == part} | {a for a, b in FORBIDDEN if b == part})
-        for part in frozenset().union(*PARTS_OF.values())
-    }
-)
+def forbidden_pairs(models: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of parts of different services that must not be on the devices at the same time.
+
+    `models` are the names of the trained models, of which only one is there at a time. Pairs are omitted on purpose
+    where both parts are needed: the engine copies its weights while the parameters are on the device, and the reference
+    may stay there, too.
+    """
+    trained = [trained_parts(model) for model in models]
+    pairs = [(KV_CACHE, REFERENCE), *((KV_CACHE, parts[0]) for parts in trained)]
+    pairs += [(other, part) for other in (WEIGHTS, KV_CACHE, REFERENCE) for parts in trained for part in parts[1:]]
+    return (*pairs, *(pair for one, other in combinations(trained, 2) for pair in product(one, other)))
+
+
+def barred(pairs: Iterable[tuple[str, str]]) -> Mapping[str, Parts]:
+    """Return, for each part, the parts that `pairs` forbid beside it."""
+    found: dict[str, Parts] = {}
+    for one, other in pairs:
+        found[one] = found.get(one, NOTHING) | {other}
+        found[other] = found.get(other, NOTHING) | {one}
+    return MappingProxyType(found)
+
+
+FORBIDDEN = forbidden_pairs(WORKERS)
+_BARRED = barred(FORBIDDEN)
 
 
 class DevicePhase(StrEnum):
@@ -77,7 +90,7 @@ def phase_of(resident: Parts) -> DevicePhase:
         return DevicePhase.GENERATE
     if WEIGHTS in resident:
         return DevicePhase.SYNC
-    if resident & PARTS_OF["policy-trainer-worker"] - {PARAMETERS}:
+    if resident & TRAINING:
         return DevicePhase.TRAIN
     if REFERENCE in resident:
         return DevicePhase.SCORE

@@ -94,8 +94,8 @@ class Pieces:
         result = torch.zeros(len(token_ids), dtype=torch.float32, device=self._device)
 
         def keep(scores: Scores) -> Tensor:
-            result[scores.tokens] = scores.logprobs.float()
-            return scores.logprobs.sum()
+            result[scores.tokens] = scores.outputs.float()
+            return scores.outputs.sum()
 
         self.run(token_ids, lengths, loss_mask, temperature, "none", keep, model=model, forward_only=True)
         return self.groups.from_last_stage(self.groups.sum_over_sequence_ranks(result))

@@ -19,8 +19,6 @@ from shared.model import attention, context, tree
 from shared.model.context import ContextRank, CutBatch
 from shared.model.nodes import Nodes, to_nodes
 from shared.model.passes import passes_of
-from shared.model.plain_decoder import PlainDecoder, is_plain
-from shared.model.plain_training import hidden_states, trains_plainly
 from shared.model.tree import MicroBatch, head_blocks
 from shared.tensors_torch import to_device
 
@@ -38,14 +36,15 @@ effect has not been measured yet."""
 
 @dataclass(frozen=True)
 class Scores:
-    """The result for one micro-batch: `tokens` int64 [M], positions in the caller's flat arrays; `logprobs` and
+    """The result for one micro-batch: `tokens` int64 [M], positions in the caller's flat arrays; `outputs` and
     `entropy` float32 [M] (float64 for a model in float64).
 
-    `entropy` is the entropy of the distribution from which the token was drawn, or None if not requested.
+    `outputs` are what the model's head computes for the tokens: the log-probs of a language model. `entropy` is the
+    entropy of the distribution from which the token was drawn, or None if not requested.
     """
 
     tokens: Tensor
-    logprobs: Tensor
+    outputs: Tensor
     entropy: Tensor | None
 
 
@@ -74,7 +73,7 @@ def token_logprobs(
         zeros = torch.zeros(total, device=device)
         return zeros, zeros.clone() if with_entropy else None
     where = torch.cat([part.tokens for part in parts])
-    logprobs = torch.cat([part.logprobs for part in parts])
+    logprobs = torch.cat([part.outputs for part in parts])
     result = torch.zeros(total, device=device, dtype=logprobs.dtype).index_copy(0, where, logprobs)
     if not with_entropy:
         return result, None
@@ -249,20 +248,8 @@ def _run_trees(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: boo
         "use_cache": False,
         "trees": attention.to_trees(batch, nodes.token_ids.device),
     }
-    if torch.is_inference_mode_enabled() and is_plain(model):
-        return _run_plain(model, arguments, nodes.predictors, logits=logits)
-    if trains_plainly(model):
-        hidden = hidden_states(model, nodes.token_ids, nodes.depths, arguments["trees"], nodes.predictors)
-        return _logits(model, hidden) if logits else hidden
     with attention.using(model, attention.NAME):
         return _outputs(model, arguments, nodes.predictors, logits=logits)
-
-
-def _run_plain(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
-    """Do the work of `_run_trees` without gradients. The last bits may differ from those of a pass with gradients."""
-    decoder = PlainDecoder(model)
-    hidden = decoder.packed(arguments["input_ids"][0], arguments["position_ids"][0], arguments["trees"])[predictors]
-    return decoder.logits(hidden) if logits else decoder.normed(hidden)
 
 
 def _run_cut(model: nn.Module, cut: CutBatch, ranks: ContextRank, nodes: Nodes, *, logits: bool) -> Tensor:
@@ -286,7 +273,7 @@ def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *,
 def _run_padded(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bool) -> Tensor:
     """Do the work of `_run_trees` for models that cannot be packed. Every row is one sequence, padded on the right if
     the micro-batch has several."""
-    scatter, *gathers = to_device([batch.scatter, *(each.gather for each in batch.blocks)], nodes.token_ids.device)
+    scatter, *gathers = to_device([batch.scatter, *(block.gather for block in batch.blocks)], nodes.token_ids.device)
     hidden: list[Tensor] = []
     for block, slots in zip(batch.blocks, gathers, strict=True):
         ids_RL = nodes.token_ids[slots].view(block.rows, block.longest)

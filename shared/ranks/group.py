@@ -187,19 +187,20 @@ class Group:
                 raise CollectiveFailed(f"{what}; all ranks answer, see their logs") from error
             raise GroupEnded(f"{what}; {', '.join(lost)} died or did not answer") from error
 
-    async def until_ended(self, work: Awaitable[None]) -> None:
-        """Run `work` until it completes or the group ends. Once the group has ended, this rank's state cannot be
-        trusted."""
-        tasks = {asyncio.ensure_future(work), asyncio.ensure_future(self.watch())}
+    async def until_ended(self, work: Awaitable[T]) -> T:
+        """Run `work` until it completes or the group ends, and return its result. Once the group has ended, this rank's
+        state cannot be trusted."""
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
             errors = [error for task in done if (error := task.exception()) is not None]
             if errors:  # prefer this rank's own error to the end of the group
-                raise next((each for each in errors if type(each) is not GroupEnded), errors[0])
+                raise next((error for error in errors if type(error) is not GroupEnded), errors[0])
+            return working.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            working.cancel()
+            watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
 
     async def lost(self) -> list[int]:
         """Return the ranks whose mailbox does not answer, or belongs to a later life than the one that joined the

@@ -38,7 +38,7 @@ class Rendezvous:
     the cause of the end."""
 
     def __init__(self, names: Sequence[str], generation: int, *, deadline_s: float) -> None:
-        """`names` are the names of the processes by rank, such as `policy-trainer-worker/0`. `generation` identifies
+        """`names` are the names of the processes by rank, such as `reference/0`. `generation` identifies
         the group and is not 0. A round that takes longer than `deadline_s` ends the group."""
         self.ended = ""
         self.store = ""

@@ -8,7 +8,16 @@ import msgspec
 import numpy as np
 
 from proto.tensors import Array
-from shared.samples.limits import text_limit_bytes
+
+TOKEN_BYTES = 16
+SAMPLE_BYTES = 1024
+"""The text of a recorded task may take up `TOKEN_BYTES` bytes per token plus `SAMPLE_BYTES` bytes per sample."""
+
+
+def text_limit_bytes(tokens: int, samples: int) -> int:
+    """Return the maximum size, in bytes, of the shard of a task that has `tokens` tokens (including prompts) and
+    `samples` samples."""
+    return TOKEN_BYTES * tokens + SAMPLE_BYTES * samples
 
 
 class SampleText(msgspec.Struct, array_like=True):
@@ -92,9 +101,9 @@ def _clean(value: Any) -> Any:
         case str():
             return value.encode("utf-8", "replace").decode()
         case dict():
-            return {_clean(key): _clean(each) for key, each in value.items()}
+            return {_clean(key): _clean(item) for key, item in value.items()}
         case list() | tuple():
-            return [_clean(each) for each in value]
+            return [_clean(item) for item in value]
         case int() if not -(1 << 63) <= value < 1 << 64:
             return str(value)
         case _:

@@ -14,9 +14,17 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shared.topology.capacity import DTYPE_BYTES
-from shared.topology.model_memory import LAST_A_STEP, Key, holds_none, per_process, saved_bytes, training_parts
+from shared.topology.model_memory import (
+    LAST_A_STEP,
+    Key,
+    TrainingPart,
+    holds_none,
+    per_process,
+    saved_bytes,
+    training_parts,
+)
+from shared.topology.models import DEVICE_SERVICE, TrainedModel
 from shared.topology.schema import Topology
-from shared.topology.services import DEVICE_SERVICE
 
 MOST_GPUS = 1024
 """Maximum number of GPUs that `gpus_that_fit` considers."""
@@ -26,7 +34,7 @@ _VLLM_SHARE = 0.92
 """Default of vLLM's `gpu_memory_utilization`."""
 
 
-class Place(NamedTuple):
+class MemoryPlace(NamedTuple):
     """The memory of a host, or of one of its GPUs."""
 
     host: str | None
@@ -49,7 +57,7 @@ class Use(NamedTuple):
     """Memory that a process holds in some phases. Uses that take turns are never there at the same time, unless they
     belong to the same service."""
 
-    place: Place
+    place: MemoryPlace
     key: Key
     what: str
     nbytes: int
@@ -67,18 +75,20 @@ class Peak(NamedTuple):
 def uses(topology: Topology, elements: int, gpus: Mapping[Key, str], vocabulary: int = 0) -> list[Use]:
     """Return everything that the run's processes hold of the model. `vocabulary` is the number of its tokens."""
     hosts = {(spec.service, spec.instance): spec.host for spec in topology.services_plan()}
+    trained = {model.service: model for model in topology.trained}
     found: list[Use] = []
     for key, nbytes in per_process(topology, elements).items():
-        names = [each for each in gpus.get(key, "").split(",") if each]
-        turns = any(DEVICE_SERVICE[name] == key[0] for name in topology.placement.colocate)
-        for place in [Place(hosts[key], name) for name in names or [""]]:
-            if key[0] == DEVICE_SERVICE["policy-trainer"]:
-                found += _trained(topology, elements, place, key, turns=turns)
+        names = [name for name in gpus.get(key, "").split(",") if name]
+        turns = key[0] in topology.colocated_services
+        for place in [MemoryPlace(hosts[key], name) for name in names or [""]]:
+            if key[0] in trained:
+                parts = training_parts(trained[key[0]], evaluate=topology.run.evaluate)
+                found += _trained(parts, trained[key[0]], elements, place, key, turns=turns)
             elif nbytes:
                 found.append(Use(place, key, "weights", math.ceil(nbytes / max(len(names), 1)), ALWAYS, turns))
-        found += _copies(topology, elements, Place(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
+        found += _copies(topology, elements, MemoryPlace(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
         if nbytes := logit_bytes(topology, vocabulary, key[0]):
-            for place in [Place(hosts[key], name) for name in names or [""]]:
+            for place in [MemoryPlace(hosts[key], name) for name in names or [""]]:
                 found.append(Use(place, key, "logits", nbytes, frozenset({Phase.STEPS}), turns))
     return found
 
@@ -111,7 +121,7 @@ def peak(some: Sequence[Use], phases: frozenset[Phase] = ALWAYS) -> Peak:
     return max((Peak(nbytes, phase) for phase, nbytes in sums.items()), key=lambda each: each.nbytes)
 
 
-def by_place(found: Sequence[Use]) -> dict[Place, list[Use]]:
+def by_place(found: Sequence[Use]) -> dict[MemoryPlace, list[Use]]:
     """Return the uses in each place: hosts first, then their GPUs."""
     places = sorted({use.place for use in found}, key=lambda at: (at.gpu != "", at.host or "", len(at.gpu), at.gpu))
     return {place: [use for use in found if use.place == place] for place in places}
@@ -126,7 +136,8 @@ def gpus_that_fit(topology: Topology, elements: int, limit_bytes: int) -> int | 
     for count in range(step, MOST_GPUS + 1, step):
         trainer = services.policy_trainer.model_copy(update={"gpus": count})
         changed = topology.model_copy(update={"services": services.model_copy(update={"policy_trainer": trainer})})
-        if sum(math.ceil(elements * share) for share in training_parts(changed).values()) <= limit_bytes:
+        parts = training_parts(changed.policy_model, evaluate=changed.run.evaluate)
+        if sum(math.ceil(elements * share) for share in parts.values()) <= limit_bytes:
             return count
     return None
 
@@ -139,29 +150,42 @@ def vllm_share(topology: Topology) -> float | None:
     return float(rollout.engine_args.get("gpu_memory_utilization", _VLLM_SHARE))
 
 
-def _trained(topology: Topology, elements: int, place: Place, key: Key, *, turns: bool) -> Iterator[Use]:
+def _trained(
+    parts: Mapping[TrainingPart, float],
+    model: TrainedModel,
+    elements: int,
+    place: MemoryPlace,
+    key: Key,
+    *,
+    turns: bool,
+) -> Iterator[Use]:
     """Yield the training state of a rank. What a backend allocates anew in every step is absent outside of steps."""
-    gone = LAST_A_STEP[topology.services.policy_trainer.backend]
-    for part, share in training_parts(topology).items():
+    gone = LAST_A_STEP[model.settings.backend]
+    for part, share in parts.items():
         phases = frozenset({Phase.STEPS}) if part in gone else _STARTED if part == "optimizer" else ALWAYS
         if share:
             yield Use(place, key, str(part), math.ceil(elements * share), phases, turns)
 
 
-def _copies(topology: Topology, elements: int, host: Place, key: Key, *, on_gpu: bool, turns: bool) -> Iterator[Use]:
+def _copies(
+    topology: Topology, elements: int, host: MemoryPlace, key: Key, *, on_gpu: bool, turns: bool
+) -> Iterator[Use]:
     """Yield the copies that a process has in the memory of its host, besides what it computes with."""
     whole = elements * DTYPE_BYTES[topology.policy.dtype]
-    trainer, rollout = topology.services.policy_trainer, topology.services.rollout
+    rollout = topology.services.rollout
     reference = topology.services.reference
     if key[0] == "rollout" and (on_gpu or rollout.engine == "vllm" or holds_none(topology)):
         yield Use(host, key, "loading", whole, frozenset({Phase.START}))
     if key[0] == "reference" and on_gpu and reference is not None and reference.backend == "torch":
         yield Use(host, key, "loading", whole, frozenset({Phase.START}))
-    if key[0] != DEVICE_SERVICE["policy-trainer"]:
+    model = next((model for model in topology.trained if model.service == key[0]), None)
+    if model is None:
         return
+    trainer = model.settings
     if on_gpu and turns:
         gone = LAST_A_STEP[trainer.backend]
-        parts = [share for part, share in training_parts(topology).items() if part not in gone]
+        shares = training_parts(model, evaluate=topology.run.evaluate)
+        parts = [share for part, share in shares.items() if part not in gone]
         yield Use(host, key, "waiting for its turn", math.ceil(elements * sum(parts)), _STARTED)
     if key[1]:
         return
@@ -174,4 +198,4 @@ def _copies(topology: Topology, elements: int, host: Place, key: Key, *, on_gpu:
         return
     if topology.run.deterministic and topology.staleness:
         yield Use(host, key, "earlier versions", whole * (topology.staleness + 1), _STARTED)
-    yield Use(host, key, "saving", elements * saved_bytes(topology), frozenset({Phase.CHECKPOINTS}))
+    yield Use(host, key, "saving", elements * saved_bytes(model), frozenset({Phase.CHECKPOINTS}))

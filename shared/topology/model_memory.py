@@ -13,8 +13,8 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from shared.topology.capacity import DTYPE_BYTES
+from shared.topology.models import TrainedModel
 from shared.topology.schema import Topology
-from shared.topology.services import DEVICE_SERVICE
 
 Key = tuple[str, int]
 """Service and instance."""
@@ -25,7 +25,7 @@ _FLOAT, _MOMENTS = 4, 8
 """Bytes per parameter of a float32 copy, and of the two moments of AdamW."""
 
 
-class Part(StrEnum):
+class TrainingPart(StrEnum):
     """The parts of a model during training."""
 
     WEIGHTS = "weights"
@@ -34,49 +34,58 @@ class Part(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-LAST_A_STEP: Mapping[str, frozenset[Part]] = MappingProxyType(
-    {"torch": frozenset({Part.GRADIENTS}), "megatron": frozenset()}
+LAST_A_STEP: Mapping[str, frozenset[TrainingPart]] = MappingProxyType(
+    {"torch": frozenset({TrainingPart.GRADIENTS}), "megatron": frozenset()}
 )
 """The parts that each backend allocates in a step and frees at the end of the step."""
 
 
-def training_parts(topology: Topology) -> dict[Part, float]:
-    """Return the maximum number of bytes per model parameter on each rank of the trainer, by part.
+def training_parts(model: TrainedModel, *, evaluate: bool = False) -> dict[TrainingPart, float]:
+    """Return the maximum number of bytes per model parameter on each rank of `model`, by part.
 
     With backend torch, a single rank holds everything, with float32 masters beside 16-bit weights. Several ranks hold
     equal pieces in float32 (FSDP2). With megatron, ranks hold the weights and float32 gradients of their tensor- and
-    pipeline-parallel piece, and split the masters and the optimizer state further. An evaluation has no optimizer state
-    and, with backend torch, no gradients.
+    pipeline-parallel piece, and split the masters and the optimizer state further. With `evaluate`, there is no
+    optimizer state and, with backend torch, there are no gradients.
     """
-    parts = _parts(topology)
-    if topology.run.evaluate:
-        never = {Part.OPTIMIZER, *LAST_A_STEP[topology.services.policy_trainer.backend]}
+    parts = _parts(model)
+    if evaluate:
+        never = {TrainingPart.OPTIMIZER, *LAST_A_STEP[model.settings.backend]}
         parts = {part: nbytes for part, nbytes in parts.items() if part not in never}
     return parts
 
 
-def _parts(topology: Topology) -> dict[Part, float]:
-    trainer, width = topology.services.policy_trainer, DTYPE_BYTES[topology.policy.dtype]
+def _parts(model: TrainedModel) -> dict[TrainingPart, float]:
+    trainer, width = model.settings, DTYPE_BYTES[model.dtype]
     masters = _FLOAT if width < _FLOAT else 0
     ranks = trainer.world_size
     if trainer.backend == "megatron":
         pieces = trainer.parallel.tp * trainer.parallel.pp
         return {
-            Part.WEIGHTS: width / pieces,
-            Part.MASTERS: masters / ranks,
-            Part.GRADIENTS: _FLOAT / pieces,
-            Part.OPTIMIZER: _MOMENTS / ranks,
+            TrainingPart.WEIGHTS: width / pieces,
+            TrainingPart.MASTERS: masters / ranks,
+            TrainingPart.GRADIENTS: _FLOAT / pieces,
+            TrainingPart.OPTIMIZER: _MOMENTS / ranks,
         }
     if ranks > 1:
-        return {Part.WEIGHTS: _FLOAT / ranks, Part.GRADIENTS: _FLOAT / ranks, Part.OPTIMIZER: _MOMENTS / ranks}
-    return {Part.WEIGHTS: width, Part.MASTERS: masters, Part.GRADIENTS: _FLOAT, Part.OPTIMIZER: _MOMENTS}
+        return {
+            TrainingPart.WEIGHTS: _FLOAT / ranks,
+            TrainingPart.GRADIENTS: _FLOAT / ranks,
+            TrainingPart.OPTIMIZER: _MOMENTS / ranks,
+        }
+    return {
+        TrainingPart.WEIGHTS: width,
+        TrainingPart.MASTERS: masters,
+        TrainingPart.GRADIENTS: _FLOAT,
+        TrainingPart.OPTIMIZER: _MOMENTS,
+    }
 
 
-def saved_bytes(topology: Topology) -> int:
+def saved_bytes(model: TrainedModel) -> int:
     """Return the number of bytes per model parameter of the state that rank 0 gathers for a checkpoint: the weights,
     the masters of 16-bit weights, and the moments.
     """
-    width = DTYPE_BYTES[topology.policy.dtype]
+    width = DTYPE_BYTES[model.dtype]
     return width + (_FLOAT if width < _FLOAT else 0) + _MOMENTS
 
 
@@ -105,13 +114,14 @@ def per_process(topology: Topology, elements: int) -> dict[Key, int]:
     deterministic mode, in which it copies the version.
     """
     width = DTYPE_BYTES[topology.policy.dtype]
-    reference = topology.services.reference
-    pieces = {"reference": reference.parallel.tp * reference.parallel.pp if reference is not None else 1, "rollout": 1}
-    found: dict[Key, int] = {}
-    for spec in topology.services_plan():
-        if spec.service == DEVICE_SERVICE["policy-trainer"]:
-            found[spec.service, spec.instance] = math.ceil(elements * sum(training_parts(topology).values()))
-        elif spec.service in pieces:
-            held = 0 if spec.service == "rollout" and holds_none(topology) else width * elements
-            found[spec.service, spec.instance] = math.ceil(held / pieces[spec.service])
-    return found
+    of_service = {"rollout": 0.0 if holds_none(topology) else float(width)}
+    for trained in topology.trained:
+        of_service[trained.service] = sum(training_parts(trained, evaluate=topology.run.evaluate).values())
+    for frozen in topology.frozen:
+        parallel = frozen.settings.parallel
+        of_service[frozen.service] = DTYPE_BYTES[frozen.dtype] / (parallel.tp * parallel.pp)
+    return {
+        (spec.service, spec.instance): math.ceil(elements * of_service[spec.service])
+        for spec in topology.services_plan()
+        if spec.service in of_service
+    }

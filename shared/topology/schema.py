@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from shared import stages
 from shared.data import FORMS
 from shared.topology import document
 from shared.topology.algorithm import Algorithm, Optimizer
 from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
+from shared.topology.models import DEVICE_SERVICE, POLICY, REFERENCE, WORKERS, FrozenModel, Publication, TrainedModel
 from shared.topology.passes import Passes
 from shared.topology.services import (
-    DEVICE_SERVICE,
     GC,
     Checkpoint,
     LeaseSettings,
@@ -264,6 +266,69 @@ class Topology(Section):
         return self.algorithm.loss.anchor == "proximal" and not self.algorithm.ratio_is_one
 
     @property
+    def trained(self) -> tuple[TrainedModel, ...]:
+        """The models that the run trains."""
+        rollout, service = self.services.rollout, WORKERS[POLICY]
+        publication = Publication(
+            route=rollout.weights,
+            transfer_s=rollout.transfer_s,
+            mapped=rollout.engine == "transformers" and rollout.device == "cpu" and rollout.weights == "shards",
+            earlier=self.staleness if self.run.deterministic else 0,
+        )
+        policy = TrainedModel(
+            name=POLICY,
+            service=service,
+            settings=self.services.policy_trainer,
+            folder=Path(self.policy.model),
+            dtype=self.policy.dtype,
+            passes=self.policy.passes,
+            head="language",
+            optimizer=self.optimizer,
+            loss=self.algorithm.loss,
+            mini_batch_tasks=self.algorithm.mini_batch_tasks,
+            publishes=publication,
+            seed=self.run.seed,
+            deterministic=self.run.deterministic,
+            snapshots=self.checkpoint.memory_every is not None,
+            shares_devices=service in self.colocated_services,
+        )
+        return (policy,)
+
+    @property
+    def policy_model(self) -> TrainedModel:
+        """The trained model that samples."""
+        return next(model for model in self.trained if model.name == POLICY)
+
+    @property
+    def frozen(self) -> tuple[FrozenModel, ...]:
+        """The models of the run that only score tokens."""
+        settings, kl = self.services.reference, self.algorithm.kl
+        if settings is None:
+            return ()
+        in_reward = kl is not None and kl.place == "reward" and kl.coef > 0
+        reference = FrozenModel(
+            name=REFERENCE,
+            service=DEVICE_SERVICE[REFERENCE],
+            settings=settings,
+            folder=Path(self.policy.model),
+            dtype=self.policy.dtype,
+            passes=self.policy.passes,
+            temperature=self.sampling.temperature,
+            stage=stages.REFERENCE.name,
+            refreshed=kl is not None and kl.refresh_every is not None,
+            reward_kl=kl.estimator if kl is not None and in_reward else "",
+            deterministic=self.run.deterministic,
+            shares_devices=DEVICE_SERVICE[REFERENCE] in self.colocated_services,
+        )
+        return (reference,)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The number of processes that together hold one model, by service."""
+        frozen = {model.service: model.settings.parallel.model_ranks for model in self.frozen}
+        return {model.service: model.settings.world_size for model in self.trained} | frozen
+
+    @property
     def colocated_services(self) -> frozenset[str]:
         """The services whose processes take turns on the same devices (`placement.colocate`)."""
         return frozenset(DEVICE_SERVICE[name] for name in self.placement.colocate)
@@ -292,7 +357,7 @@ class Topology(Section):
 
     def services_plan(self) -> list[ServiceSpec]:
         """Return every process of the run, each after the processes that it needs in order to start."""
-        trainer, rollout, home = self.services.policy_trainer, self.services.rollout, self.home
+        rollout, home = self.services.rollout, self.home
         plan = [ServiceSpec("scheduler", 0, home)]
         plan += [ServiceSpec("batch-store", i, host) for i, host in enumerate(self.store_hosts())]
         plan += [ServiceSpec("monitor", 0, home)]
@@ -302,9 +367,11 @@ class Topology(Section):
             plan += [ServiceSpec("web", 0, home)]
         if self.services.monitor.exports:
             plan += [ServiceSpec("exporter", 0, home)]
-        plan += [ServiceSpec("tracker", i, home) for i in range(len(self.services.monitor.trackers))]
-        workers = self.hosts_of(trainer, 1, trainer.world_size)
-        plan += [ServiceSpec("policy-trainer-worker", i, host) for i, host in enumerate(workers)]
+        if self.services.monitor.trackers:
+            plan += [ServiceSpec("tracker", 0, home)]
+        for model in self.trained:
+            workers = self.hosts_of(model.settings, 1, model.settings.world_size)
+            plan += [ServiceSpec(model.service, i, host) for i, host in enumerate(workers)]
         plan += [ServiceSpec("policy-trainer", 0, home)]
         if self.services.reference is not None:
             reference = self.services.reference

@@ -29,11 +29,11 @@ class Panel:
     names: tuple[str, ...]
     """Names of metrics, or patterns such as `eval/*/accuracy`."""
 
-    def matching(self, known: Iterable[str]) -> list[str]:
+    def matching(self, names: Iterable[str]) -> list[str]:
         """Return the known names that belong to this panel, in the order of `names`."""
-        there = sorted(known)
-        found = [name for pattern in self.names for name in there if fnmatchcase(name, pattern)]
-        return list(dict.fromkeys(found))
+        there = sorted(names)
+        matching = [name for pattern in self.names for name in there if fnmatchcase(name, pattern)]
+        return list(dict.fromkeys(matching))
 
 
 PANELS = (
@@ -126,13 +126,13 @@ class Curves:
 
     def columns(self, *, points: int) -> dict[str, tuple[array[float], array[float]]]:
         """Return steps and values of each curve, thinned to at most `points` points in total."""
-        each = max(points // max(len(self._curves), 1), 2)
-        found = {}
+        share = max(points // max(len(self._curves), 1), 2)
+        columns = {}
         for name, curve in self._curves.items():
-            skip = max(1, math.ceil(len(curve.steps) / each))
+            skip = max(1, math.ceil(len(curve.steps) / share))
             # Counted from the end, so that the newest point is kept.
-            found[name] = (curve.steps[::-1][::skip][::-1], curve.values[::-1][::skip][::-1])
-        return found
+            columns[name] = (curve.steps[::-1][::skip][::-1], curve.values[::-1][::skip][::-1])
+        return columns
 
     @classmethod
     def of_columns(

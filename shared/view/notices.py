@@ -51,7 +51,7 @@ class LogTail:
 
     def add(self, lines: Iterable[LogLine]) -> None:
         """Add lines. Lines that arrive together are sorted by time."""
-        for line in sorted(lines, key=lambda each: each.at):
+        for line in sorted(lines, key=lambda entry: entry.at):
             self._lines.append(line)
             self.count += 1
 

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from proto.messages import History, TaskState, TopicRow
+from shared.runfiles.warnings import TOPIC, WarningRecord, of_topic
 from shared.view.curves import Curves, Point
 from shared.view.notices import MAX_WARNINGS, LogLine, LogTail, Rewind, TroubleView
 from shared.view.pipeline import Pipeline, Progress, StoreView
 from shared.view.services import ServiceBook, ServiceView
 from shared.view.timeline import MAX_HISTORY, Lane, Span, StepEnd, Timeline
-from shared.warnings import TOPIC, WarningRecord, of_topic
 
 MAX_REWINDS = 100
 _STAGE = "stage/"
@@ -182,16 +182,16 @@ class RunView:
 
     def warnings(self) -> list[WarningRecord]:
         """Return the newest warnings, oldest first."""
-        return sorted(self._warnings.values(), key=lambda each: each.at)
+        return sorted(self._warnings.values(), key=lambda warning: warning.at)
 
     def troubles(self) -> list[TroubleView]:
         """Return the current problems of processes."""
-        found = []
+        troubles = []
         for key, value in self._losses.items():
             service, _, kind = key.rpartition("/")
             if isinstance(value, str):
-                found.append(TroubleView(service, kind, value))
-        return found
+                troubles.append(TroubleView(service, kind, value))
+        return troubles
 
     def rewinds(self) -> list[Rewind]:
         """Return the rewinds to earlier steps, oldest first."""
@@ -212,10 +212,10 @@ class RunView:
     def _take_step(self, values: Mapping[str, float]) -> None:
         if not self._metrics_from_stream or "step" not in values:
             return
-        known = self._curves.last.get("step")
-        if known is None or values["step"] > known + 1:
+        last = self._curves.last.get("step")
+        if last is None or values["step"] > last + 1:
             self.history_is_old = True
-        if known is None or values["step"] > known:
+        if last is None or values["step"] > last:
             self._curves.add(values)
 
     def _take_rewind(self, rewind: Rewind) -> None:

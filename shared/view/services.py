@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from proto.messages import SupervisorState, TopicRow
+
 Values = Mapping[str, float | str]
 UNKNOWN = "?"
 SILENT_S = 5.0
@@ -104,7 +106,7 @@ class ServiceBook:
         if runs and own_at is not None and silent_s is not None and silent_s > SILENT_S:
             health = Health.WRONG
         progress_s = _number(own, "progress_age_s")
-        known = progress_s is not None and progress_s >= 0 and own_at is not None
+        progresses = progress_s is not None and progress_s >= 0 and own_at is not None
         pid = _number(supervised, "pid") or _number(own, "pid")
         restarts = _number(supervised, "restarts")
         return ServiceView(
@@ -119,7 +121,7 @@ class ServiceBook:
             rss_bytes=_number(own, "rss_bytes") if runs else None,
             cpu_share=_number(own, "cpu_share") if runs else None,
             gpu_bytes=_number(own, "gpu_bytes") if runs else None,
-            progress_age_s=(progress_s or 0.0) + now - (own_at or 0.0) if known and runs else None,
+            progress_age_s=(progress_s or 0.0) + now - (own_at or 0.0) if progresses and runs else None,
             silent_s=silent_s if runs else None,
         )
 
@@ -132,3 +134,23 @@ def _number(values: Values, name: str) -> float | None:
 def _text(values: Values, name: str) -> str:
     value = values.get(name)
     return value if isinstance(value, str) else ""
+
+
+def process_rows(state: SupervisorState, at: float) -> list[TopicRow]:
+    """Return a row for each process, attributed to that process. `at` is in seconds since 1970."""
+    return [
+        TopicRow(
+            service=row.service,
+            instance=row.instance,
+            topic="cluster/process",
+            at=at,
+            values={
+                "state": row.state,
+                "pid": row.pid,
+                "incarnation": f"{row.incarnation:016x}",
+                "restarts": row.restarts,
+                "cause": row.cause,
+            },
+        )
+        for row in state.processes
+    ]

@@ -99,18 +99,18 @@ class Timeline:
 
     def lanes(self, begin: float, end: float) -> list[Lane]:
         """Return a lane for each process with a span between `begin` and `end`. Spans are clipped to these times."""
-        found = []
+        lanes = []
         for name, lane in sorted(self._lanes.items()):
             known = max(begin, lane.known_since, self._known_since or begin)
             spans = lane.between(begin, end)
             if spans and known < end:
-                found.append(_lane(name, tuple(each.clipped(begin, end) for each in spans), known, end))
-        return found
+                lanes.append(_lane(name, tuple(span.clipped(begin, end) for span in spans), known, end))
+        return lanes
 
     def step_ends(self, begin: float, end: float) -> list[StepEnd]:
         """Return the training steps that ended between `begin` and `end`, oldest first."""
-        found = [each for lane in self._lanes.values() if lane.trains for each in lane.step_ends()]
-        return sorted((each for each in found if begin < each.at <= end), key=lambda each: each.at)
+        steps = [step for lane in self._lanes.values() if lane.trains for step in lane.step_ends()]
+        return sorted((step for step in steps if begin < step.at <= end), key=lambda step: step.at)
 
 
 class _Spans:
@@ -137,7 +137,7 @@ class _Spans:
 
     def between(self, begin: float, end: float) -> list[Span]:
         first = bisect_right(self.spans, begin, key=_end)
-        return [each for each in self.spans[first:] if each.begin < end]
+        return [span for span in self.spans[first:] if span.begin < end]
 
     def step_ends(self) -> Iterator[StepEnd]:
         """Yield the ends of steps. The wait for a step's batch, which comes first, reports the number of the step."""
@@ -152,16 +152,16 @@ class _Spans:
 def thinned(spans: Iterable[Span], gap_s: float) -> list[tuple[Span, int]]:
     """Join spans of the same kind that are at most `gap_s` apart. Return each result with its number of spans."""
     open_at: dict[tuple[str, str], int] = {}
-    found: list[tuple[Span, int]] = []
+    joined: list[tuple[Span, int]] = []
     for span in spans:
         at = open_at.get((span.what, span.of))
-        if at is not None and span.begin - found[at][0].end <= gap_s:
-            last, count = found[at]
-            found[at] = (Span(span.what, min(last.begin, span.begin), span.end, span.of), count + 1)
+        if at is not None and span.begin - joined[at][0].end <= gap_s:
+            last, count = joined[at]
+            joined[at] = (Span(span.what, min(last.begin, span.begin), span.end, span.of), count + 1)
         else:
-            open_at[span.what, span.of] = len(found)
-            found.append((span, 1))
-    return found
+            open_at[span.what, span.of] = len(joined)
+            joined.append((span, 1))
+    return joined
 
 
 def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
@@ -183,17 +183,17 @@ def _is_step(span: Span) -> bool:
 
 def _lane(name: str, spans: tuple[Span, ...], known: float, end: float) -> Lane:
     """Return the lane of a process whose spans are complete since `known`."""
-    counted = [each.clipped(known, end) for each in spans if each.end > known]
-    work = _intervals(each for each in counted if not each.waits)
+    counted = [span.clipped(known, end) for span in spans if span.end > known]
+    work = _intervals(span for span in counted if not span.waits)
     work_s = covered_s(work)
     waits = []
-    for what, of in sorted({(each.what, each.of) for each in counted if each.waits}):
-        these = _intervals(each for each in counted if (each.what, each.of) == (what, of))
+    for what, of in sorted({(span.what, span.of) for span in counted if span.waits}):
+        these = _intervals(span for span in counted if (span.what, span.of) == (what, of))
         waits.append(Wait(what, of, covered_s([*work, *these]) - work_s))
-    waits.sort(key=lambda each: -each.seconds)
+    waits.sort(key=lambda span: -span.seconds)
     waiting_s = covered_s(_intervals(counted)) - work_s
     return Lane(name, spans, end - known, work_s, waiting_s, tuple(waits))
 
 
 def _intervals(spans: Iterable[Span]) -> Sequence[tuple[float, float]]:
-    return [(each.begin, each.end) for each in spans]
+    return [(span.begin, span.end) for span in spans]

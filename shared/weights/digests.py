@@ -58,10 +58,10 @@ def digest_whole(tensor: Tensor) -> Tensor:
 
 def digests_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the digest of every tensor by name. The host waits for each device once."""
-    found = {name: digest_whole(tensor) for name, tensor in weights.items()}
+    digests = {name: digest_whole(tensor) for name, tensor in weights.items()}
     numbers: dict[str, int] = {}
-    for device in {each.device for each in found.values()}:
-        here = {name: each for name, each in found.items() if each.device == device}
+    for device in {tensor.device for tensor in digests.values()}:
+        here = {name: tensor for name, tensor in digests.items() if tensor.device == device}
         totals = torch.stack(list(here.values())).tolist()
         numbers |= {name: total & _MASK for name, total in zip(here, totals, strict=True)}
     return {name: numbers[name] for name in weights}

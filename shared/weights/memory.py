@@ -33,9 +33,9 @@ def pack_into(memory: Tensor, tensors: Iterable[Tensor]) -> int:
     """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n], on the current stream. Return the number of
     bytes once the copy is complete."""
     end = 0
-    for each in tensors:
-        begin, end = end, end + each.nbytes
-        memory[begin:end].copy_(each.detach().contiguous().reshape(-1).view(torch.uint8))
+    for tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        memory[begin:end].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
     if memory.device.type == "cuda":
         torch.cuda.current_stream(memory.device).synchronize()
     return end

@@ -248,10 +248,9 @@ def sync_device(device: str) -> Measured:
     from msgspec.msgpack import encode
 
     from proto.messages import TransferOffer
-    from services.policy_trainer.worker.weights.channels import open_channel
-    from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
+    from services.policy_trainer.worker.weights.channels import LiveWeights, OutgoingWeights, open_channel
     from shared.ranks.meeting import LOOPBACK, Meeting
-    from shared.weights.table import described, in_parts
+    from shared.weights.weight_set import described, in_parts
 
     on_gpu = device == "cuda"
     size = (64 << 20) if on_gpu else (64 << 10)
@@ -318,7 +317,7 @@ def receive(device: str, folder: Path) -> None:
     from shared.ranks.meeting import LOOPBACK, Meeting
     from shared.weights.gloo import GlooGroup
     from shared.weights.memory import opening
-    from shared.weights.table import room_for
+    from shared.weights.weight_set import room_for
 
     mine: list[torch.Tensor] = []
     memory: torch.Tensor | None = None

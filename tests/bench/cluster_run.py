@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
-from launch.viewers.logs import tail
-from shared.followed_file import FollowedFile
+from shared.runfiles.lines import FollowedFile
+from shared.runfiles.logs import tail
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGY = ROOT / "launch" / "topologies" / "quickstart.yaml"

@@ -28,8 +28,8 @@ from services.scheduler.events import LeaseExpired
 from services.scheduler.journal import reading
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
-from shared.followed_file import FollowedFile
 from shared.rundir import RunDir
+from shared.runfiles.lines import FollowedFile
 from shared.security.roles import Role
 from shared.topology import load
 from tests.bench.turns import by_turns, heading, ratios, spread

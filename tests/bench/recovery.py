@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shared.followed_file import FollowedFile
+from shared.runfiles.lines import FollowedFile
 from tests.bench.cluster_run import Arrival, BenchError, run_cluster
 from tests.bench.turns import heading, spread
 

@@ -242,11 +242,11 @@ def nccl_one_rank(device: str) -> Measured:
     With one rank, NCCL's broadcast moves nothing. The rate is that of the copies which the trainer makes of its live
     weights, a chunk at a time, before NCCL sends them.
     """
+    from services.policy_trainer.worker.weights.channels import LiveWeights, OutgoingWeights
     from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
-    from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
     from shared.ranks.meeting import LOOPBACK
     from shared.weights.gloo import TransferLost
-    from shared.weights.table import described
+    from shared.weights.weight_set import described
 
     size = GIB // 64
     weights = {f"{number}": torch.ones(size, dtype=torch.float32, device=device) for number in range(64)}
@@ -303,11 +303,11 @@ def _updates(device: str, dtype: str, *, backend: Any, large: bool) -> Measured:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from services.policy_trainer.worker.backend import BackendOptions
-    from services.policy_trainer.worker.weights.staging import Staging
+    from services.policy_trainer.worker.weights.publish import Staging
     from shared.ranks.layout import Layout
     from shared.ranks.process_group import own_device
-    from shared.topology.algorithm import Optimizer
     from tests.bench.train_parts import round_s
+    from tests.unit.policy_trainer.training import adamw
 
     sizes = (1536, 8960, 28, 12, 2, 151_936) if large else (64, 192, 2, 4, 2, 512)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -319,14 +319,14 @@ def _updates(device: str, dtype: str, *, backend: Any, large: bool) -> Measured:
         options = BackendOptions(
             max_tokens=8192, threads=1, device=device, scratch=Path(scratch) / "offloaded", passes=FASTEST
         )
-        made = backend(model, dtype, Optimizer(lr=1e-5), options, Layout(1).place(0))
+        made = backend(model, dtype, options, Layout(1).place(0))
         steps_s, waits = [], list[str]()
         for step in range(1, STEPS + 1):
             lengths = np.full(8, (512 if large else 16) + step, np.int32)
             with _counted_waits(device) as counted:
                 gradient_s = round_s(made, lengths, config.vocab_size, device, keep=True)
             waits = [f"{each.filename}:{each.lineno}" for each in counted]
-            steps_s.append(gradient_s + _timed_ms(lambda step=step: made.step(step), device) / 1e3)
+            steps_s.append(gradient_s + _timed_ms(lambda step=step: made.step(step, adamw(lr=1e-5)), device) / 1e3)
         found: Measured = {"parameters": made.parameters}
         found |= {"steps_s": [round(each, 3) for each in steps_s], "waits": len(waits), "where": waits[:8]}
         staging = Staging()

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from shared.followed_file import FollowedFile
+from shared.runfiles.lines import FollowedFile
 from tests.bench.cluster_run import TOPOLOGY, BenchError, failed, running
 from tests.bench.growth import FileBound, Growth, Sample, growths, sizes, too_large, usages
 from tests.bench.turns import heading

@@ -28,9 +28,9 @@ from shared.model import logprobs
 from shared.model.linear import product
 from shared.ranks.layout import Layout
 from shared.ranks.process_group import own_device
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 from tests.bench.model_flops import peak_flops, training_flops
+from tests.unit.policy_trainer.training import adamw
 
 ROUNDS = 3
 GROUP = 8
@@ -73,7 +73,7 @@ def forward_backward_of(batch: Path, model: Path) -> tuple[int, Callable[[], Non
     options = BackendOptions(
         max_tokens=4096, threads=1, device="cpu", scratch=batch.parent / "offloaded", passes=FASTEST
     )
-    backend = TorchBackend(model, "float32", Optimizer(lr=1e-4), options, Layout(1).place(0))
+    backend = TorchBackend(model, "float32", options, Layout(1).place(0))
 
     def run() -> None:
         loss = BatchLoss(spec, flat, advantages, weights, "cpu")
@@ -201,9 +201,9 @@ def utilisation(
     with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
         model = save_model(config, Path(name) / "model", device)
         options = BackendOptions(max_tokens=micro_batch, threads=1, device=device, scratch=Path(name) / "offloaded")
-        backend = TorchBackend(Path(name) / "model", "bfloat16", Optimizer(lr=1e-4), options, Layout(1).place(0))
+        backend = TorchBackend(Path(name) / "model", "bfloat16", options, Layout(1).place(0))
         round_s(backend, new_lengths(rng, device), config.vocab_size, device, keep=True)  # the warm-up
-        backend.step(1)
+        backend.step(1, adamw(lr=1e-4))
         for _ in range(ROUNDS):
             lengths = new_lengths(rng, device)
             seconds = round_s(backend, lengths, config.vocab_size, device)
@@ -291,14 +291,14 @@ def update(side: str, batch: Path, device: str) -> dict[str, float]:
             own_device(device, 0)
             save_model(config, Path(name) / "model", device)
             options = BackendOptions(max_tokens=limit, threads=1, device=device, scratch=Path(name) / "offloaded")
-            backend = TorchBackend(Path(name) / "model", "bfloat16", Optimizer(lr=1e-6), options, Layout(1).place(0))
+            backend = TorchBackend(Path(name) / "model", "bfloat16", options, Layout(1).place(0))
             array = np.array(lengths, np.int32)
 
             def pass_s() -> float:
                 return round_s(backend, array, config.vocab_size, device, keep=True, prompt=prompt)
 
             def step() -> object:
-                return backend.step(1)
+                return backend.step(1, adamw(lr=1e-6))
         else:
             model, optimizer = _under_fsdp2(config, device)
 
@@ -401,7 +401,7 @@ def memory(how: str) -> dict[str, Any]:
         parameter.grad = torch.zeros_like(parameter)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for part in logprobs.score(model, ids, lengths, mask, 1.0, TOKENS, entropy="value"):
-        part.logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        part.outputs.sum().backward()  # type: ignore[no-untyped-call]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak_bytes": (peak - before) * 1024}
 

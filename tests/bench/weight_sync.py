@@ -25,12 +25,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from launch.supervisor.programs import child_environment
+from launch.processes.programs import child_environment
 from proto.messages import Ack, Clear, Publish, PutTask, WeightsRef
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.weights.publish import Canaries, put_weights, weights_ref
-from services.policy_trainer.worker.weights.staging import Staging
+from services.policy_trainer.worker.weights.publish import Canaries, Staging, put_weights, weights_ref
 from services.rollout.engine import Engine
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.engines.vllm_engine import VllmEngine
@@ -39,7 +38,6 @@ from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
 from shared.ranks.layout import Layout
 from shared.ranks.process_group import own_device
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 from tests.bench.cluster_run import BenchError
 from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
@@ -94,7 +92,7 @@ class Trainer:
         options = BackendOptions(
             max_tokens=4096, threads=threads, device=device, scratch=folder / "scratch", passes=FASTEST
         )
-        self.backend = TorchBackend(model, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
+        self.backend = TorchBackend(model, dtype, options, Layout(1).place(0))
         self.canaries = Canaries(self.backend, model, dtype, SEED, with_digests=with_digests)
         self._signs = np.random.default_rng(SEED)
         self._staging = Staging()
@@ -114,13 +112,13 @@ class Trainer:
         async def timed(work: Awaitable[T]) -> tuple[T, float]:
             return await work, time.perf_counter() - began
 
-        weights = self.backend.weights()
+        weights = self.backend.published()
         proof = asyncio.get_running_loop().run_in_executor(self._compute, self.canaries.current)
-        digests = asyncio.to_thread(self.canaries.digests, weights)
-        (receipt, put_s), (found, digests_s), (canary, canary_s) = await asyncio.gather(
-            timed(put_weights(data, weights, request, self._staging)), timed(digests), timed(proof)
+        record = asyncio.to_thread(self.canaries.weight_set, weights)
+        (receipt, put_s), (weight_set, digests_s), (canary, canary_s) = await asyncio.gather(
+            timed(put_weights(data, weights.tensors, request, self._staging)), timed(record), timed(proof)
         )
-        ref = weights_ref(receipt, self.canaries, canary, found, request)
+        ref = weights_ref(receipt, self.canaries, canary, weight_set, request)
         return ref, canary_s, max(put_s, digests_s)
 
 

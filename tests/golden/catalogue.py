@@ -143,6 +143,7 @@ VALUES = {
     tasks.TaskState: "Keys of `Status.tasks`",
     tasks.Outcome: "Values of `TaskResult.outcome`",
     tasks.DropReason: "Values of `TaskResult.why`, and keys of `drops` and `dropped`. An unknown one counts as `other`",
+    tasks.WeightsKind: "Values of `WeightsRef.kind`. An engine refuses an unknown one",
     tasks.LossReason: "Keys of `lost`. An unknown one counts as `other`",
     process.WaitKind: "Values of `WaitRow.kind`",
     registration.TroubleKind: "Values of `Trouble.kind`",

@@ -86,7 +86,7 @@ def _spare() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "shared.actor.spare", str(theirs.fileno()), "-" * 500],
+            [sys.executable, "-m", "launch.spares.spare", str(theirs.fileno()), "-" * 500],
             pass_fds=(theirs.fileno(),),
             cwd=ROOT,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
+from tests.mutants.promises import Promise
 
 COMPLETING = "services/scheduler/completion.py"
 HISTORY = "services/scheduler/history.py"
@@ -27,71 +28,32 @@ STATE = "services/scheduler/state.py"
 
 SCHEDULER = [
     Mutation(
-        "steps that the journal forgot without a note count as forgotten",
-        JOURNAL,
-        "if wrong := found ^ {step for step in rows if step >= first}:",
-        "if wrong := found - {*rows}:",
-        "tests/unit/scheduler/test_forgotten_steps.py::test_a_missing_row_that_was_not_forgotten_is_reported",
-    ),
-    Mutation(
-        "the journal does not note that a run has returned to before the steps that it forgot",
-        JOURNAL,
-        "if effect.step < self.forgotten:",
-        "if False:",
-        "tests/unit/scheduler/test_forgotten_steps.py"
-        "::test_a_run_that_returns_to_before_the_forgotten_steps_writes_their_rows_again",
-    ),
-    Mutation(
-        "a completion is accepted under a lease that does not hold the task",
-        COMPLETING,
-        "lease is None or task.lease != lease.lease_id or lease.stage",
-        "lease is None or lease.stage",
-        f"{LEASES}::test_a_result_counts_only_under_the_lease_that_holds_its_task",
-    ),
-    Mutation(
         "a completion is accepted from another life of the lease holder",
+        Promise.ONCE,
         COMPLETING,
         "if lease is not None and lease.incarnation != request.incarnation:",
         "if False:",
         f"{LEASES}::test_a_result_from_an_earlier_incarnation_of_the_holder_is_refused",
     ),
     Mutation(
-        "a completion is accepted for a stage other than its lease's",
-        COMPLETING,
-        " or lease.stage != stage:",
-        ":",
-        f"{LEASES}::test_a_result_counts_only_for_the_stage_of_its_lease",
-    ),
-    Mutation(
         "a late result under a lower fence is accepted",
+        Promise.ONCE,
         COMPLETING,
         "if result.fence < task.fence:",
         "if False:",
         f"{LEASES}::test_loss_of_a_lease_raises_the_fence_deletes_the_old_result_and_refuses_a_late_one",
     ),
     Mutation(
-        "a result under a fence that was never granted is accepted",
-        COMPLETING,
-        "if result.fence > task.fence:",
-        "if False:",
-        f"{LEASES}::test_a_fence_that_was_never_granted_is_a_conflict",
-    ),
-    Mutation(
         "different content under an accepted fence is a no-op instead of a conflict",
+        Promise.ONCE,
         COMPLETING,
         " and accepted.content_hash == result.content_hash:",
         ":",
         f"{LEASES}::test_a_repeated_result_is_a_no_op_and_a_different_result_is_a_conflict",
     ),
     Mutation(
-        "a group with only one survivor is trained on",
-        COMPLETING,
-        "result.samples < min(2, ledger.plan.group_size)",
-        "result.samples < 1",
-        f"{LEASES}::test_a_training_task_with_only_one_surviving_sample_is_dropped",
-    ),
-    Mutation(
         "the next attempt of a task keeps the previous fence",
+        Promise.ONCE,
         "services/scheduler/tasks.py",
         "task.fence = max(task.fence + 1, self.least_fence)",
         "task.fence = max(task.fence, self.least_fence)",
@@ -99,6 +61,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a heartbeat without progress renews a lease",
+        Promise.DEADLINES,
         "services/scheduler/leases.py",
         "if report.progress > pace.progress:",
         "if report.progress >= pace.progress:",
@@ -106,6 +69,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a retried lease request is given a second lease",
+        Promise.ONCE,
         "services/scheduler/state.py",
         "if before is not None:",
         "if False:",
@@ -113,6 +77,7 @@ SCHEDULER = [
     ),
     Mutation(
         "admission forgets the tasks of the open step",
+        Promise.STALENESS,
         ORDERS,
         "min(plan.max_live - len(history.open_batch), left)",
         "min(plan.max_live, left)",
@@ -120,6 +85,7 @@ SCHEDULER = [
     ),
     Mutation(
         "admission goes one step further than staleness allows",
+        Promise.STALENESS,
         "services/scheduler/plan.py",
         "return (self.staleness + 1) * self.tasks_per_step",
         "return (self.staleness + 2) * self.tasks_per_step",
@@ -127,6 +93,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a task may be sampled with a version that is one step too old",
+        Promise.STALENESS,
         LEASING,
         "task.admission) - 1 - ledger.plan.staleness",
         "task.admission) - 2 - ledger.plan.staleness",
@@ -134,6 +101,7 @@ SCHEDULER = [
     ),
     Mutation(
         "`consume: completion` trains on tokens that are older than staleness allows",
+        Promise.STALENESS,
         ORDERS,
         "if staleness <= allowed:",
         "if staleness <= allowed + 1:",
@@ -141,6 +109,7 @@ SCHEDULER = [
     ),
     Mutation(
         "weights that a lease names are deleted",
+        Promise.COLLECTED,
         HISTORY,
         "            and version not in named\n",
         "",
@@ -148,6 +117,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a block spans two steps",
+        Promise.SAME_BITS,
         ORDERS,
         "if group not in (-1, key):",
         "if False:",
@@ -155,6 +125,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a step that was committed is committed again",
+        Promise.ONCE,
         HISTORY,
         "if step <= self.committed_step:",
         "if step < self.committed_step:",
@@ -162,6 +133,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a step that is requested again gets different tasks",
+        Promise.ONCE,
         STEPPING,
         "if step > history.batched_step:\n        if step",
         "if step >= history.batched_step:\n        if step",
@@ -169,6 +141,7 @@ SCHEDULER = [
     ),
     Mutation(
         "calls of a replaced driver are executed",
+        Promise.ONCE,
         HISTORY,
         "if driver != self.driver:\n            raise",
         "if False:\n            raise",
@@ -176,20 +149,15 @@ SCHEDULER = [
     ),
     Mutation(
         "tasks are collected before the oldest kept checkpoint covers them",
+        Promise.COLLECTED,
         STEPPING,
         "ledger.collect_steps(kept[0])",
         "ledger.collect_steps(kept[-1])",
         f"{COLLECTED}::test_trained_tasks_wait_for_the_oldest_kept_checkpoint",
     ),
     Mutation(
-        "a checkpoint of a step that is not committed collects its tasks",
-        HISTORY,
-        "if not 0 <= request.step <= self.committed_step:",
-        "if False:",
-        "tests/unit/scheduler/test_refusals.py::test_checkpoint_of_a_step_that_is_not_committed_is_refused",
-    ),
-    Mutation(
         "reconciliation clears leased or accepted shards",
+        Promise.READABLE,
         "services/scheduler/audits.py",
         "task is None or entry.fence < task.fence",
         "task is None or entry.fence <= task.fence",
@@ -197,6 +165,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a task counts as collected before every store has acknowledged",
+        Promise.COLLECTED,
         LEDGER,
         "                if not task.clears:\n",
         "                if True:\n",
@@ -204,6 +173,7 @@ SCHEDULER = [
     ),
     Mutation(
         "free space in one store is counted for another",
+        Promise.BYTES,
         LEDGER,
         "free = min(",
         "free = max(",
@@ -211,27 +181,15 @@ SCHEDULER = [
     ),
     Mutation(
         "a change to the state is not journaled",
+        Promise.KILLED,
         "services/scheduler/state.py",
         "self._answer(asked, self._durable(request) or Ack())",
         "self._answer(asked, self.run.apply(request).reply or Ack())",
         f"{REPLAY}::test_replay_restores_the_same_state",
     ),
     Mutation(
-        "a row is written before the evaluation of its version",
-        HISTORY,
-        " and self.evaluated(self.next_row) is not None:",
-        ":",
-        f"{EVALUATED}::test_rows_are_written_in_step_order_and_wait_for_their_evaluation",
-    ),
-    Mutation(
-        "metrics.jsonl gets the row of a step twice",
-        "services/scheduler/metrics_file.py",
-        "if step > self.step:",
-        "if step >= self.step:",
-        "tests/unit/scheduler/test_refusals.py::test_an_existing_row_is_not_written_again",
-    ),
-    Mutation(
         "a reply is sent before its decision is in the journal",
+        Promise.KILLED,
         "services/scheduler/server.py",
         """\
             self._journal.commit()
@@ -248,56 +206,24 @@ SCHEDULER = [
         "tests/integration/scheduler/test_scheduler_disk.py",
     ),
     Mutation(
-        "a task changes its state along an edge that is not in the table",
-        "services/scheduler/tasks.py",
-        "if state not in TRANSITIONS[before]:",
-        "if False:",
-        "tests/unit/scheduler/test_run_state.py::test_a_task_changes_state_only_as_the_table_of_transitions_allows",
-    ),
-    Mutation(
         "an inventory does not reveal missing shards",
+        Promise.READABLE,
         STATE,
         "        if audit.missing:\n",
         "        if False:\n",
         f"{LOSS}::test_an_inventory_reveals_missing_shards_and_the_store_is_asked_about_them_again",
     ),
     Mutation(
-        "a reader's report alone is enough for a task to count as lost",
-        STATE,
-        "if held is not None and not claim.met(held)]",
-        "]",
-        f"{LOSS}::test_a_report_that_the_store_does_not_confirm_changes_nothing",
-    ),
-    Mutation(
-        "lost shards count as a failed attempt",
-        RECOVERY,
-        'ledger.retry(task, 0, f"{store} lost its',
-        'ledger.retry(task, 4, f"{store} lost its',
-        f"{LOSS}::test_a_ready_task_whose_shards_are_lost_is_sampled_again_without_counting_an_attempt",
-    ),
-    Mutation(
         "an open step is served again although some of its shards are lost",
+        Promise.READABLE,
         STEPPING,
         "if any(task.lost for task in history.open_batch):",
         "if False:",
         f"{LOSS}::test_an_open_step_is_served_again_with_the_same_tasks_in_the_same_order",
     ),
     Mutation(
-        "a step is replayed although some of its shards are lost",
-        STEPPING,
-        "if tasks is None or any(task.lost for task in tasks):",
-        "if tasks is None:",
-        f"{LOSS}::test_a_trainer_that_needs_the_lost_shard_for_a_replay_returns_to_its_checkpoint",
-    ),
-    Mutation(
-        "the chain does not cover the body of an event",
-        "services/scheduler/tables.py",
-        "_EVENT.pack(seq, kind, at), body)",
-        "_EVENT.pack(seq, kind, at))",
-        f"{DAMAGE}::test_one_changed_value_anywhere_is_reported",
-    ),
-    Mutation(
         "the chain of a journal is not compared with its events",
+        Promise.KILLED,
         JOURNAL,
         """\
                 if chain != found:
@@ -308,35 +234,16 @@ SCHEDULER = [
         f"{DAMAGE}::test_one_changed_value_anywhere_is_reported",
     ),
     Mutation(
-        "rows of the readable tables are not checked",
-        JOURNAL,
-        "WHERE sum IS NOT checksum(",
-        "WHERE sum IS NULL AND sum IS NOT checksum(",
-        f"{DAMAGE}::test_one_changed_value_anywhere_is_reported",
-    ),
-    Mutation(
-        "a missing row of a table is not noticed",
-        JOURNAL,
-        "if wrong := found ^ {step for step in rows if step >= first}:",
-        "if wrong := found - {step for step in rows if step >= first}:",
-        f"{DAMAGE}::test_a_missing_row_is_reported",
-    ),
-    Mutation(
         "the mark is not compared with the journal",
+        Promise.KILLED,
         JOURNAL,
         "if self.seq < seq:",
         "if False:",
         f"{DAMAGE}::test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_incomplete",
     ),
     Mutation(
-        "another history is mistaken for the marked one",
-        JOURNAL,
-        "if known not in ([], [(chain,)]) else",
-        "if False else",
-        f"{DAMAGE}::test_another_history_of_the_same_length_is_not_mistaken_for_the_marked_one",
-    ),
-    Mutation(
         "the mark names events before they are in the journal",
+        Promise.KILLED,
         JOURNAL,
         """\
             self._end()
@@ -350,30 +257,10 @@ SCHEDULER = [
     ),
     Mutation(
         "tasks admitted after the loss of the journal's end get fences that stores may already know",
+        Promise.ONCE,
         "services/scheduler/tasks.py",
         "fence = max(fence, self.least_fence)",
         "fence = max(fence, 1)",
         f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
-    ),
-    Mutation(
-        "waiting tasks keep their fences when the end of the journal is lost",
-        LEDGER,
-        "if task.state == TaskState.PENDING:",
-        "if False:",
-        f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
-    ),
-    Mutation(
-        "lease numbers do not jump when the end of the journal is lost",
-        RECOVERY,
-        "ledger.skip_lease_ids(MARGIN)",
-        "ledger.skip_lease_ids(0)",
-        f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
-    ),
-    Mutation(
-        "the run keeps steps whose rows contradict metrics.jsonl when the end of the journal is lost",
-        RECOVERY,
-        "step = min(max(history.checkpoint_step, 0), event.agreed)",
-        "step = max(history.checkpoint_step, 0)",
-        f"{LOST_END}::test_steps_whose_rows_are_from_another_history_are_also_rolled_back",
     ),
 ]

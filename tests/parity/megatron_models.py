@@ -16,7 +16,6 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.model.load import named_weights
 from shared.ranks.layout import Place
-from shared.topology.algorithm import Optimizer
 from tests.unit.tiny_models import make_model
 
 VOCAB = 61
@@ -54,18 +53,14 @@ def options(scratch: Path, max_tokens: int = 4096, recompute: str = "none") -> B
 
 
 def megatron(
-    model: Path, place: Place, *, dtype: str = "float32", max_tokens: int = 4096, recompute: str = "none", **given: Any
+    model: Path, place: Place, *, dtype: str = "float32", max_tokens: int = 4096, recompute: str = "none"
 ) -> MegatronBackend:
-    settings = Optimizer(**{"lr": 1e-3, **given})
-    return MegatronBackend(model, dtype, settings, options(model / "scratch", max_tokens, recompute), place)
+    return MegatronBackend(model, dtype, options(model / "scratch", max_tokens, recompute), place)
 
 
-def alone(family: str, folder: Path, place: Place, *, dtype: str = "float32", **given: Any) -> TorchBackend:
+def alone(family: str, folder: Path, place: Place, *, dtype: str = "float32") -> TorchBackend:
     """Return the torch backend of one process with the same weights."""
-    settings = Optimizer(**{"lr": 1e-3, **given})
-    return TorchBackend(
-        folder, dtype, settings, options(folder / "scratch"), place, load=lambda _, name: hf_model(family, name)
-    )
+    return TorchBackend(folder, dtype, options(folder / "scratch"), place, load=lambda _, name: hf_model(family, name))
 
 
 def prefixes(seed: int = 3) -> list[Array]:

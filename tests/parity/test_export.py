@@ -16,11 +16,11 @@ from services.policy_trainer.worker.export import export
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.model.load import named_weights
 from shared.ranks.layout import Layout, Place
-from shared.topology.algorithm import Optimizer
 from tests.parity.gradient_cases import cases
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import FAMILIES, every_next_token, megatron, options, plain_distributions, save
 from tests.parity.test_megatron_gradients import TRAINING, back
+from tests.unit.policy_trainer.training import adamw
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,13 +48,12 @@ def work(backend: str, place: Place, folder: Path) -> None:
         dtype = model.name.rpartition("-")[2]
         trained: TorchBackend | MegatronBackend
         if backend == "megatron":
-            trained = megatron(model, place, dtype=dtype, **TRAINING)
+            trained = megatron(model, place, dtype=dtype)
         else:
-            settings = Optimizer(**TRAINING)
-            trained = TorchBackend(model, dtype, settings, options(folder / "scratch" / model.name), place)
+            trained = TorchBackend(model, dtype, options(folder / "scratch" / model.name), place)
         for step, case in zip((1, 2), cases(), strict=False):
             back(trained, case)
-            trained.step(step)
+            trained.step(step, adamw(step, **TRAINING))
         export(trained, model, folder / "export" / model.name)
         logprobs = trained.forward(every_next_token(), 1.0)[every_next_token().loss_mask == 1]
         np.save(folder / f"rank-{place.rank}" / f"{model.name}.npy", logprobs)

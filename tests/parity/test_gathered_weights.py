@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.policy_trainer.worker.spare_memory import SpareMemory
-from services.policy_trainer.worker.weights.outgoing import LiveWeights
+from services.policy_trainer.worker.weights.channels import LiveWeights
 from shared.ranks.layout import Layout, Place
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import alone, megatron, save

@@ -22,10 +22,10 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.blocks import blocks_of
 from shared.ranks.layout import Layout, Place
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 from tests.parity.gradient_cases import RUNS, VOCAB, Case, cases, nothing_trained
 from tests.parity.groups import run_group, sums_of
+from tests.unit.policy_trainer.training import adamw
 from tests.unit.tiny_models import make_model
 
 LIMITS = {"float64": 1e-12, "float32": 1e-5}
@@ -45,7 +45,7 @@ def backend_of(dtype: str, place: Place, folder: Path, max_tokens: int = 4096, r
     options = BackendOptions(
         max_tokens=max_tokens, threads=1, device="cpu", scratch=folder, recompute=recompute, passes=FASTEST
     )  # type: ignore[arg-type]
-    return TorchBackend(folder, dtype, Optimizer(lr=1e-3), options, place, load=load, load_shapes=load)
+    return TorchBackend(folder, dtype, options, place, load=load, load_shapes=load)
 
 
 def gradient(backend: TorchBackend, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float], np.ndarray]:
@@ -80,7 +80,7 @@ def work(place: Place, folder: Path) -> None:
     for case in nothing_trained():
         before = backend.state().weights
         back(backend, case)
-        assert backend.step(1).grad_norm == 0
+        assert backend.step(1, adamw()).grad_norm == 0
         assert all(torch.equal(value, before[name]) for name, value in backend.state().weights.items())
 
 

@@ -23,6 +23,7 @@ from tests.parity.groups import run_group
 from tests.parity.megatron_models import every_next_token, megatron, plain_distributions, save
 from tests.parity.test_megatron_gradients import TRAINING, back
 from tests.unit.policy_trainer.test_host_waits import Waits
+from tests.unit.policy_trainer.training import adamw
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,12 +41,12 @@ def train(backend: MegatronBackend, steps: range) -> None:
     batches = list(cases())
     for step in steps:
         back(backend, batches[step])
-        backend.step(step)
+        backend.step(step, adamw(step, **TRAINING))
 
 
 def resumed_has_the_same_bits(model: Path, dtype: str, place: Place, folder: Path) -> None:
     """Pass the state of rank 0 to all ranks through a file, as a checkpoint does."""
-    backend = megatron(model, place, dtype=dtype, **TRAINING)
+    backend = megatron(model, place, dtype=dtype)
     train(backend, range(1, 3))
     state = backend.state()
     if place.rank == 0:
@@ -57,19 +58,19 @@ def resumed_has_the_same_bits(model: Path, dtype: str, place: Place, folder: Pat
         assert not state.weights
         assert not state.optimizer
     torch.distributed.barrier()
-    other = megatron(model, place, dtype=dtype, **TRAINING)
+    other = megatron(model, place, dtype=dtype)
     other.load_state(TrainingState(load_file(folder / f"{dtype}-weights"), load_file(folder / f"{dtype}-optimizer")))
     assert same(other.state(), state)
     train(backend, range(3, 5))
     train(other, range(3, 5))
     assert same(other.state(), backend.state())
     other.restart()
-    fresh = megatron(model, place, dtype=dtype, **TRAINING)
+    fresh = megatron(model, place, dtype=dtype)
     assert same(other.state(), fresh.state())
 
 
 def moving_changes_no_bit(model: Path, place: Place) -> None:
-    still, moved = (megatron(model, place, **TRAINING) for _ in range(2))
+    still, moved = (megatron(model, place) for _ in range(2))
     batches: list[Case] = list(cases())
     for step in (1, 2):
         for backend in (still, moved):
@@ -77,22 +78,22 @@ def moving_changes_no_bit(model: Path, place: Place) -> None:
         assert moved.shelves.offload(PARTS) > 0
         assert moved.shelves.offload(PARTS) == 0
         moved.shelves.backload(PARTS)
-        assert moved.step(step) == still.step(step)
+        assert moved.step(step, adamw(step, **TRAINING)) == still.step(step, adamw(step, **TRAINING))
     assert same(moved.state(), still.state())
 
 
 def what_is_wrong_is_refused(model: Path, place: Place) -> None:
-    backend = megatron(model, place, **TRAINING)
+    backend = megatron(model, place)
     train(backend, range(1, 2))
     before = backend.state()
     sequences = every_next_token()
 
     def broken(local: LocalScores) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return local.scores.logprobs.sum() * float("nan"), {}
+        return local.scores.outputs.sum() * float("nan"), {}
 
     backend.forward_backward(sequences, 1.0, broken, entropy="none")
     with pytest.raises(RpcError, match="weights untouched: gradient norm is nan"):
-        backend.step(2)
+        backend.step(2, adamw(2, **TRAINING))
     with pytest.raises(RpcError, match=r"weights of another model: model\.norm\.bias"):
         backend.load_state(
             TrainingState({**load_file(model / "model.safetensors"), "model.norm.bias": torch.zeros(1)}, {})
@@ -123,7 +124,7 @@ def work(place: Place, folder: Path) -> None:
     moving_changes_no_bit(model, place)
     what_is_wrong_is_refused(model, place)
     a_head_in_blocks_changes_nothing(model, place, folder)
-    backend = megatron(model, place, **TRAINING)
+    backend = megatron(model, place)
     train(backend, range(1, 3))
     backend.export(folder / "export")
     found = backend.forward(every_next_token(), 1.0)

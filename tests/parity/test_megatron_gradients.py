@@ -19,6 +19,7 @@ from shared.ranks.layout import Layout, Place
 from tests.parity.gradient_cases import RUNS, Case, cases, nothing_trained
 from tests.parity.groups import run_group, sums_of
 from tests.parity.megatron_models import alone, megatron, save
+from tests.unit.policy_trainer.training import adamw
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,15 +63,15 @@ def work(place: Place, folder: Path) -> None:
     for case in nothing_trained():
         before = backend.state().weights
         back(backend, case)
-        assert backend.step(1).grad_norm == 0
+        assert backend.step(1, adamw(1, **TRAINING)).grad_norm == 0
         assert all(torch.equal(value, before[name]) for name, value in backend.state().weights.items())
-    backend = megatron(models / f"{FAMILY}-float32", place, max_tokens=60, **TRAINING)
+    backend = megatron(models / f"{FAMILY}-float32", place, max_tokens=60)
     norms = []
     for step, case in enumerate(list(cases())[:3], start=1):
         back(backend, case)
-        norms.append(backend.step(step).grad_norm)
+        norms.append(backend.step(step, adamw(step, **TRAINING)).grad_norm)
     state = backend.state()
-    again = megatron(models / f"{FAMILY}-float32", place, max_tokens=60, **TRAINING)
+    again = megatron(models / f"{FAMILY}-float32", place, max_tokens=60)
     given = (
         load_file(folder.parent / "torch-weights.safetensors"),
         load_file(folder.parent / "torch-optimizer.safetensors"),
@@ -88,11 +89,11 @@ def work(place: Place, folder: Path) -> None:
 def test_gradients_updates_and_states_equal_those_of_one_torch_process(name: str, tmp_path: Path) -> None:
     layout = (LAYOUTS | PRODUCTS)[name]
     models = {dtype: save(FAMILY, tmp_path / "models", dtype) for dtype in LIMITS}
-    trained = alone(FAMILY, models["float32"], ALONE, **TRAINING)
+    trained = alone(FAMILY, models["float32"], ALONE)
     norms = []
     for step, case in enumerate(list(cases())[:3], start=1):
         back(trained, case)
-        norms.append(trained.step(step).grad_norm)
+        norms.append(trained.step(step, adamw(step, **TRAINING)).grad_norm)
     state = trained.state()
     save_file(state.weights, tmp_path / "torch-weights.safetensors")
     save_file(state.optimizer, tmp_path / "torch-optimizer.safetensors")

@@ -18,7 +18,6 @@ from services.policy_trainer.worker.blocks import blocks_of
 from shared.model.load import load_model, load_shapes, named_weights
 from shared.ranks.layout import Layout, Place
 from shared.rpc.errors import RpcError
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 from tests.parity.groups import run_group
 from tests.unit.tiny_models import make_model
@@ -39,7 +38,7 @@ def resident_bytes(what: str) -> int:
 
 def backend_of(model: Path, dtype: str, place: Place, folder: Path) -> TorchBackend:
     options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=folder, recompute="none", passes=FASTEST)
-    return TorchBackend(model, dtype, Optimizer(lr=1e-3), options, place)
+    return TorchBackend(model, dtype, options, place)
 
 
 def load_and_keep(place: Place, folder: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import services.scheduler.devices
+import shared.colocation.devices
 from proto.messages import DeviceOrder, Heartbeat, HoldDevices, Register
 from services.scheduler.devices import DeviceTurns
 from services.scheduler.events import Answer, Effect, Fail, KillProcess, TellDevices
@@ -32,6 +34,10 @@ from shared.colocation.devices import (
     Holder,
     Holding,
     Parts,
+    barred,
+    forbidden_pairs,
+    parts_of,
+    trained_parts,
 )
 from shared.rpc.errors import RpcError
 
@@ -45,6 +51,9 @@ TURNS: dict[str, list[list[Parts]]] = {
     SCORER: [[frozenset({REFERENCE})]],
     ENGINE: [[frozenset({WEIGHTS}), frozenset({WEIGHTS, KV_CACHE})], [frozenset({WEIGHTS, KV_CACHE})]],
 }
+CRITIC = "critic-trainer-worker"
+"""The service of a second trained model, which no run has yet."""
+MODELS = {"policy": WORKER, "critic": CRITIC}
 LIMIT_S = 5.0
 POLL_S = 20.0
 
@@ -236,8 +245,12 @@ class World:
         self.now += 1.0
         for process in self.processes.values():
             if not process.hung:
-                process.progress += 1 if process.holding.using or process.leaving else 0
+                process.progress += self.works(process)
                 self.beat(process)
+
+    def works(self, process: Process) -> bool:
+        """Return whether the working thread of a process advances."""
+        return bool(process.holding.using or process.leaving)
 
     def round(self) -> None:
         for process in list(self.processes.values()):
@@ -272,6 +285,84 @@ def test_forbidden_parts_never_share_the_devices_and_all_work_is_done(
         rounds += 1
         world.fair = rounds > LIMIT_S
         assert rounds < 200 + 40 * turns, {p.holder: (p.turns, p.holding.__dict__) for p in world.processes.values()}
+
+
+def steps_of(model: str, count: int) -> list[list[Parts]]:
+    """Return the turns of `count` training steps: a forward pass, then the update. The turn of the pass ends, because
+    the update begins only once every model has made its pass."""
+    parameters, gradients, optimizer = trained_parts(model)
+    update = [frozenset({parameters, gradients}), frozenset({parameters, gradients, optimizer})]
+    return [turn for _ in range(count) for turn in ([frozenset({parameters})], update)]
+
+
+class TwoModels(World):
+    """A world in which a driver calls two trained models. An update begins only after the passes of both."""
+
+    def __init__(self, seed: int, *, keeps: bool) -> None:
+        """With `keeps`, a model keeps its turn after a forward pass until its next call."""
+        super().__init__(seed, {WORKER: 1, ENGINE: 1})
+        self.keeps = keeps
+        steps = self.chance.randint(1, 3)
+        self.limits[CRITIC, 0] = LIMIT_S
+        self.turns = DeviceTurns(self.limits)
+        self.processes = {
+            (service, 0): Process((service, 0), steps_of(model, steps), 1) for model, service in MODELS.items()
+        } | {(ENGINE, 0): self.processes[ENGINE, 0]}
+
+    def act(self, process: Process) -> None:
+        left = len(process.turns)
+        if self.waits(process) and not process.answers and not process.leaving:
+            return
+        super().act(process)
+        if process.holder[0] == ENGINE or len(process.turns) == left:
+            return
+        process.holding.done()
+        if left % 2 == 0 and self.keeps:
+            process.holding.using = process.there
+            process.holding.number += 1
+
+    def waits(self, process: Process) -> bool:
+        """Return whether a model has made its pass and has no call before the other has made its own."""
+        left, models = len(process.turns), [self.processes[service, 0] for service in MODELS.values()]
+        if process not in models or left % 2 == 0 or process.holding.wants:
+            return False
+        return any(len(other.turns) > left for other in models)
+
+    def works(self, process: Process) -> bool:
+        return super().works(process) and not self.waits(process)
+
+
+@pytest.fixture
+def two_models(monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[str, str], ...]:
+    """Let the device turns know a second trained model. Returns the forbidden pairs."""
+    pairs = forbidden_pairs(MODELS)
+    monkeypatch.setattr(shared.colocation.devices, "_BARRED", barred(pairs))
+    monkeypatch.setattr(services.scheduler.devices, "PARTS_OF", parts_of(MODELS))
+    monkeypatch.setitem(globals(), "FORBIDDEN", pairs)
+    return pairs
+
+
+@pytest.mark.usefixtures("two_models")
+@pytest.mark.parametrize("seed", range(150))
+def test_two_models_train_in_turns_and_neither_is_killed(seed: int) -> None:
+    world = TwoModels(seed, keeps=False)
+    rounds = 0
+    while any(process.turns for process in world.processes.values()):
+        world.round()
+        rounds += 1
+        assert rounds < 400, {p.holder: (p.turns, p.holding.__dict__) for p in world.processes.values()}
+    assert world.killed == 0
+
+
+@pytest.mark.usefixtures("two_models")
+def test_a_model_that_kept_its_turn_after_a_forward_pass_would_be_killed() -> None:
+    kills = 0
+    for seed in range(10):
+        world = TwoModels(seed, keeps=True)
+        for _ in range(100):
+            world.round()
+        kills += world.killed
+    assert kills > 10
 
 
 @given(seed=st.integers(0, 2**32))

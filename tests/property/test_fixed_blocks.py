@@ -26,7 +26,6 @@ from proto.messages import (
     RunInfo,
     StepBatch,
     TaskResult,
-    WeightsRef,
 )
 from services.scheduler import snapshot
 from services.scheduler.events import (
@@ -44,8 +43,9 @@ from services.scheduler.events import (
 )
 from services.scheduler.plan import EpochOrder, EvalPlan, Plan
 from services.scheduler.state import Scheduler
-from shared.stages import REFERENCE, ROLLOUT, train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from tests.property import scheduler_view as view
+from tests.weights_refs import weights_ref
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 STORE = "batch-store/0"
@@ -76,7 +76,7 @@ class Run:
             rows=range(20),
             block_tasks=BLOCK,
             evals=(EvalPlan(name="held", rows=[1, 4, 6, 8, 9], samples=2, every=2),),
-            stages=train_graph(with_reference=True),
+            stages=(ROLLOUT, REFERENCE),
         )
         self.order = EpochOrder(self.plan)
         self.machine = Scheduler(self.plan, lease_s=5.0, incarnation=1)
@@ -229,17 +229,7 @@ class Run:
 
     def publish(self, step: int) -> None:
         lineage = self.machine.run.history.lineage
-        ref = WeightsRef(
-            lineage=lineage,
-            step=step,
-            task_id=f"weights/{lineage}/{step}",
-            fence=1,
-            store=STORE,
-            nbytes=1,
-            canary=CANARY,
-            drill=CANARY,
-            drill_seed=0,
-        )
+        ref = weights_ref(lineage, step, CANARY)
         self.ask(PublishWeights(driver=self.driver, ref=ref))
 
     def clear(self) -> None:

@@ -27,14 +27,14 @@ PROCESSES = {("rollout", 0), ("rollout", 1), ("reference", 0), ("reference", 1)}
 @pytest.fixture(scope="module")
 def topology(tmp_path_factory: pytest.TempPathFactory) -> Topology:
     folder: Path = make(tmp_path_factory.mktemp("book"))
-    return load(write(folder, BASE), PLACES, check_supported=False)
+    return load(write(folder, BASE), PLACES)
 
 
 @given(events=st.lists(st.tuples(st.sampled_from(["join", "lose"]), st.sampled_from(sorted(HOSTS))), max_size=25))
 def test_every_process_has_exactly_one_place_whatever_happens_to_the_hosts(
     topology: Topology, events: list[tuple[str, str]]
 ) -> None:
-    book = HostBook(topology, {})
+    book = HostBook(topology)
     lives = dict.fromkeys(HOSTS, 0)
     stores: set[tuple[str, tuple[str, int]]] = set()
     for at, (kind, name) in enumerate(events):
@@ -77,7 +77,7 @@ def report(host: str, life: int) -> HostReport:
 
 
 def test_an_agent_that_was_considered_lost_is_never_accepted_again(topology: Topology) -> None:
-    book = HostBook(topology, {})
+    book = HostBook(topology)
     book.report(report("b", 1), 0.0)
     book.lose("b", "test", 1.0)
     book.report(report("b", 2), 2.0)

@@ -25,7 +25,6 @@ from proto.messages import (
     Register,
     StepBatch,
     TaskResult,
-    WeightsRef,
 )
 from services.scheduler import snapshot
 from services.scheduler.events import (
@@ -49,9 +48,10 @@ from services.scheduler.events import (
 )
 from services.scheduler.plan import EpochOrder, Plan
 from services.scheduler.state import GONE_S, Scheduler
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from shared.topology.capacity import live_versions
 from tests.property import scheduler_view as view
+from tests.weights_refs import weights_ref
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 ACTIONS = (
@@ -90,7 +90,7 @@ class Model:
             shuffle=True,
             deterministic=False,
             rows=range(7),
-            stages=train_graph(with_reference=True),
+            stages=(ROLLOUT, REFERENCE),
         )
         self.machine = Scheduler(self.plan, lease_s=5.0, incarnation=1)
         self.journal: list[Durable] = []
@@ -162,17 +162,7 @@ class Model:
         """
         written = 1  # The shards are put into the store before the version is published.
         assert len(self.machine.run.history.versions) + written <= live_versions(self.plan.staleness) + spare
-        ref = WeightsRef(
-            lineage=self.lineage,
-            step=step,
-            task_id=f"weights/{self.lineage}/{step}",
-            fence=1,
-            store=HOME,
-            nbytes=1,
-            canary=CANARY,
-            drill=CANARY,
-            drill_seed=0,
-        )
+        ref = weights_ref(self.lineage, step, CANARY, store=HOME)
         self.ask(PublishWeights(driver=1, ref=ref))
 
     def lease(self, stage: str = "rollout") -> None:

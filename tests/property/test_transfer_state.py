@@ -6,23 +6,33 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from proto.messages import AskTransfer, EndTransfer
 from services.policy_trainer.worker.weights.transfers import (
     AbortTransfer,
-    CommunicatorBroke,
-    DeadlinePassed,
-    Event,
     GrantTransfer,
-    RefuseTransfer,
-    TransferAsked,
-    TransferEnded,
+    TransferRefused,
     TransferState,
 )
 
 DEADLINE_S = 10.0
 ENGINES = st.integers(0, 2)
+
+
+def asked(engine: int, life: int, communicator: int) -> AskTransfer:
+    return AskTransfer(
+        instance=engine,
+        incarnation=life,
+        communicator=communicator,
+        ranks=1,
+        host_id="",
+        lineage=0,
+        step=0,
+        drill=False,
+    )
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -51,37 +61,34 @@ class AnyOrder(RuleBasedStateMachine):
         self.expected: dict[int, float] = {}
         """Time by which the next part of a version must be requested, for each communicator in the middle of one."""
 
-    def take(self, event: Event, *, only: int | None = None) -> list[GrantTransfer | RefuseTransfer]:
-        """Handle an event and carry out its effects. `only` is the one engine that may be affected."""
-        answers: list[GrantTransfer | RefuseTransfer] = []
-        for effect in self.transfers.handle(event, self.now):
-            if only is not None and not isinstance(effect, RefuseTransfer):
-                assert effect.engine == only
-            match effect:
-                case AbortTransfer():
-                    assert self.open.pop(effect.communicator)[0] == effect.engine
-                    self.sending.pop(effect.communicator, None)
-                    self.expected.pop(effect.communicator, None)
-                    self.closed.add(effect.communicator)
-                case GrantTransfer():
-                    if effect.new:
-                        assert effect.communicator not in self.open.keys() | self.closed
-                        self.open[effect.communicator] = (effect.engine, self.life[effect.engine])
-                    assert self.open[effect.communicator] == (effect.engine, self.life[effect.engine])
-                    assert effect.communicator not in self.sending
-                    self.expected.pop(effect.communicator, None)
-                    self.sending[effect.communicator] = (effect.number, self.now + DEADLINE_S)
-                    answers.append(effect)
-                case RefuseTransfer():
-                    answers.append(effect)
-        return answers
+    def carry_out(self, aborts: list[AbortTransfer], *, only: int | None = None) -> None:
+        """Close the communicators of aborted transfers. `only` is the one engine that may be affected."""
+        for abort in aborts:
+            assert only in (None, abort.engine)
+            assert self.open.pop(abort.communicator)[0] == abort.engine
+            self.sending.pop(abort.communicator, None)
+            self.expected.pop(abort.communicator, None)
+            self.closed.add(abort.communicator)
+
+    def grant(self, engine: int, life: int, communicator: int) -> GrantTransfer:
+        """Grant the transfer for which an engine asks. Raises TransferRefused."""
+        aborts, grant = self.transfers.ask(asked(engine, life, communicator), self.now)
+        self.carry_out(aborts, only=engine)
+        if grant.new:
+            assert grant.communicator not in self.open.keys() | self.closed
+            self.open[grant.communicator] = (engine, life)
+        assert grant.engine == engine
+        assert self.open[grant.communicator] == (engine, life)
+        assert grant.communicator not in self.sending
+        self.expected.pop(grant.communicator, None)
+        self.sending[grant.communicator] = (grant.number, self.now + DEADLINE_S)
+        return grant
 
     @rule(engine=ENGINES, heard=st.booleans())
     def ask(self, engine: int, heard: bool) -> None:
         held = self.holds[engine]
         healthy = self.open.get(held) == (engine, self.life[engine]) and held not in self.sending
-        (grant,) = self.take(TransferAsked(engine, self.life[engine], held), only=engine)
-        assert isinstance(grant, GrantTransfer)
+        grant = self.grant(engine, self.life[engine], held)
         self.known.add(self.life[engine])
         assert grant.new != healthy  # A communicator is kept exactly as long as nothing has gone wrong with it.
         if heard:
@@ -93,8 +100,8 @@ class AnyOrder(RuleBasedStateMachine):
         engine = data.draw(st.sampled_from([each for each, lives in self.earlier.items() if lives]))
         life = data.draw(st.sampled_from(self.earlier[engine]))
         before = dict(self.open)
-        (answer,) = self.take(TransferAsked(engine, life, data.draw(st.sampled_from([0, *before]))))
-        assert isinstance(answer, RefuseTransfer)
+        with pytest.raises(TransferRefused):
+            self.grant(engine, life, data.draw(st.sampled_from([0, *before])))
         assert self.open == before
 
     @rule(engine=ENGINES)
@@ -115,7 +122,10 @@ class AnyOrder(RuleBasedStateMachine):
         engine, life = self.open[communicator]
         number = self.sending[communicator][0] - int(stale)
         before = dict(self.sending)
-        self.take(TransferEnded(engine, life, communicator, number, failure, more), only=engine)
+        request = EndTransfer(
+            instance=engine, incarnation=life, communicator=communicator, number=number, failure=failure
+        )
+        self.carry_out(self.transfers.end(request, self.now, more=more), only=engine)
         if stale:
             assert self.sending == before
         elif failure:
@@ -131,7 +141,7 @@ class AnyOrder(RuleBasedStateMachine):
     def break_one(self, data: st.DataObject) -> None:
         communicator = data.draw(st.sampled_from(sorted(self.open.keys() | self.closed)))
         engine = self.open.get(communicator, (None,))[0]
-        self.take(CommunicatorBroke(communicator, "connection closed"), only=engine)
+        self.carry_out(self.transfers.broke(communicator, "connection closed"), only=engine)
         assert communicator not in self.open
 
     @rule(seconds=st.sampled_from([0.5, 4.0, DEADLINE_S]))
@@ -140,7 +150,7 @@ class AnyOrder(RuleBasedStateMachine):
         on_time = {each for each, (_, deadline) in self.sending.items() if self.now < deadline}
         idle = self.open.keys() - self.sending.keys()
         idle -= {each for each, deadline in self.expected.items() if self.now >= deadline}
-        self.take(DeadlinePassed())
+        self.carry_out(self.transfers.expired(self.now))
         assert self.sending.keys() == on_time
         assert self.open.keys() == on_time | idle
 

@@ -15,10 +15,14 @@ from services.batch_store.server import StoreService
 from services.policy_trainer.service import PolicyTrainerService
 from services.policy_trainer.worker.service import PolicyTrainerWorker
 from services.reference.service import ReferenceWorker
+from services.rollout.results.finish import LeaseResults
+from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.sampling.answers import AnswerSampler
-from services.rollout.weights.in_flight import InFlight
-from services.rollout.weights.source import ShardSource
+from services.rollout.sampling.tasks import prepare
+from services.rollout.service import RolloutParts
+from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
+from services.rollout.weights.versions import EngineVersions
 from services.rollout.worker import RolloutWorker
 from services.scheduler.server import SchedulerService
 from shared import topology as topologies
@@ -27,7 +31,8 @@ from shared.colocation.devices import ENGINE, NOTHING, REFERENCE, WEIGHTS, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
 from shared.lease import Lease, LeaseBook
-from tests.sim.model import BEGINNING, SimEngine, SimRewards, SimTasks, digest
+from shared.stages import ROLLOUT
+from tests.sim.model import BEGINNING, SimEngine, SimPrompts, SimRewards, SimTasks, digest
 from tests.sim.virtual import here
 
 if TYPE_CHECKING:
@@ -46,20 +51,18 @@ class SimRollout(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._data = DataClient(self.client)
-        self._worker: RolloutWorker | None = None
-        self._in_flight: InFlight | None = None
+        self._parts: RolloutParts | None = None
 
     async def start(self) -> None:
         topology = topologies.load(self.run.topology)
         world = here()
         engine: Any = SimEngine(world)
         rewards: Any = SimRewards(world)
+        prompts: Any = SimPrompts()
         tasks: Any = SimTasks()
         self.progress = lambda: engine.progress
-        source = ShardSource(self._data)
+        source = WeightsSource(self._data, emit=self.telemetry.emit)
         sync = WeightsSync(engine, self.name, self.telemetry.emit, source)
-        in_flight = InFlight(engine, sync, source, self.telemetry.emit)
-        self._in_flight = None if topology.run.deterministic else in_flight
 
         async def leave(_: Parts) -> Parts:
             sync.forget()
@@ -74,33 +77,39 @@ class SimRollout(Service):
         async def on_text(work: Callable[[], Any]) -> Any:
             return work()
 
-        self._worker = RolloutWorker(
-            self,
+        leases = LeaseBook(self, ROLLOUT.name, lambda: engine.progress)
+        versions = EngineVersions(
+            leases,
             engine=engine,
             sync=sync,
-            tasks=tasks,
-            rewards=rewards,
-            workflow=None,
-            answers=AnswerSampler(engine, None),
-            data=self._data,
             source=source,
-            in_flight=in_flight,
             turns=turns,
-            store=STORE,
-            block_tasks=topology.services.rollout.block_tasks,
-            filters=False,
-            on_text=on_text,
+            emit=self.telemetry.emit,
+            in_flight=not topology.run.deterministic,
         )
+        texts = SampleTexts(None, prompts, ["sim:reward"], on_text)
+        results = LeaseResults(self, leases, rewards=rewards, texts=texts, data=self._data, store=STORE, filters=False)
+        worker = RolloutWorker(
+            self,
+            leases,
+            engine=engine,
+            versions=versions,
+            prepare=lambda lease: prepare(tasks, lease, on_text),
+            answers=AnswerSampler(engine, None),
+            workflow=None,
+            results=results,
+            block_tasks=topology.services.rollout.block_tasks,
+        )
+        self._parts = RolloutParts(worker, leases, versions, [], [], [])
 
     async def serve(self) -> None:
-        assert self._worker is not None
-        if self._in_flight is not None:
-            self.keep(self._in_flight.run())
-        await self._worker.run()
+        assert self._parts is not None
+        self.keep(self._parts.versions.run())
+        await self._parts.worker.run()
 
     async def drain(self) -> None:
-        if self._worker is not None:
-            await self._worker.drain()
+        if self._parts is not None:
+            await self._parts.worker.drain()
 
     async def close(self) -> None:
         self._data.close()
@@ -108,21 +117,21 @@ class SimRollout(Service):
 
     def heartbeat(self) -> Heartbeat:
         beat = super().heartbeat()
-        if self._worker is None:
+        if self._parts is None:
             return beat
-        self._worker.rest()
-        holds = self._worker.holds
+        self._parts.versions.rest()
+        holds = self._parts.versions.holds
         return msgspec.structs.replace(
-            beat, holds_lineage=holds.lineage, holds_step=holds.step, leases=self._worker.leases.progress()
+            beat, holds_lineage=holds.lineage, holds_step=holds.step, leases=self._parts.leases.progress()
         )
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
-        if self._worker is not None:
-            self._worker.leases.lost(lease_ids)
+        if self._parts is not None:
+            self._parts.leases.lost(lease_ids)
 
     def on_newer_weights(self, ref: WeightsRef) -> None:
-        if self._in_flight is not None:
-            self._in_flight.announce(ref)
+        if self._parts is not None:
+            self._parts.versions.announce(ref)
 
 
 class SimScoring:
@@ -161,9 +170,10 @@ class SimReference(Service):
             here().holds(NOTHING)
             return parts
 
-        if self.NAME in topologies.load(self.run.topology).colocated_services:
+        (model,) = topologies.load(self.run.topology).frozen
+        if model.shares_devices:
             self._scoring.turns = take_turns(self, leave)
-        self._worker = ReferenceWorker(self, self._scoring, self._data, self._scoring, STORE)
+        self._worker = ReferenceWorker(self, model, self._scoring, self._data, self._scoring, STORE)
 
     async def serve(self) -> None:
         assert self._worker is not None

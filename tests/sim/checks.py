@@ -262,7 +262,7 @@ class Checks:
                 room.used[tier] <= room.limits[tier],
                 f"promise 4: {room.used[tier]} of {room.limits[tier]} bytes are used",
             )
-        if not store._scanned.done():
+        if not store._scanned.is_set():
             return
         page, _ = store.index.inventory(0)
         there = {(each.task_id, each.fence) for each in page}
@@ -276,7 +276,7 @@ class Checks:
 
     def shards_are_readable(self) -> None:
         """Check promise 1: the store has all shards that the scheduler has accepted but not ordered to be collected."""
-        if self._store is None or self._scheduler is None or not self._store._scanned.done():
+        if self._store is None or self._scheduler is None or not self._store._scanned.is_set():
             return
         for task in self._scheduler._state.run.ledger.tasks:
             if task.made and not task.clears:
@@ -331,8 +331,7 @@ def _close_scheduler(service: SchedulerService) -> None:
 
 
 def _close_store(service: StoreService) -> None:
-    if service._files is not None:
-        _quietly(service._files.close)
+    _quietly(service._files.close)
 
 
 def _quietly(close: Callable[[], None]) -> None:

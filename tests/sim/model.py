@@ -20,11 +20,12 @@ import xxhash
 from torch import nn
 
 from proto.ids import make_task_id, split_task_id
-from proto.messages import Canary, LeaseGrant
-from services.policy_trainer.worker.backend import Backend, OptimizerUpdate, Sequences, TrainingState
+from proto.messages import AdamW, Canary, LeaseGrant
+from services.policy_trainer.worker.backend import Backend, OptimizerUpdate, PublishedWeights, Sequences, TrainingState
 from services.policy_trainer.worker.colocation.devices import device_parts
 from services.policy_trainer.worker.colocation.shelves import PartShelves
 from services.rollout.engine import (
+    FULL_ONLY,
     FinishReason,
     Generation,
     GenerationCancelled,
@@ -37,6 +38,8 @@ from services.rollout.rewards.score import Score
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from shared.colocation.devices import ENGINE, NOTHING, WEIGHTS, Parts
 from shared.stages import TRAIN
+from shared.topology.models import POLICY
+from shared.weights.weight_set import WeightSet
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -93,7 +96,7 @@ class SimBackend:
         moved = self._there & set(parts)
         self._away |= moved
         self._there -= moved
-        self._world.holds(device_parts(cast(Any, frozenset(self._there))))
+        self._world.holds(device_parts(POLICY, cast(Any, frozenset(self._there))))
         return len(moved)
 
     def _backload(self, parts: Iterable[str]) -> int:
@@ -107,7 +110,7 @@ class SimBackend:
         away = self._away & set(parts)
         self._world.check(not away, f"a call uses {', '.join(sorted(away))}, which are off the device")
         self._there |= set(parts)
-        self._world.holds(device_parts(cast(Any, frozenset(self._there))))
+        self._world.holds(device_parts(POLICY, cast(Any, frozenset(self._there))))
 
     def restart(self) -> None:
         self._use("parameters")
@@ -137,7 +140,7 @@ class SimBackend:
         self._group[self.updates, self.place.rank] = (total, [*numbers, *tasks])
         return {"tokens": float(first)}
 
-    def step(self, step: int) -> OptimizerUpdate:
+    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
         self._use("parameters", "gradients", "optimizer")
         self._need_all()
         parts = [self._group[self.updates, rank] for rank in range(self._ranks)]
@@ -150,7 +153,7 @@ class SimBackend:
         self.applied = [*self.applied, *numbers]
         self.updates += 1
         self.drop_gradients()
-        return OptimizerUpdate(grad_norm=1.0, lr=0.1)
+        return OptimizerUpdate(grad_norm=1.0)
 
     def _need_all(self) -> None:
         """Fail as a collective does when a rank of the group has died."""
@@ -161,6 +164,9 @@ class SimBackend:
     def weights(self) -> dict[str, torch.Tensor]:
         self._use("parameters")
         return {NAME: torch.tensor([self.chain])} if self.place.rank == 0 else {}
+
+    def published(self) -> PublishedWeights:
+        return PublishedWeights(self.weights())
 
     def state(self) -> TrainingState:
         self._use("parameters", "optimizer")
@@ -214,14 +220,15 @@ class SimCanaries:
     def of(self, logprobs: Array) -> Canary:
         return Canary(token_ids=CANARY_TOKENS, logprobs=logprobs, tolerance=1e-6)
 
-    def digests(self, weights: dict[str, torch.Tensor]) -> list[int]:
-        return []
+    def weight_set(self, weights: PublishedWeights) -> WeightSet:
+        return WeightSet.of(weights.tensors)
 
 
 class SimEngine:
     """An inference engine whose samples are digests of its weights and the task."""
 
     side_by_side = False
+    loads = FULL_ONLY
     vocab_size = VOCABULARY
     context_tokens = 64
 
@@ -311,8 +318,12 @@ class SimTasks:
         ready = [ReadyTask(task, {"prompt": ""}, [number_of(task.task_id)]) for task in grant.batch.tasks]
         return PreparedTasks(ready, [], sampling, min(2, grant.group_size) if grant.split == TRAIN else 1)
 
-    def texts(self, token_ids: Sequence[list[int]], sampling: SamplingParams) -> list[str]:
-        return ["" for _ in token_ids]
+
+class SimPrompts:
+    """Replacement for the tokenizer."""
+
+    def completion(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        return ""
 
 
 class SimRewards:

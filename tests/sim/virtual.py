@@ -111,9 +111,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     """Replace the parts of the machine that simulated processes would use. With `loud`, warnings are noted in the
     history."""
     import services.batch_store.server
-    import services.policy_trainer.worker.export
     import services.policy_trainer.worker.start
-    import services.policy_trainer.worker.weights.publish
     import services.scheduler.planning
     import services.scheduler.server
     from shared.actor.telemetry import TelemetrySender
@@ -170,12 +168,12 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "launch.supervisor.watch.PING_EVERY_S": 6.0,
         "services.batch_store.server.StreamServer": NoStreams,
         "services.batch_store.server.REAP_S": 1.0,
-        "services.policy_trainer.worker.start.make_backend": lambda run, topology, place, generation: (
-            model.make_backend(here(), place, generation)
+        "services.policy_trainer.worker.start.make_backend": lambda run, _, place, generation: model.make_backend(
+            here(), place, generation
         ),
-        "services.policy_trainer.worker.weights.publish.Canaries": model.SimCanaries,
-        "services.policy_trainer.worker.export.export": model.export,
-        "shared.model.load.require_deterministic_algorithms": lambda: None,
+        "services.policy_trainer.worker.start.Canaries": model.SimCanaries,
+        "services.policy_trainer.worker.start.require_deterministic_algorithms": lambda: None,
+        "services.policy_trainer.worker.calls.weights.export": model.export,
     }
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

@@ -14,10 +14,9 @@ from typing import Any, cast
 
 import xxhash
 
+from launch.processes.plan import DRIVER, SUPERVISOR, Resources
 from launch.supervisor.events import Event, Exited, RunEnded, RunOutcome, Spawned
-from launch.supervisor.plan import DRIVER, SUPERVISOR
 from launch.supervisor.server import Supervisor
-from proto.messages import Ack
 from proto.registry import by_type
 from shared.actor.service import PEER_LOST_STATUS
 from shared.colocation.devices import NOTHING, Parts, barred_by
@@ -279,8 +278,7 @@ class World:
 
     def _run(self) -> Outcome:
         context = self._supervisor_node.context
-        self._supervisor = context.run(SimSupervisor, self)
-        task = self.loop.create_task(self._supervisor.run(), context=context)
+        task = self.loop.create_task(self._supervise(), context=context)
         task.add_done_callback(lambda _: self.loop.stop())
         for fault in self.scenario.faults:
             self.loop.call_at(START_S + fault.at_s, self._begin, fault)
@@ -297,6 +295,10 @@ class World:
         chain = self.checks.chain
         seconds = self.loop.time() - START_S
         return Outcome(self.violation, self._digest.intdigest(), chain, seconds, self._events, self.history)
+
+    async def _supervise(self) -> RunEnded:
+        self._supervisor = SimSupervisor(self)
+        return await self._supervisor.run()
 
     def _too_late(self) -> None:
         self.check(False, f"promise 5: the run has not ended {LIMIT_S:g} s after the last fault\n{self.waits()}")
@@ -372,17 +374,17 @@ class SimSupervisor(Supervisor):
     def __init__(self, world: World) -> None:
         super().__init__(
             world.run_dir,
-            world.scenario.size.plan(),
-            threads={},
+            {key: Resources() for key in world.scenario.size.plan()},
             start_limit_s=START_LIMIT_S,
             on_event=lambda event: None,
         )
         self._world = world
         self._programs.start_guard = lambda: None  # type: ignore[method-assign]  # nothing outlives the simulated world
+        self._runner.spawn = self._start  # type: ignore[method-assign]
 
-    def _spawn(self, key: Key) -> Event:
-        node = self._world.start(key, self._endpoint)
-        self._children[key] = cast(Any, SimProcess(self._world, node))
+    def _start(self, key: Key) -> Spawned:
+        node = self._world.start(key, self.sockets.endpoint)
+        self._runner._children[key] = cast(Any, SimProcess(self._world, node))
         return Spawned(key, node.pid)
 
     def _feed(self, event: Event) -> None:
@@ -390,16 +392,9 @@ class SimSupervisor(Supervisor):
         self._world.supervised(event)
 
     def exited(self, key: Key, node: Node, status: int) -> None:
-        """Do what `_on_exit` does for a real process."""
-        child = self._children.get(key)
-        if child is not None and child.pid == node.pid:
-            del self._children[key]
-        for call in self._dying.pop(node.pid, []):
-            call.reply(Ack())
-        if key[0] == DRIVER and status == 0 and not self.draining:
-            self._background(self._driver_exited(key, node.pid))
-        else:
-            self._feed(Exited(key, node.pid, status))
+        """Do what the runner does when a real process has exited."""
+        self._runner.ended(key, node.pid)
+        self._exited(key, node.pid, status)
 
 
 def _make_run(folder: Path) -> SimRun:

@@ -8,7 +8,6 @@ import re
 import numpy as np
 from msgspec.structs import replace
 
-from launch.viewers.curves import DEFAULTS
 from proto.messages import DropReason, ForwardBackwardDone, LossReason
 from services.exporter.families import METRICS
 from services.policy_trainer.metrics import StepMetrics
@@ -70,7 +69,7 @@ def test_an_undocumented_metric_name_is_found() -> None:
 
 def test_every_chart_shows_metrics_that_exist() -> None:
     names = everything()
-    patterns = [*DEFAULTS, *(pattern for panel in PANELS for pattern in panel.names)]
+    patterns = [pattern for panel in PANELS for pattern in panel.names]
     assert [each for each in patterns if not fnmatch.filter(names, each)] == []
 
 
@@ -79,5 +78,4 @@ def test_every_view_shows_how_many_samples_the_update_can_learn_from() -> None:
     dashboard = (ROOT / "launch" / "dashboards" / "grafana.json").read_text()
     queried = {metric.name for metric in METRICS if f'"{metric.family}{{' in dashboard}
     assert wanted - {name for panel in PANELS for name in panel.names} == set()
-    assert wanted - set(DEFAULTS) == set()
     assert wanted - queried == set()

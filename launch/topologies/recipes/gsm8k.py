@@ -12,8 +12,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 def score(sample: Sample) -> float:
     """Return 1.0 if the last number of the completion is the number that ends the row's `answer`, else 0.0."""
     wanted = _NUMBER.findall(str(sample.row["answer"]))
-    found = _NUMBER.findall(sample.completion)
-    return float(bool(found) and _value(found[-1]) == _value(wanted[-1]))
+    numbers = _NUMBER.findall(sample.completion)
+    return float(bool(numbers) and _value(numbers[-1]) == _value(wanted[-1]))
 
 
 def _value(number: str) -> float:

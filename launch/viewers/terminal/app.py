@@ -17,8 +17,8 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, RichLog, Static, TabbedContent, TabPane
 
-from launch.commands.peer import Run, with_client
-from launch.supervisor.plan import LEASING, SUPERVISOR
+from launch.processes.plan import LEASING, SUPERVISOR
+from launch.viewers.peer import Run, with_client
 from launch.viewers.samples import Color
 from launch.viewers.terminal import panes, sample_pane
 from launch.viewers.terminal.feed import Feed

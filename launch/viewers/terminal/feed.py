@@ -5,26 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 
-from launch.commands.peer import Run
-from launch.viewers.logs import parsed
-from shared.followed_file import FollowedFile
-from shared.metrics_follower import MetricsFollower
+from launch.viewers.peer import Run
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
+from shared.runfiles.files import RunFiles
 from shared.security.access import Access
 from shared.security.roles import Role
 from shared.stream import Stream
 from shared.view import RunView
-from shared.warnings import parse
 
 LOST_S = 20.0
 """Seconds of silence after which a monitor on another machine counts as lost."""
-LOG_BYTES = 128 << 10
-"""Number of bytes that are initially read from the end of each log."""
 HISTORY_S = 2.0
 """Minimum seconds between two requests for the history."""
-PAGES = 8
-"""Maximum number of metrics pages that are read at once. Reading them takes about 0.1 s."""
 
 
 def opened(run: Run) -> Stream:
@@ -53,9 +46,7 @@ class Feed:
         """Time (time.monotonic) at which the connection began, or 0."""
         self.ended = False
         """Whether the run has ended, or a run on another machine has fallen silent."""
-        self._metrics = MetricsFollower(run.metrics) if isinstance(run, RunDir) else None
-        self._warnings = FollowedFile(run.warnings) if isinstance(run, RunDir) else None
-        self._logs: dict[str, FollowedFile] = {}
+        self._files = RunFiles(run.path, self.view) if isinstance(run, RunDir) else None
 
     @property
     def may_operate(self) -> bool:
@@ -86,39 +77,17 @@ class Feed:
                     pass  # The monitor is restarting or has an earlier version.
             await asyncio.sleep(HISTORY_S)
 
-    def read_files(self) -> bool:
-        """Read new metrics and warnings of a run on this machine, up to a few megabytes.
-
-        Return whether there may be more to read.
-        """
-        if self._metrics is None or self._warnings is None:
-            return False
-        for line in self._warnings.new_lines():
-            if warning := parse(line):
-                self.view.add_warning(warning)
-        for _ in range(PAGES):
-            new = self._metrics.poll()
-            if new.restarted:
-                self.view.load_metrics([])
-            for row in new.rows:
-                self.view.add_metrics(row)
-            if not new.more:
-                return False
-        return True
+    def read_files(self) -> None:
+        """Read new metrics and warnings of a run on this machine, up to a few megabytes."""
+        if self._files is not None:
+            self._files.read()
 
     async def read_all_files(self) -> None:
         """Read everything that was added to the files. Other tasks of the event loop run in between."""
-        more = True
-        while more:
-            more = self.read_files()
-            await asyncio.sleep(0)
+        if self._files is not None:
+            await self._files.read_all()
 
     def read_logs(self) -> None:
         """Read what was added to the logs of a run on this machine."""
-        if not isinstance(self.run, RunDir):
-            return
-        for path in sorted(self.run.logs.glob("*.jsonl")):
-            if path.name not in self._logs:
-                self._logs[path.name] = FollowedFile(path, last_bytes=LOG_BYTES)
-        lines = [parsed(line) for follower in self._logs.values() for line in follower.new_lines()]
-        self.view.add_log(line for line in lines if line is not None)
+        if self._files is not None:
+            self._files.read_logs()

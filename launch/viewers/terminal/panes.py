@@ -66,18 +66,18 @@ def overview(view: RunView, now: float, width: int, height: int) -> list[Text]:
 def _processes(services: Sequence[ServiceView], width: int) -> list[Text]:
     """Return the processes by service with their states, on as many lines as needed."""
     groups: dict[str, list[ServiceView]] = defaultdict(list)
-    for each in services:
-        groups[each.name.rpartition("/")[0]].append(each)
+    for process in services:
+        groups[process.name.rpartition("/")[0]].append(process)
     line = Text("processes", style="bold", no_wrap=True)
     lines = [line]
     for service, members in groups.items():
         part = Text(f"  {service} ")
         states: dict[tuple[str, Health], int] = defaultdict(int)
-        for each in members:
-            states[(each.state, each.health)] += 1
+        for member in members:
+            states[(member.state, member.health)] += 1
         for (state, health), count in states.items():
             part.append(state if len(members) == 1 else f"{count}×{state} ", style=HEALTH_STYLES[health])
-        restarts = sum(each.restarts or 0 for each in members)
+        restarts = sum(member.restarts or 0 for member in members)
         if restarts:
             part.append(f" ↻{restarts}", style="yellow")
         if line.cell_len + part.cell_len > width:
@@ -145,8 +145,8 @@ def _bars(title: str, counts: dict[str, float], width: int) -> list[Text]:
 
 def curves(view: RunView, width: int, height: int, *, panels: Iterable[Panel] = PANELS) -> list[Text]:
     """Return as many pictures as fit, side by side."""
-    known = view.metric_names()
-    wanted = [(panel.title, names) for panel in panels if (names := panel.matching(known))]
+    available = view.metric_names()
+    wanted = [(panel.title, names) for panel in panels if (names := panel.matching(available))]
     if not wanted:
         return [Text("no step has completed yet", style="dim")]
     across = min(max(width // MIN_PLOT_WIDTH, 1), len(wanted), 4)
@@ -173,7 +173,7 @@ def timeline(view: RunView, now: float, width: int, seconds: float) -> list[Text
         return [Text(f"no process has reported work or waits in the last {seconds:g} s", style="dim")]
     across = max(width - NAME_WIDTH - 14, 10)
     ends = view.step_ends(now, seconds)
-    columns = {min(int((each.at - now + seconds) / seconds * across), across - 1): each for each in ends}
+    columns = {min(int((step_end.at - now + seconds) / seconds * across), across - 1): step_end for step_end in ends}
     kinds: dict[str, int] = {}
     lines = []
     for lane in lanes:
@@ -201,7 +201,7 @@ def _cells(lane: Lane, begin: float, seconds: float, across: int) -> list[tuple[
     """Return what the process did in each of `across` parts of the window, and whether it waited. If it did both in a
     part, only the work is returned."""
     cells: list[tuple[str, bool]] = [("", False)] * across
-    for span in sorted(lane.spans, key=lambda each: not each.waits):
+    for span in sorted(lane.spans, key=lambda part: not part.waits):
         first = int((span.begin - begin) / seconds * across)
         last = max(int((span.end - begin) / seconds * across), first + 1)
         for at in range(max(first, 0), min(last, across)):
@@ -222,33 +222,33 @@ def _steps(columns: dict[int, StepEnd], across: int) -> Text:
 
 def _waits(lanes: Sequence[Lane]) -> list[Text]:
     """Return a line for each kind of wait, longest first."""
-    found = [(wait, lane) for lane in lanes for wait in lane.waits if wait.seconds >= MIN_WAIT_S]
+    waits = [(wait, lane) for lane in lanes for wait in lane.waits if wait.seconds >= MIN_WAIT_S]
     lines = [Text("which process waited for which", style="bold")]
-    for wait, lane in sorted(found, key=lambda each: -each[0].seconds):
+    for wait, lane in sorted(waits, key=lambda pair: -pair[0].seconds):
         text = f"  {lane.name} waited {wait.seconds:.1f} s of {lane.known_s:.3g} s for a {wait.what} from {wait.of}"
         lines.append(Text(text))
-    return lines if found else []
+    return lines if waits else []
 
 
 # ---- services
 
 
-def service_cells(each: ServiceView) -> list[Text]:
+def service_cells(service: ServiceView) -> list[Text]:
     """Return the cells of a process, in the order of `SERVICE_COLUMNS`."""
-    style = HEALTH_STYLES[each.health]
-    silent = each.health is Health.WRONG and each.state in ("READY", "STARTING", "DRAINING")
+    style = HEALTH_STYLES[service.health]
+    silent = service.health is Health.WRONG and service.state in ("READY", "STARTING", "DRAINING")
     return [
-        Text(each.name, style="bold"),
-        Text("SILENT" if silent else each.state, style=style),
-        Text("-" if each.restarts is None else str(each.restarts), style="yellow" if each.restarts else ""),
-        Text("-" if each.progress_age_s is None else f"{each.progress_age_s:.0f} s ago"),
-        Text("-" if each.cpu_share is None else f"{each.cpu_share:.0%}"),
-        Text("-" if each.rss_bytes is None else memory(each.rss_bytes)),
-        Text("-" if each.gpu_bytes is None else memory(each.gpu_bytes)),
-        Text(each.host or "-"),
-        Text(str(each.pid or "-")),
-        Text(each.incarnation[:8] or "-"),
-        Text(each.cause, style="dim"),
+        Text(service.name, style="bold"),
+        Text("SILENT" if silent else service.state, style=style),
+        Text("-" if service.restarts is None else str(service.restarts), style="yellow" if service.restarts else ""),
+        Text("-" if service.progress_age_s is None else f"{service.progress_age_s:.0f} s ago"),
+        Text("-" if service.cpu_share is None else f"{service.cpu_share:.0%}"),
+        Text("-" if service.rss_bytes is None else memory(service.rss_bytes)),
+        Text("-" if service.gpu_bytes is None else memory(service.gpu_bytes)),
+        Text(service.host or "-"),
+        Text(str(service.pid or "-")),
+        Text(service.incarnation[:8] or "-"),
+        Text(service.cause, style="dim"),
     ]
 
 
@@ -265,8 +265,8 @@ SERVICE_COLUMNS = {
 def notices(view: RunView, width: int, *, limit: int | None = None) -> list[Text]:
     """Return current troubles, warnings and returns to earlier steps, or only the newest `limit` of these."""
     lines = [
-        Text(f"✗ {each.service}: {each.text}", style="bold red", no_wrap=True, overflow="ellipsis")
-        for each in view.troubles()
+        Text(f"✗ {trouble.service}: {trouble.text}", style="bold red", no_wrap=True, overflow="ellipsis")
+        for trouble in view.troubles()
     ]
     timed: list[tuple[float, Text]] = []
     for warning in view.warnings():

@@ -48,8 +48,8 @@ def _print_all(feed: Feed) -> None:
     _print(_headline(feed))
     for line in (*panes.notices(view, WIDTH), *panes.pipeline(view, WIDTH)):
         _print(line.plain)
-    for each in view.services(now):
-        _print("  ".join(cell.plain for cell in panes.service_cells(each)).rstrip())
+    for service in view.services(now):
+        _print("  ".join(cell.plain for cell in panes.service_cells(service)).rstrip())
 
 
 class _Changes:
@@ -78,7 +78,10 @@ class _Changes:
             _print(f"{panes.clock(time.time())} {_headline(self._feed)}")
 
     def _now_states(self) -> dict[str, str]:
-        return {each.name: f"{each.state} {each.cause}".rstrip() for each in self._feed.view.services(time.time())}
+        return {
+            service.name: f"{service.state} {service.cause}".rstrip()
+            for service in self._feed.view.services(time.time())
+        }
 
 
 def _headline(feed: Feed) -> str:

@@ -31,20 +31,20 @@ class Series:
 
 def plot(title: str, series: Sequence[Series], width: int, height: int) -> list[Text]:
     """Return a picture of `width` x `height` characters: a title with the newest values, the curves and the steps."""
-    drawn = [each for each in series if each.points]
+    drawn = [curve for curve in series if curve.points]
     head = _title(title, drawn, width)
     rows = max(height - 2, 1)
     columns = max(width - LABEL - 1, 4)
     if not drawn:
         return [head, *(Text(" " * width) for _ in range(height - 1))]
-    first = min(each.points[0][0] for each in drawn)
-    last = max(each.points[-1][0] for each in drawn)
-    values = [value for each in drawn for _, value in each.points]
+    first = min(curve.points[0][0] for curve in drawn)
+    last = max(curve.points[-1][0] for curve in drawn)
+    values = [value for curve in drawn for _, value in curve.points]
     low, high = _limits(min(values), max(values))
     cells = [[_BLANK] * columns for _ in range(rows)]
     owner = [[0] * columns for _ in range(rows)]
-    for index, each in enumerate(drawn):
-        for x, y in _dots(each.points, (first, last), (low, high), 2 * columns, 4 * rows):
+    for index, curve in enumerate(drawn):
+        for x, y in _dots(curve.points, (first, last), (low, high), 2 * columns, 4 * rows):
             cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
             owner[y // 4][x // 2] = index
     lines = [head]
@@ -71,12 +71,12 @@ def append_cells(line: Text, cells: Iterable[tuple[str, str]]) -> Text:
 
 def _title(title: str, series: Sequence[Series], width: int) -> Text:
     head = Text(title, style="bold")
-    for index, each in enumerate(series):
-        name = each.name.rpartition("/")[2] if len(series) > 1 else ""
-        if each.name.startswith("eval/"):
-            name = each.name.split("/")[1]
+    for index, curve in enumerate(series):
+        name = curve.name.rpartition("/")[2] if len(series) > 1 else ""
+        if curve.name.startswith("eval/"):
+            name = curve.name.split("/")[1]
         head.append(f"  {name} " if name else "  ", style=COLOURS[index % len(COLOURS)])
-        head.append(number(each.points[-1][1]), style=f"bold {COLOURS[index % len(COLOURS)]}")
+        head.append(number(curve.points[-1][1]), style=f"bold {COLOURS[index % len(COLOURS)]}")
     head.truncate(width, overflow="ellipsis", pad=True)
     return head
 

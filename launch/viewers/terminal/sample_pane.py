@@ -81,10 +81,10 @@ def page(record: Record, color: Color) -> Text:
 
 def _prompt(record: Record) -> list[tuple[str, str]]:
     if record.messages:
-        return [(str(each.get("role", "")), str(each.get("content", ""))) for each in record.messages]
+        return [(str(message.get("role", "")), str(message.get("content", ""))) for message in record.messages]
     if isinstance(record.prompt, str):
         return [("prompt", record.prompt)]
-    return [(str(each.get("role", "")), str(each.get("content", ""))) for each in record.prompt]
+    return [(str(message.get("role", "")), str(message.get("content", ""))) for message in record.prompt]
 
 
 def _short(text: str) -> str:

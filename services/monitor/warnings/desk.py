@@ -15,10 +15,10 @@ from services.monitor.cluster import SOURCE
 from services.monitor.warnings.facts import Facts
 from services.monitor.warnings.files import WarningFile
 from services.monitor.warnings.watch import Watch
-from shared.metrics_follower import MetricsFollower
 from shared.rundir import RunDir
+from shared.runfiles.metrics import MetricsFollower
+from shared.runfiles.warnings import TOPIC, WarningRecord
 from shared.topology import TopologyError, load_resolved
-from shared.warnings import TOPIC, WarningRecord
 
 MEMORY_EVERY_S = 10.0
 """Seconds between two checks of this machine's available memory."""

@@ -35,15 +35,15 @@ class Episodes:
         """Record an episode that began earlier, for example before the monitor restarted."""
         self._absent[kind, about] = 0
 
-    def held(self, kind: str) -> frozenset[str]:
+    def lasting(self, kind: str) -> frozenset[str]:
         """Return the subjects of a kind's ongoing episodes. The detector applies its second bound to these subjects."""
-        return frozenset(about for each, about in self._absent if each == kind)
+        return frozenset(about for absent, about in self._absent if absent == kind)
 
-    def observe(self, kind: str, found: Iterable[Sighting]) -> list[Sighting]:
+    def observe(self, kind: str, sightings: Iterable[Sighting]) -> list[Sighting]:
         """Record all current sightings of a detector. Return those that begin an episode."""
-        now = {sighting.about: sighting for sighting in found}
+        now = {sighting.about: sighting for sighting in sightings}
         begun = [sighting for about, sighting in now.items() if (kind, about) not in self._absent]
-        for about in self.held(kind) - set(now):
+        for about in self.lasting(kind) - set(now):
             self._absent[kind, about] += 1
             if self._absent[kind, about] >= self._over_after:
                 del self._absent[kind, about]

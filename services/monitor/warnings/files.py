@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from shared import warnings
-from shared.warnings import WarningRecord
+from shared.runfiles import warnings
+from shared.runfiles.warnings import WarningRecord
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 

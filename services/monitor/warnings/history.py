@@ -80,8 +80,8 @@ class RowHistory:
             return
         rewards = self.last("reward/mean", FIRST)
         reward = median(rewards) if rewards else None
-        found = SetResult(self.step, value, row.get(f"{EVAL}{name}/rows_scored") or 1.0, reward)
-        self.evaluations.setdefault(name, deque(maxlen=EVALUATIONS)).append(found)
+        result = SetResult(self.step, value, row.get(f"{EVAL}{name}/rows_scored") or 1.0, reward)
+        self.evaluations.setdefault(name, deque(maxlen=EVALUATIONS)).append(result)
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the metrics with this prefix."""
@@ -93,8 +93,8 @@ class RowHistory:
 
     def last(self, name: str, count: int) -> list[float]:
         """Return the latest `count` values of a metric, oldest first, or [] if the metric has fewer."""
-        known = self._last.get(name)
-        return list(known)[-count:] if known is not None and len(known) >= count else []
+        values = self._last.get(name)
+        return list(values)[-count:] if values is not None and len(values) >= count else []
 
 
 def median(values: Iterable[float]) -> float:

@@ -1,9 +1,9 @@
 """Detects runs that do not learn, or that learn the wrong thing, from the rows of metrics.jsonl.
 
-Each detector is a pure function of the history: `detector(history, facts, held)` yields its sightings. `held` names the
-subjects of the detector's ongoing episodes. Bounds are pairs `(begins, ends)`; the second bound applies to the subjects
-in `held`. Where a bound is not a convention of the field, its description gives the reason and the values of healthy
-runs (`tests/data/warnings/healthy`).
+Each detector is a pure function of the history: `detector(history, facts, lasting)` yields its sightings. `lasting`
+names the subjects of the detector's ongoing episodes. Bounds are pairs `(begins, ends)`; the second bound applies to
+the subjects in `lasting`. Where a bound is not a convention of the field, its description gives the reason and the
+values of healthy runs (`tests/data/warnings/healthy`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.monitor.warnings.episodes import Sighting
 from services.monitor.warnings.facts import Facts
 from services.monitor.warnings.history import FIRST, RowHistory, SetResult, error_of_median, median, noise
 
-Held = Collection[str]
+Lasting = Collection[str]
 
 RECENT = 10
 """The present level of a metric is the median of this many latest rows, so that no single step is decisive."""
@@ -94,16 +94,16 @@ FALL_OF_ACCURACY, ACCURACY_ERRORS = 0.03, 3.0
 """Minimum fall of an evaluation's accuracy: absolute, and in standard errors of a proportion of the set's rows."""
 
 
-def zero_variance(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def zero_variance(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     shares, spread = history.last("rollout/zero_variance_fraction", RECENT), history.last("reward/std", RECENT)
     rewards = history.last("reward/mean", RECENT)
     if not (facts.sampled and facts.groups and shares and spread and rewards):
         return
-    if median(spread) < CONSTANT_STD and not held:
+    if median(spread) < CONSTANT_STD and not lasting:
         return  # `reward_flat` reports rewards that are all equal from the start
     share, before = median(shares), median(history.first("rollout/zero_variance_fraction"))
-    rising = share >= max(ZERO_VARIANCE_FLOOR[bool(held)], before + ZERO_VARIANCE_RISE[bool(held)])
-    if share < ZERO_VARIANCE[bool(held)] and not rising:
+    rising = share >= max(ZERO_VARIANCE_FLOOR[bool(lasting)], before + ZERO_VARIANCE_RISE[bool(lasting)])
+    if share < ZERO_VARIANCE[bool(lasting)] and not rising:
         return
     first, now = median(history.first("reward/mean")), median(rewards)
     if now - first >= SOLVED_RISE * median(history.first("reward/std")):
@@ -120,7 +120,7 @@ def zero_variance(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sig
     )
 
 
-def reward_flat(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def reward_flat(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     spread, rewards = history.last("reward/std", RECENT), history.last("reward/mean", RECENT)
     if not (facts.sampled and spread and rewards):
         return
@@ -142,7 +142,7 @@ def reward_flat(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sight
     if not longer:
         return
     first, now = median(history.first("reward/mean")), median(rewards)
-    if now - first > FLAT_ERRORS[bool(held)] * error_of_median(longer, FIRST) * 2**0.5:
+    if now - first > FLAT_ERRORS[bool(lasting)] * error_of_median(longer, FIRST) * 2**0.5:
         return
     cause = _why_flat(history, facts)
     if cause is None:
@@ -215,17 +215,17 @@ def _opposed_parts(history: RowHistory) -> tuple[str, str] | None:
     return None
 
 
-def reward_falling(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def reward_falling(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     rewards, spread = history.last("reward/mean", 3 * RECENT), history.last("reward/std", 3 * RECENT)
     if not (facts.sampled and rewards and spread):
         return
-    longer = next(found for count in (60, 50, 40, 30) if (found := history.last("reward/mean", count)))
+    longer = next(rewards for count in (60, 50, 40, 30) if (rewards := history.last("reward/mean", count)))
     blocks = [median(longer[at : at + RECENT]) for at in range(0, len(longer) - RECENT, RECENT)]
     best, now = max(blocks), median(rewards[-RECENT:])
     size = max(*history.first("reward/std"), median(spread))
     if (
         best <= now
-        or best - now < FALL[bool(held)] * size
+        or best - now < FALL[bool(lasting)] * size
         or best - now < FALL_ERRORS * error_of_median(longer, RECENT)
     ):
         return
@@ -236,7 +236,7 @@ def reward_falling(history: RowHistory, facts: Facts, held: Held) -> Iterator[Si
     )
 
 
-def entropy_collapse(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def entropy_collapse(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     values = history.last("policy/entropy", RECENT)
     if not (facts.sampled and values):
         return
@@ -245,7 +245,7 @@ def entropy_collapse(history: RowHistory, facts: Facts, held: Held) -> Iterator[
         return
     before = history.last("policy/entropy", ENTROPY_DROP_ROWS + FEW)
     sudden = bool(before) and median(before[-FEW:]) <= ENTROPY_DROP * median(before[:FEW])
-    if now > ENTROPY_LEFT[bool(held)] * first and not sudden:
+    if now > ENTROPY_LEFT[bool(lasting)] * first and not sudden:
         return
     how = f"{first:.2g} nats at the start"
     if sudden:
@@ -257,7 +257,7 @@ def entropy_collapse(history: RowHistory, facts: Facts, held: Held) -> Iterator[
     )
 
 
-def kl_blow_up(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def kl_blow_up(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     if not facts.kl_coef:
         return
     for name in ("loss/kl", "reward/kl"):
@@ -266,7 +266,7 @@ def kl_blow_up(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighti
             continue
         now, before = median(values), history.last(name, KL_BEFORE + FEW)
         jump = bool(before) and now >= max(KL_JUMP_FLOOR, KL_JUMP * median(before[:KL_BEFORE]))
-        if now >= KL_LEVEL[bool(held)] or jump:
+        if now >= KL_LEVEL[bool(lasting)] or jump:
             yield Sighting(
                 f"the KL to the reference is {now:.2g} nats per token ({name}); it was 0 at the start",
                 f"lower optimizer.lr (now {facts.lr:.1e}) or raise algorithm.kl.coef (now {facts.kl_coef:g})",
@@ -274,14 +274,14 @@ def kl_blow_up(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighti
             return
 
 
-def mismatch(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def mismatch(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     name = "rollout/logprob_mismatch_engine"
     values = history.last(name, FEW)
     if not values:
         return
     now, base = median(values), median(history.first(name))
     risen = now >= max(MISMATCH_FLOOR, MISMATCH_RISE * base)
-    if now < MISMATCH_LEVEL[bool(held)] and not risen:
+    if now < MISMATCH_LEVEL[bool(lasting)] and not risen:
         return
     yield Sighting(
         f"engine and trainer disagree by {now:.2g} nats per token on tokens from the same weights ({base:.2g} at the "
@@ -291,13 +291,13 @@ def mismatch(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting
     )
 
 
-def truncation(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def truncation(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     values = history.last("rollout/truncated_fraction", RECENT)
     if not (facts.sampled and values):
         return
     now, first = median(values), median(history.first("rollout/truncated_fraction"))
     rising = now >= max(TRUNCATED_RISE, TRUNCATED_TIMES * first)
-    if now < TRUNCATED[bool(held)] and not rising:
+    if now < TRUNCATED[bool(lasting)] and not rising:
         return
     yield Sighting(
         f"{now:.0%} of the samples are cut at the length limit (median of {RECENT} steps; {first:.0%} at the start)",
@@ -306,12 +306,12 @@ def truncation(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighti
     )
 
 
-def length_hacking(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def length_hacking(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     lengths, rewards = history.last("rollout/length_mean", LENGTH_ROWS), history.last("reward/mean", LENGTH_ROWS)
     if not (facts.sampled and lengths and rewards):
         return
     before, now = median(lengths[:RECENT]), median(lengths[-RECENT:])
-    if before <= 0 or now < LENGTH_GROWTH[bool(held)] * before or now - before < 4 * noise(lengths):
+    if before <= 0 or now < LENGTH_GROWTH[bool(lasting)] * before or now - before < 4 * noise(lengths):
         return
     rise = median(rewards[-RECENT:]) - median(rewards[:RECENT])
     paid = history.last("reward/length_correlation", RECENT)
@@ -329,7 +329,7 @@ def length_hacking(history: RowHistory, facts: Facts, held: Held) -> Iterator[Si
         )
 
 
-def gradient(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def gradient(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     skipped = history.last("policy/updates_skipped", RECENT) or history.last("policy/updates_skipped", 1)
     lower = f"lower optimizer.lr (now {facts.lr:.1e}), raise optimizer.warmup_steps (now {facts.warmup_steps})"
     broken = [name for name in history.not_finite if name.startswith(("policy/", "loss/"))]
@@ -341,7 +341,7 @@ def gradient(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting
     if not values or history.rows < FIRST + FEW:
         return
     now, first = median(values), median(history.first("policy/grad_norm"))
-    limit = GRADIENT_TIMES[bool(held)]
+    limit = GRADIENT_TIMES[bool(lasting)]
     if now >= max(limit * first, GRADIENT_OVER_CLIP * facts.clip_norm):
         yield Sighting(
             f"the gradient norm has grown from {first:.3g} to {now:.3g}, and is clipped to {facts.clip_norm:g}",
@@ -349,7 +349,7 @@ def gradient(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting
         )
 
 
-def learning_rate(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def learning_rate(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     rates = history.last("policy/lr", FEW)
     if not rates or history.rows < facts.warmup_steps + FEW or any(history.last("policy/updates_skipped", FEW)):
         return
@@ -360,13 +360,13 @@ def learning_rate(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sig
         )
 
 
-def overfitting(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def overfitting(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     """Find the sets whose last two evaluations are worse than their best, although the training reward has risen."""
     for name, evaluations in history.evaluations.items():
         if len(evaluations) < 3:
             continue
         *earlier, last, newest = evaluations
-        best = max(earlier, key=lambda each: each.accuracy)
+        best = max(earlier, key=lambda result: result.accuracy)
         if newest.reward is None:
             continue
         reward = median(history.first("reward/mean")) if best.reward is None else best.reward
@@ -374,7 +374,8 @@ def overfitting(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sight
         margin = max(FALL_OF_ACCURACY, ACCURACY_ERRORS * _standard_error(best))
         longer = history.last("reward/mean", FLAT_ROWS) or history.last("reward/mean", RECENT)
         risen = newest.reward - reward
-        if fall < margin * (0.5 if name in held else 1.0) or risen <= FLAT_ERRORS[0] * error_of_median(longer, RECENT):
+        least = margin * (0.5 if name in lasting else 1.0)
+        if fall < least or risen <= FLAT_ERRORS[0] * error_of_median(longer, RECENT):
             continue
         back = f"use the checkpoint of step {best.step} (checkpoint.keep_every), " if best.step else ""
         yield Sighting(

@@ -113,7 +113,7 @@ class Trend:
         slope, span_s = median(slopes), points[-1][0] - points[0][0]
         half = len(points) // 2
         earlier, later = median(_slopes(points[:half])), median(_slopes(points[half:]))
-        steady = sum(each > 0 for each in slopes) >= STEADY * len(slopes) and later >= SATURATING * earlier
+        steady = sum(slope > 0 for slope in slopes) >= STEADY * len(slopes) and later >= SATURATING * earlier
         if not steady or slope * span_s < GROWN_BYTES:
             return None
         return Growth(slope, span_s, points[-1][1])

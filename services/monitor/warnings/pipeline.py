@@ -13,7 +13,7 @@ from services.monitor.warnings.history import RowHistory, median
 from services.monitor.warnings.live import Live
 from shared.topology.fields import format_size
 
-Held = Collection[str]
+Lasting = Collection[str]
 
 ROWS = 20
 """Number of rows over which waiting times are summed."""
@@ -73,11 +73,11 @@ EXHAUSTED_S = 24 * 3600.0
 unknown."""
 
 
-def staleness(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def staleness(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     if facts.by_completion:
         checked, stale = history.last("rollout/tasks_checked", ROWS), history.last("rollout/tasks_stale", ROWS)
         share = sum(stale) / sum(checked) if sum(checked) else 0.0
-        if share >= DROPPED_STALE[bool(held)]:
+        if share >= DROPPED_STALE[bool(lasting)]:
             yield Sighting(
                 f"{share:.0%} of the checked tasks were dropped because they were over {facts.staleness} versions old",
                 f"raise staleness (now {facts.staleness}), or lower services.rollout.instances (now {facts.instances})",
@@ -90,11 +90,11 @@ def staleness(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sightin
     lag, effective = (history.last(f"rollout/{name}", ROWS) for name in ("logprob_mismatch_lag", "is_eff_sample_size"))
     if at_bound < AT_BOUND:
         return
-    if effective and median(effective) < EFFECTIVE[bool(held)]:
+    if effective and median(effective) < EFFECTIVE[bool(lasting)]:
         harm = f"the importance weights leave {median(effective):.0%} of the tokens (effective sample size)"
-    elif lag and median(lag) >= LAG[bool(held)]:
+    elif lag and median(lag) >= LAG[bool(lasting)]:
         harm = f"the log-probs have moved by {median(lag):.2g} nats since sampling"
-    elif facts.clips_tokens and median(clipped) >= LAG_CLIPPED[bool(held)]:
+    elif facts.clips_tokens and median(clipped) >= LAG_CLIPPED[bool(lasting)]:
         harm = f"{median(clipped):.0%} of the tokens are clipped"
     else:
         return
@@ -105,13 +105,13 @@ def staleness(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sightin
     )
 
 
-def trainer_starved(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+def trainer_starved(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     waits, steps = history.last("time/wait_batch", ROWS), history.last("time/step", ROWS)
     if not (waits and steps) or history.rows < ROWS + STARTING_ROWS or facts.alternates:
         return
     share = sum(waits) / max(sum(steps), 1e-9)
-    each = median(wait / max(step, 1e-9) for wait, step in zip(waits, steps, strict=True))
-    if min(share, each) < WAITING[bool(held)]:
+    typical = median(wait / max(step, 1e-9) for wait, step in zip(waits, steps, strict=True))
+    if min(share, typical) < WAITING[bool(lasting)]:
         return
     yield Sighting(
         f"the trainer has spent {share:.0%} of the time of the last {ROWS} steps waiting for samples "
@@ -121,7 +121,7 @@ def trainer_starved(history: RowHistory, facts: Facts, held: Held) -> Iterator[S
     )
 
 
-def rollouts_starved(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
+def rollouts_starved(live: Live, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     blocks = list(live.blocks)
     if facts.alternates or not facts.sampled or len(blocks) < BLOCKS or live.wait_share is None:
         return
@@ -130,7 +130,7 @@ def rollouts_starved(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]
     if span_s < BLOCKS_S or live.wait_share > TRAINER_BUSY:
         return
     idle = 1.0 - busy_s / (span_s * facts.instances)
-    if idle < IDLE[bool(held)]:
+    if idle < IDLE[bool(lasting)]:
         return
     fewer = (
         f"lower services.rollout.instances (now {facts.instances})"
@@ -145,14 +145,14 @@ def rollouts_starved(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]
     )
 
 
-def store_full(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
+def store_full(live: Live, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     for name, reports in live.stores.items():
         if len(reports) < FULL_REPORTS:
             continue
         share = median(report.held / max(report.limit, 1.0) for report in reports)
         spilled = median(report.spilled / max(report.held, 1.0) for report in reports)
         last, refused = reports[-1], reports[-1].refused - reports[0].refused
-        on = name in held
+        on = name in lasting
         if share < FULL[on] and spilled < SPILLED[on] and refused < REFUSED_PUTS[on]:
             continue
         holds = f"{name} holds {share:.0%} of its {format_size(int(last.limit))}"
@@ -169,7 +169,7 @@ def store_full(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
         )
 
 
-def memory_trend(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
+def memory_trend(live: Live, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     if live.available_bytes is None:
         return
     for name, trend in live.memory.items():
@@ -178,7 +178,7 @@ def memory_trend(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
             continue
         left_s = live.available_bytes / growth.bytes_per_s
         run_s = live.remaining_s
-        if left_s > (EXHAUSTED_S if run_s is None else run_s) * (2.0 if name in held else 1.0):
+        if left_s > (EXHAUSTED_S if run_s is None else run_s) * (2.0 if name in lasting else 1.0):
             continue
         yield Sighting(
             f"the memory of {name} has grown by {format_size(int(growth.bytes_per_s * 3600))} an hour for "
@@ -191,13 +191,13 @@ def memory_trend(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
         )
 
 
-def reward_slow(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
+def reward_slow(live: Live, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     blocks, scored = list(live.blocks)[-SCORED:], list(live.scored)[-SCORED:]
     if min(len(blocks), len(scored)) < SCORED:
         return
-    sampling_s, reward_s = median(block.seconds for block in blocks), median(each.seconds for each in scored)
+    sampling_s, reward_s = median(block.seconds for block in blocks), median(block.seconds for block in scored)
     share = reward_s / max(reward_s + sampling_s, 1e-9)
-    if reward_s < SLOW_S or share < SLOW_SHARE[bool(held)]:
+    if reward_s < SLOW_S or share < SLOW_SHARE[bool(lasting)]:
         return
     yield Sighting(
         f"for each block of samples, rewards take {reward_s:.2g} s and sampling takes {sampling_s:.2g} s (rewards take "
@@ -207,13 +207,13 @@ def reward_slow(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
     )
 
 
-def reward_failing(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
+def reward_failing(live: Live, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     samples = failed = 0.0
-    for each in reversed(live.scored):
-        samples, failed = samples + each.samples, failed + each.failed
+    for scored in reversed(live.scored):
+        samples, failed = samples + scored.samples, failed + scored.failed
         if samples >= FAILING_SAMPLES:
             break
-    if samples < FAILING_SAMPLES or failed / samples < FAILING[bool(held)]:
+    if samples < FAILING_SAMPLES or failed / samples < FAILING[bool(lasting)]:
         return
     yield Sighting(
         f"{failed:.0f} of the last {samples:.0f} samples have no reward; the most recent one failed because: "

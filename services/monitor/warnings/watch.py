@@ -16,8 +16,8 @@ from services.monitor.warnings.episodes import Episodes, Sighting
 from services.monitor.warnings.facts import Facts
 from services.monitor.warnings.history import RowHistory, median
 from services.monitor.warnings.live import Live
-from shared.topology.monitor_warnings import WarningKind
-from shared.warnings import WarningRecord
+from shared.runfiles.warnings import WarningRecord
+from shared.topology.monitor import WarningKind
 
 ROWS_OVER = 20
 """If a condition is absent for this many rows, its episode is over. A warning is also not repeated within this many
@@ -86,8 +86,8 @@ class Watch:
             self._note_pace()
         warnings: list[WarningRecord] = []
         for kind, detect in OF_ROWS.items():
-            found = detect(self._history, self._facts, self._row_episodes.held(kind))
-            begun = self._row_episodes.observe(kind, found)
+            sightings = detect(self._history, self._facts, self._row_episodes.lasting(kind))
+            begun = self._row_episodes.observe(kind, sightings)
             warnings += self._given(kind, begun, self._history.step, at)
         return warnings
 
@@ -105,8 +105,8 @@ class Watch:
         step = max(self._history.step, self._live.step)
         warnings: list[WarningRecord] = []
         for kind, detect in OF_TELEMETRY.items():
-            found = detect(self._live, self._facts, self._live_episodes.held(kind))
-            begun = self._live_episodes.observe(kind, found)
+            sightings = detect(self._live, self._facts, self._live_episodes.lasting(kind))
+            begun = self._live_episodes.observe(kind, sightings)
             warnings += self._given(kind, begun, step, now)
         return warnings
 
@@ -119,8 +119,8 @@ class Watch:
     def _given(self, kind: WarningKind, begun: list[Sighting], step: int, at: float) -> Iterator[WarningRecord]:
         """Yield the warnings about episodes that have begun, except warnings that were already given."""
         for sighting in begun:
-            before = [each.step for each in self._told if (each.kind, each.about) == (kind, sighting.about)]
-            again = kind in OF_ROWS and any(each > step - ROWS_OVER for each in before)
+            before = [told.step for told in self._told if (told.kind, told.about) == (kind, sighting.about)]
+            again = kind in OF_ROWS and any(earlier > step - ROWS_OVER for earlier in before)
             if kind in self._off or again or len(before) >= MAX_OF_KIND:
                 continue
             text, remedy = _plain(sighting.text), _plain(sighting.remedy)
@@ -132,4 +132,4 @@ class Watch:
 def _plain(text: str) -> str:
     """Return `text` as one line of at most `TEXT_CHARS` printable characters."""
     line = " ".join(text.split())[:TEXT_CHARS]
-    return "".join(each if each.isprintable() else "?" for each in line)
+    return "".join(character if character.isprintable() else "?" for character in line)

@@ -10,15 +10,15 @@ State has the same form in every layout: full tensors under their Hugging Face n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from proto.messages import ErrorCode
+from proto.messages import AdamW, ErrorCode, WeightsKind
 from proto.tensors import Array
 from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.colocation.shelves import PartShelves
@@ -26,7 +26,6 @@ from shared.model.load import mismatched_weights
 from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import Passes
 from shared.topology.services import Recompute
 
@@ -68,10 +67,9 @@ micro-batches, which a rank runs only because another data-parallel rank has mor
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
-    """The result of an optimizer step: the norm of the whole gradient before clipping, and the learning rate."""
+    """The result of an optimizer step: the norm of the whole gradient before clipping."""
 
     grad_norm: float
-    lr: float
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,18 @@ class TrainingState:
     optimizer: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class PublishedWeights:
+    """The tensors of a version by name, on the rank that publishes; none elsewhere. They may share the model's memory.
+    For `kind` and `base`, see `shared.weights.weight_set.WeightSet`."""
+
+    tensors: dict[str, Tensor]
+    kind: WeightsKind = WeightsKind.FULL
+    base: str = ""
+
+
 class Backend(Protocol):
-    """A model in training. Constructors of backends take (model_dir, dtype, Optimizer, BackendOptions, Place)."""
+    """A model in training. Constructors of backends take (model_dir, dtype, BackendOptions, Place)."""
 
     place: Place
     shelves: PartShelves
@@ -131,9 +139,8 @@ class Backend(Protocol):
         """
         ...
 
-    def step(self, step: int) -> OptimizerUpdate:
-        """Clip by the norm of the whole gradient, update, and drop the gradient. `step`, counted from 1, determines
-        the warm-up.
+    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
+        """Clip by the norm of the whole gradient, update, and drop the gradient. Error messages name `step`.
 
         Raises RpcError(bad_data) on all ranks, without changing anything, if the norm is not finite.
         """
@@ -144,6 +151,10 @@ class Backend(Protocol):
     def weights(self) -> dict[str, Tensor]:
         """Return weights in the form of `TrainingState.weights` on rank 0 and {} elsewhere. They may share the model's
         memory."""
+        ...
+
+    def published(self) -> PublishedWeights:
+        """Return what engines need of the current version. It need not be what a checkpoint or an export holds."""
         ...
 
     def state(self) -> TrainingState:
@@ -186,9 +197,11 @@ class BackendOptions:
     """The passes of the model; None: those that assume nothing about it."""
 
 
-def learning_rate(options: Optimizer, step: int) -> float:
-    """Return the learning rate: linear from lr / warmup_steps at step 1 to lr at warmup_steps, then constant."""
-    return options.lr * (min(1.0, step / options.warmup_steps) if options.warmup_steps else 1.0)
+def set_numbers(groups: Iterable[dict[str, Any]], optimizer: AdamW) -> None:
+    """Put the numbers of the next update into the parameter groups of torch's AdamW."""
+    for group in groups:
+        group["lr"], group["betas"] = optimizer.lr, (optimizer.beta1, optimizer.beta2)
+        group["eps"], group["weight_decay"] = optimizer.eps, optimizer.weight_decay
 
 
 def refused_gradient(step: int, grad_norm: float) -> RpcError:
@@ -215,6 +228,6 @@ def totals_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
 
 def check_same_model(shapes: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor], source: Path) -> None:
     """Raise RpcError(conflict) if `weights` do not have the names and `shapes` of the model in folder `source`."""
-    wrong = mismatched_weights(shapes, {name: each.shape for name, each in weights.items()})
+    wrong = mismatched_weights(shapes, {name: tensor.shape for name, tensor in weights.items()})
     if wrong:
         raise RpcError(ErrorCode.CONFLICT, f"weights of another model: {', '.join(wrong[:3])} do not fit {source}")

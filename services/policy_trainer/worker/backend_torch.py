@@ -15,17 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from proto.messages import AdamW
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
     OptimizerUpdate,
+    PublishedWeights,
     Sequences,
     TokenLoss,
     TrainingState,
     check_same_model,
-    learning_rate,
     refused_gradient,
+    set_numbers,
     totals_of,
 )
 from services.policy_trainer.worker.blocks import recompute_blocks
@@ -42,7 +44,6 @@ from shared.model.passes import allow
 from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
-from shared.topology.algorithm import Optimizer
 
 _IDLE = Sequences(np.zeros(2, np.int32), np.array([2], np.int32), np.array([0, 1], np.uint8))
 """Input for a rank that has no samples left while others still have some, because it must join their collectives."""
@@ -55,7 +56,6 @@ class TorchBackend:
         self,
         model_dir: Path,
         dtype: str,
-        optimizer: Optimizer,
         options: BackendOptions,
         place: Place,
         load: Callable[[Path, str], nn.Module] = load_model,
@@ -70,7 +70,6 @@ class TorchBackend:
         self._load: Callable[[], nn.Module] = functools.partial(load, model_dir, dtype)
         self._source = model_dir
         self._dtype = dtype
-        self._optimizer_options = optimizer
         self._options = options
         self._mesh = Mesh(place, torch.device(options.device).type)
         model = self._loaded_on_rank_0(lambda _: None) or load_shapes(model_dir, dtype)
@@ -83,19 +82,11 @@ class TorchBackend:
             self._trained = Replica(model.to(options.device))
         else:
             self._trained = Shards(model, self._mesh.shard_mesh, self._mesh.context)
-        self.shelves = PartShelves(options.scratch / f"rank-{place.rank}", self._tensors)
+        self.shelves = PartShelves(options.scratch, self._tensors)
         self._reset()
 
     def _reset(self) -> None:
-        options = self._optimizer_options
-        self._optimizer = torch.optim.AdamW(
-            list(self._trained.masters.values()),
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
+        self._optimizer = torch.optim.AdamW(list(self._trained.masters.values()), fused=True)  # `step` sets its numbers
 
     def _loaded_on_rank_0(self, check: Callable[[nn.Module], None]) -> nn.Module | None:
         """Return the checked model from the model directory on rank 0 and None elsewhere. Every rank must call this.
@@ -151,7 +142,7 @@ class TorchBackend:
         result = torch.zeros(len(sequences.token_ids), dtype=torch.float32, device=self._options.device)
 
         def keep(scores: Scores) -> None:
-            result[scores.tokens] = scores.logprobs.float()
+            result[scores.tokens] = scores.outputs.float()
 
         self._run(sequences, temperature, "none", keep, lambda _: None)
         self._trained.after_inference()
@@ -169,7 +160,7 @@ class TorchBackend:
             parts.append(sums)
 
         def idle(scores: Scores) -> None:
-            (scores.logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+            (scores.outputs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
         self._run(sequences, temperature, entropy, back, idle)
         return totals_of(parts)
@@ -185,10 +176,12 @@ class TorchBackend:
         """Run as many passes as the rank with the most micro-batches needs."""
         scorer = self._trained.scorer
 
-        def plan(each: Sequences) -> list[Any]:
-            if not len(each.lengths):
+        def plan(samples: Sequences) -> list[Any]:
+            if not len(samples.lengths):
                 return []
-            return scorer.plan(each.token_ids, each.lengths, each.loss_mask, temperature, self._options.max_tokens)
+            return scorer.plan(
+                samples.token_ids, samples.lengths, samples.loss_mask, temperature, self._options.max_tokens
+            )
 
         batches = plan(sequences)
         passes = self._mesh.most(len(batches))
@@ -201,37 +194,39 @@ class TorchBackend:
 
     # ---- updates
 
-    def step(self, step: int) -> OptimizerUpdate:
-        """Clip, step, and zero the gradients. The training step `step`, counted from 1, determines the warm-up.
+    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
+        """Clip, step, and zero the gradients.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then remain unchanged.
         """
         masters = list(self._trained.masters.values())
-        norm = torch.nn.utils.clip_grad_norm_(masters, self._optimizer_options.clip_norm, foreach=True)
+        norm = torch.nn.utils.clip_grad_norm_(masters, optimizer.clip_norm, foreach=True)
         grad_norm = float(self._trained.whole_scalar(norm))
         if not math.isfinite(grad_norm):
             self.drop_gradients()
             raise refused_gradient(step, grad_norm)
-        lr = learning_rate(self._optimizer_options, step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_numbers(self._optimizer.param_groups, optimizer)
         self._optimizer.step()
         self._trained.write_back()
         self.drop_gradients()
-        return OptimizerUpdate(grad_norm, lr)
+        return OptimizerUpdate(grad_norm)
 
     def drop_gradients(self) -> None:
         """Drop the accumulated gradients."""
         self.shelves.backload(frozenset(["gradients"]))
         self._trained.drop_unsummed()
-        for each in (*self._trained.model.parameters(), *self._trained.masters.values()):
-            each.grad = None
+        for parameter in (*self._trained.model.parameters(), *self._trained.masters.values()):
+            parameter.grad = None
 
     # ---- state
 
     def weights(self) -> dict[str, Tensor]:
         """Return the current weights on rank 0 and {} elsewhere."""
         return self._trained.weights()
+
+    def published(self) -> PublishedWeights:
+        """Return the current weights on rank 0."""
+        return PublishedWeights(self.weights())
 
     def state(self) -> TrainingState:
         """Return copies of the weights and the AdamW state on rank 0."""
@@ -269,12 +264,12 @@ class TorchBackend:
 
     def own_state(self) -> dict[str, Tensor]:
         """Return the live weights, separate masters and AdamW state of this rank."""
-        found = {f"weight/{name}": each for name, each in self._trained.own_weights().items()}
+        state = {f"weight/{name}": tensor for name, tensor in self._trained.own_weights().items()}
         for name, master in self._trained.masters.items():
-            found |= {f"{slot}/{name}": each for slot, each in self._optimizer.state[master].items()}
+            state |= {f"{slot}/{name}": tensor for slot, tensor in self._optimizer.state[master].items()}
         masters = zip(sorted(self._trained.separate), self._trained.own_masters(), strict=False)
-        found |= {f"master/{name}": each for name, each in masters}
-        return {name: local_part(each) for name, each in found.items()}
+        state |= {f"master/{name}": tensor for name, tensor in masters}
+        return {name: local_part(tensor) for name, tensor in state.items()}
 
     @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
@@ -295,7 +290,7 @@ class TorchBackend:
         weights = self.weights()
         if self.place.rank == 0:
             model: Any = self._trained.model
-            model.save_pretrained(folder, state_dict={name: each.contiguous() for name, each in weights.items()})
+            model.save_pretrained(folder, state_dict={name: tensor.contiguous() for name, tensor in weights.items()})
             # save_pretrained has written the training dtype, which is float32 if several ranks hold pieces.
             model.config.dtype = self._dtype
             model.config.save_pretrained(folder)
@@ -305,7 +300,7 @@ class TorchBackend:
             case "parameters":
                 return self._trained.tensors()
             case "gradients":
-                return [each.grad for each in self._trained.masters.values() if each.grad is not None]
+                return [master.grad for master in self._trained.masters.values() if master.grad is not None]
             case "optimizer":
                 slots = [value for slots in self._optimizer.state.values() for value in slots.values()]
-                return [each for each in slots if isinstance(each, Tensor)] + self._trained.own_masters()
+                return [slot for slot in slots if isinstance(slot, Tensor)] + self._trained.own_masters()

@@ -12,11 +12,9 @@ pickle.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import os
 import shutil
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import CHECKPOINT_PREFIX, checkpoint_steps
 
 EARLIER = "earlier.safetensors"
+_PARTIAL = ".partial"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -56,29 +55,23 @@ def _write(partial: Path, state: SavedState) -> None:
     for name in (MODEL, OPTIMIZER, *([EARLIER] if state.earlier else [])):
         os.chmod(partial / name, 0o644)
         _sync(partial / name)
-        size, found = digest(partial / name)
-        manifest["files"][name] = {"bytes": size, "xxh3_64": f"{found:016x}"}
+        size, checksum = digest(partial / name)
+        manifest["files"][name] = {"bytes": size, "xxh3_64": f"{checksum:016x}"}
     (partial / STATE).write_text(json.dumps(manifest, indent=2) + "\n")
     _sync(partial / STATE)
     _sync(partial)
     verify(partial)
 
 
-def save(
-    folder: Path, state: SavedState, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = ()
-) -> Path:
-    """Write `folder/step-<n>`, replacing any checkpoint of that step. Then delete all later checkpoints, and all
-    earlier ones except the newest `keep_last`, the multiples of `keep_every` and those in `keep`.
-
-    A checkpoint saved `at_stop` does not displace any other: it does not count towards `keep_last` and is deleted after
-    the next save.
+def save(folder: Path, state: SavedState) -> Path:
+    """Write `folder/step-<n>`, replacing any checkpoint of that step.
 
     Return the path once everything is durable and verified. Raises OSError (disk full).
     """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
     target = folder / f"{CHECKPOINT_PREFIX}{state.step}"
-    partial = folder / f".{target.name}.partial"
+    partial = folder / f".{target.name}{_PARTIAL}"
     partial.mkdir()
     try:
         _write(partial, state)
@@ -90,28 +83,8 @@ def save(
     else:
         partial.rename(target)
     _sync(folder)
-    here = checkpoint_steps(folder)
-    newer = [step for step in here if step > state.step]  # these steps were rolled back
-    in_turn = (
-        step
-        for step in reversed(here)
-        if step <= state.step and not _made_at_stop(folder / f"{CHECKPOINT_PREFIX}{step}")
-    )
-    kept = {*itertools.islice(in_turn, keep_last), *keep}  # reads no manifest of an older checkpoint (`keep_every`)
-    older = [step for step in here if step < state.step and step not in kept]
-    for step in (*newer, *older):
-        if step in newer or not keep_every or step % keep_every:
-            (folder / f"{CHECKPOINT_PREFIX}{step}").rename(folder / f".{CHECKPOINT_PREFIX}{step}.removed")
     _sweep(folder)
     return target
-
-
-def _made_at_stop(path: Path) -> bool:
-    """Return whether the manifest has `at_stop` set. Returns False for a damaged checkpoint."""
-    try:
-        return bool(json.loads((path / STATE).read_text()).get("at_stop", False))
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def load(folder: Path, step: int) -> SavedState:
@@ -148,6 +121,6 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the hidden folders that remain from an interrupted save or removal."""
-    for leftover in folder.glob(f".{CHECKPOINT_PREFIX}*"):
+    """Remove the hidden folders that remain from a replaced checkpoint or an interrupted save."""
+    for leftover in folder.glob(f".{CHECKPOINT_PREFIX}*{_PARTIAL}"):
         shutil.rmtree(leftover)

@@ -12,7 +12,7 @@ from torch import Tensor
 from proto.messages import TransferParameter
 from services.policy_trainer.worker.checkpoint import SavedState
 from services.policy_trainer.worker.mesh import from_rank_0 as bytes_from_rank_0
-from shared.weights.table import described, room_for
+from shared.weights.weight_set import described, room_for
 
 
 def from_rank_0(state: SavedState | None) -> SavedState:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from services.policy_trainer.worker.backend import Backend
-from services.policy_trainer.worker.weights.earlier import EarlierVersions
-from services.policy_trainer.worker.weights.publish import Canaries
+from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions
 
 _OWN, _EARLIER, _RANDOM = "own", "earlier", "random"
 _CPU, _DEVICE = "cpu", "cuda"
@@ -23,7 +22,7 @@ _CPU, _DEVICE = "cpu", "cuda"
 def rank_state(backend: Backend, earlier: EarlierVersions, step: int) -> dict[str, Tensor]:
     """Return the state after `step`. The next update changes its tensors."""
     parts = {_OWN: backend.own_state(), _EARLIER: earlier.tensors(step), _RANDOM: random_states()}
-    return {f"{part}/{name}": each for part, named in parts.items() for name, each in named.items()}
+    return {f"{part}/{name}": tensor for part, named in parts.items() for name, tensor in named.items()}
 
 
 def load_rank_state(
@@ -35,16 +34,16 @@ def load_rank_state(
         part, _, name = key.partition("/")
         parts[part][name] = tensor
     backend.load_own_state(parts[_OWN])
-    earlier.restore({name: each.clone() for name, each in parts[_EARLIER].items()}, canaries)
+    earlier.restore({name: tensor.clone() for name, tensor in parts[_EARLIER].items()}, canaries)
     set_random_states(parts[_RANDOM])
 
 
 def random_states() -> dict[str, Tensor]:
     """Return copies of the states of torch's generators, for the CPU and for this rank's GPU if it has one."""
-    found = {_CPU: torch.get_rng_state()}
+    states = {_CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
-        found[_DEVICE] = torch.cuda.get_rng_state()
-    return found
+        states[_DEVICE] = torch.cuda.get_rng_state()
+    return states
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:

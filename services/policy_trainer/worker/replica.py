@@ -21,7 +21,7 @@ class Replica:
         self.model = model
         self.scorer = LogprobScorer(model)
         self.masters: dict[str, nn.Parameter] = {}
-        self._params = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._params = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, param in self._params.items():
             low = param.dtype in (torch.bfloat16, torch.float16)
             self.masters[name] = nn.Parameter(param.detach().float()) if low else param

@@ -17,15 +17,12 @@ from services.policy_trainer.worker.samples import PROX_KEY, BatchTokens
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import RpcError
 from shared.samples.choice import Choice
-from shared.stages import ADVANTAGES as ADVANTAGES_KEY
-from shared.stages import TRAIN_LOGPROBS
+from shared.stages import SAMPLE_ADVANTAGES, TRAIN_LOGPROBS
 
 if TYPE_CHECKING:
     from services.policy_trainer.worker.batch_loss import BatchLoss
 
 PUT_S = 5.0
-REMEMBERED = 65_536
-"""Maximum number of tasks that are remembered as already put."""
 
 
 class SampleRecords:
@@ -39,27 +36,28 @@ class SampleRecords:
         self._choice = choice
         self._data = data
         self._store = store
-        self._put: dict[tuple[str, int], None] = {}
+        self._step = -1
+        self._put: set[tuple[str, int]] = set()
+        """The tasks of `_step` whose values have been put, with their fences."""
         self._jobs: set[asyncio.Task[None]] = set()
-        self._log = structlog.get_logger("policy-trainer-worker")
+        self._log = structlog.get_logger("worker")
 
-    def wanted(self, batch: BatchMeta) -> list[int]:
-        """Return the positions of the call's tasks that are recorded and have not been put before.
+    def wanted(self, batch: BatchMeta, step: int) -> list[int]:
+        """Return the positions of the call's tasks that are recorded and have not been put in this step before.
 
         A task's log-probs thus come from the first call of the step that contains the task, before any update on it.
         """
         choice = self._choice
         if choice is None:
             return []
+        if step != self._step:
+            self._step, self._put = step, set()
         tasks = enumerate(batch.tasks)
-        return [at for at, each in tasks if choice.takes(each.task_id) and (each.task_id, each.fence) not in self._put]
+        return [at for at, task in tasks if choice.takes(task.task_id) and (task.task_id, task.fence) not in self._put]
 
     def put(self, batch: BatchMeta, wanted: list[int], tokens: BatchTokens, loss: BatchLoss) -> None:
         """Put the shards of the `wanted` tasks in the background."""
-        for at in wanted:
-            self._put[batch.tasks[at].task_id, batch.tasks[at].fence] = None
-        while len(self._put) > REMEMBERED:
-            del self._put[next(iter(self._put))]
+        self._put.update((batch.tasks[at].task_id, batch.tasks[at].fence) for at in wanted)
         job = asyncio.create_task(self._put_all(batch, wanted, tokens, loss))
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
@@ -87,7 +85,7 @@ def _shards(batch: BatchMeta, wanted: list[int], tokens: BatchTokens, loss: Batc
     made: list[TaskShards] = []
     for at in wanted:
         task, end, size = batch.tasks[at], ends[at], tokens.tokens_of_task[at]
-        values: dict[str, Array] = {ADVANTAGES_KEY: np.asarray(advantages[last[at] - task.samples : last[at]], "f4")}
+        values: dict[str, Array] = {SAMPLE_ADVANTAGES: np.asarray(advantages[last[at] - task.samples : last[at]], "f4")}
         values[TRAIN_LOGPROBS] = logprobs[end - size : end].copy()
         made.append(TaskShards(task.task_id, task.fence, values))
     return made

@@ -8,92 +8,121 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from proto import messages
 from proto.messages import ErrorCode, WaitKind, WaitRow, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.worker.call_queue import CallQueue
-from services.policy_trainer.worker.calls import RUNNERS, Calls
+from services.policy_trainer.worker.colocation.residency import NEEDS
+from services.policy_trainer.worker.publishing import Publishing
+from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.weights.sender import WeightsSender, perturbed_weights
 from shared import topology as topologies
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient
 from shared.ranks.group import Group, GroupEnded, ends_with_its_peers
 from shared.ranks.layout import Layout
-from shared.ranks.meeting import join, reach_hosts_by_nccl
+from shared.ranks.meeting import Meeting, join, reach_hosts_by_nccl
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
-from shared.topology import Topology, stop_limit_s
+from shared.samples.choice import Choice
+from shared.topology import stop_limit_s
+from shared.topology.models import POLICY_WORKER, Publication
+
+if TYPE_CHECKING:
+    from services.policy_trainer.worker.backend import Backend
 
 
 class PolicyTrainerWorker(Service):
     """The service `python -m services.policy_trainer.worker`, which owns the model but not the algorithm."""
 
-    NAME = "policy-trainer-worker"
+    NAME = POLICY_WORKER
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         topology = topologies.load_resolved(run.topology)
-        options = topology.services.policy_trainer
-        parallel = options.parallel
-        self._place = Layout(options.world_size, parallel.tp, parallel.pp, parallel.cp).place(instance)
+        self._model = next(model for model in topology.trained if model.service == self.NAME)
+        settings, parallel = self._model.settings, self._model.settings.parallel
+        place = Layout(settings.world_size, parallel.tp, parallel.pp, parallel.cp).place(instance)
         self._group = Group(
-            [service_name(self.NAME, rank) for rank in range(options.world_size)],
+            [service_name(self.NAME, rank) for rank in range(settings.world_size)],
             lambda rank: self.client(self.NAME, rank),
             instance,
             self.incarnation,
-            deadline_s=options.collective_s,
+            deadline_s=settings.collective_s,
         )
-        self._hosts = topology.hosts_of(options, 1, options.world_size)
+        self._hosts = topology.hosts_of(settings, 1, settings.world_size)
+        self._choice = Choice.of(topology)
         self._pending = CallQueue()
         self._compute = ThreadPoolExecutor(1, "compute")
-        self._data = DataClient(self.client, reports=True, plain=not topology.transport.encrypt_bulk)
-        self._calls = Calls(run, topology, self._place, self._group, self._data, self._compute, self)
-        self.progress = lambda: self._calls.progress
+        data = DataClient(self.client, reports=True, plain=not topology.transport.encrypt_bulk)
+        publishes = self._model.publishes if instance == 0 else None
+        self._sender = self._weights_sender(publishes, data) if publishes is not None else None
+        publishing = Publishing(self._sender) if publishes is not None else None
+        self._rank = Rank(run, self._model, place, self._group, data, self._compute, self, publishing)
+        self._runners: dict[type[WorkerRequest], Runner] = {}
+        """What runs each kind of call, once the model is loaded."""
+        self.progress = lambda: self._rank.progress
         self.drain_s = stop_limit_s(topology)
-        self._sender: WeightsSender | None = None
-        self._sends_by_nccl = instance == 0 and topology.services.rollout.weights == "nccl"
-        if instance == 0 and topology.services.rollout.transfer_s is not None:
-            self._send_weights(topology, topology.services.rollout.transfer_s)
         self._running = asyncio.Lock()
         self._current: tuple[str, float] | None = None
         """The name of the running call and the loop time at which it began."""
-        for kind in RUNNERS:
+        for kind in NEEDS:
             self.mailbox.handle(kind, self._queue)
         self.mailbox.handle(messages.GetWorkerState, self._state)
         self.mailbox.handle(messages.Meet, self._group.on_meet)
 
-    def _send_weights(self, topology: Topology, deadline_s: float) -> None:
-        """Let engines request weights from this rank."""
-        policy, rollout = topology.policy, topology.services.rollout
-        sender = self._sender = WeightsSender(
+    def _weights_sender(self, publishes: Publication, data: DataClient) -> WeightsSender | None:
+        """Return a sender that lets engines request weights from this rank, or None if they only read stores."""
+        if publishes.transfer_s is None:
+            return None
+        sender = WeightsSender(
             self.run,
-            self._data,
-            route=rollout.weights,
-            device="cuda:0" if topology.services.policy_trainer.gpus else "cpu",  # rank 0's device (`own_device`)
-            deadline_s=deadline_s,
-            perturbed=functools.partial(perturbed_weights, Path(policy.model), policy.dtype),
+            data,
+            route=publishes.route,
+            device="cuda:0" if self._model.settings.gpus else "cpu",  # rank 0's device (`own_device`)
+            deadline_s=publishes.transfer_s,
+            perturbed=functools.partial(perturbed_weights, self._model.folder, self._model.dtype),
             emit=self.telemetry.emit,
             listen=lambda: self.listen,
         )
-        self._calls.on_published = sender.published
-        self._calls.on_changing = sender.changing
         self.mailbox.handle(messages.AskTransfer, sender.ask)
         self.mailbox.handle(messages.EndTransfer, sender.end)
+        return sender
 
     # ---- life
 
     async def start(self) -> None:
         """Join the group, then import torch and load the model before the driver's first call."""
-        if self._sends_by_nccl and self.listen:
+        publishes = self._model.publishes
+        if self.instance == 0 and publishes is not None and publishes.route == "nccl" and self.listen:
             reach_hosts_by_nccl(self.listen)
         with ends_with_its_peers(self):
             meeting = await join(self._group, self, self._hosts)
-            await self._group.until_ended(self._calls.load(meeting))
+            await self._group.until_ended(self._load(meeting))
+
+    async def _load(self, meeting: Meeting) -> None:
+        """Open the process group at `meeting` and load the model, on the compute thread. Raises RpcError,
+        GroupEnded."""
+        devices = self._rank.devices
+        if self._model.shares_devices:
+            devices.share(self)
+        await devices.acquire_room()
+
+        def load() -> tuple[Backend, Mapping[type[WorkerRequest], Runner]]:
+            # Imported on the compute thread, so that the mailbox keeps answering during the seconds that it takes.
+            from services.policy_trainer.worker import start
+
+            return start.load(self._rank, meeting, self._choice)
+
+        backend, runners = await self._rank.together("load", load)
+        devices.loaded(backend)
+        self._runners.update(runners)
 
     async def serve(self) -> None:
         with ends_with_its_peers(self):
@@ -107,15 +136,15 @@ class PolicyTrainerWorker(Service):
             began = time.perf_counter()
             self.telemetry.span("call", began - waited, of="policy-trainer/0")
             # Calls without a step belong to the step that is being trained.
-            step = getattr(request, "step", self._calls.step + 1)
+            step = getattr(request, "step", self._rank.step + 1)
             async with self._running:
                 self._current = (type(request).__name__, self.loop.time())
                 try:
-                    answer = await self._calls.run(request, call)
+                    answer = await self._runners[type(request)](request, call)
                 except Exception as error:
                     self._pending.fail(f"{type(request).__name__}: {error}"[:200], epoch=epoch)
-                    self._calls.reader.forget_prefetched()
-                    self._calls.refuse(request, call, error)
+                    self._rank.reader.forget_prefetched()
+                    self._rank.refuse(request, call, error)
                     if isinstance(error, GroupEnded):
                         self._group.end(str(error))
                         raise
@@ -125,13 +154,13 @@ class PolicyTrainerWorker(Service):
                     self.telemetry.span(type(request).__name__, time.perf_counter() - began, {"step": float(step)})
                 finally:
                     self._current = None
-                self._calls.devices.after(request, followed=self._pending.followed)
+                self._rank.devices.after(request, followed=self._pending.followed)
 
     async def drain(self) -> None:
         """Finish a checkpoint that is being written, but do not wait for a computation."""
         if self._sender is not None:
             self._sender.close()
-        await self._calls.close()
+        await self._rank.resources.aclose()
         self._compute.shutdown(wait=False, cancel_futures=True)
 
     async def open_waits(self) -> list[WaitRow]:
@@ -144,25 +173,25 @@ class PolicyTrainerWorker(Service):
 
     def _queue(self, request: WorkerRequest, call: Call) -> Deferred:
         self._pending.add(request, call)
-        self._calls.reader.prefetch(request)
+        self._rank.reader.prefetch(request)
         return DEFERRED
 
     async def _state(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
         """Wait for the running call, drop the gradients of an unfinished update, and return the worker's state."""
         self._pending.take_over(request.driver, request.at_least, request.turn)
-        self._calls.reader.forget_prefetched()
+        self._rank.reader.forget_prefetched()
         with suppress(RpcError):  # if the group has ended, this process exits or the answer below says so
             await self._group.withdraw("a driver takes over")
         async with self._running:
-            await self._calls.drop_gradients()
+            await self._rank.drop_gradients()
             if self._pending.driver != request.driver:
                 raise RpcError(
                     ErrorCode.CONFLICT, f"driver {request.driver:x} was replaced in the meantime; it must exit"
                 )
             return messages.WorkerState(
-                step=self._calls.step,
+                step=self._rank.step,
                 driver=self._pending.driver,
                 order=self._pending.done,
-                dirty=self._calls.dirty,
-                snapshots=self._calls.snapshots.held(),
+                dirty=self._rank.dirty,
+                snapshots=self._rank.snapshots.held(),
             )

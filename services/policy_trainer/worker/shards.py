@@ -24,7 +24,7 @@ from shared.model.load import named_weights, unfilled
 from shared.model.logprobs import LogprobScorer
 from shared.os_limits import host_bytes
 from shared.topology.model_memory import keeps_whole_gradients
-from shared.weights.table import described, nbytes
+from shared.weights.weight_set import described, nbytes
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -42,8 +42,8 @@ class Shards:
         named = named_weights(model) if self._rank == 0 else {}
         table = from_rank_0(msgspec.msgpack.encode(described(named)))
         rows = msgspec.msgpack.decode(table, type=list[TransferParameter])
-        self._dtypes: dict[str, torch.dtype] = {each.name: getattr(torch, each.dtype) for each in rows}
-        self.shapes = {each.name: torch.Size(each.shape) for each in rows}
+        self._dtypes: dict[str, torch.dtype] = {row.name: getattr(torch, row.dtype) for row in rows}
+        self.shapes = {row.name: torch.Size(row.shape) for row in rows}
         """Full shape of every weight."""
         self._bytes = nbytes(rows)
         self.model = model
@@ -66,7 +66,7 @@ class Shards:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        self.masters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+        self.masters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.separate = set(self.masters) if dtype in _LOW else set()
         memory = torch.tensor([_memory_bytes(mesh)])
         dist.all_reduce(memory, op=dist.ReduceOp.MIN)
@@ -91,10 +91,10 @@ class Shards:
             if isinstance(module, FSDPModule):
                 # No public function of torch does this; in torch 2.13, `reset_iter_state` keeps these gradients.
                 group = module._get_fsdp_state()._fsdp_param_group
-                for each in group.fsdp_params if group is not None else ():
-                    each.unsharded_accumulated_grad = None
-                    if hasattr(each, "_unsharded_param"):
-                        each._unsharded_param.grad = None
+                for parameter in group.fsdp_params if group is not None else ():
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
 
     def after_inference(self) -> None:
         """Free the weights that a pass without a gradient has gathered."""
@@ -112,13 +112,13 @@ class Shards:
 
         They are on rank 0's device if they have room there beside the training, otherwise in host memory.
         """
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         place = self._spare.place_for(self._bytes) if self._rank == 0 else torch.device("cpu")
         for name, live in self.own_weights().items():
             whole = self.whole(live.to(self._dtypes[name]), place)
             if self._rank == 0:
-                found[name] = whole
-        return found
+                weights[name] = whole
+        return weights
 
     def own_weights(self) -> dict[str, Tensor]:
         """Return the live pieces of all weights."""

@@ -47,7 +47,7 @@ class SnapshotKeeper:
         try:
             self._snapshots.take(lineage, step, state())
         except (OSError, WireError) as error:
-            log = structlog.get_logger("policy-trainer-worker")
+            log = structlog.get_logger("worker")
             log.warning("snapshots turned off, so a killed trainer returns to its checkpoint", error=str(error))
             self._snapshots.remove()
             self._snapshots = None

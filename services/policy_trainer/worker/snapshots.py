@@ -54,9 +54,9 @@ class Snapshots:
         """Copy `state` into the file that does not hold the newest snapshot. Raises OSError if there is no room."""
         on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         layout = BlockLayout(
-            [(f"{_STATE}/{lineage}/{step}", 0, {name: _memory(each) for name, each in on_host.items()})]
+            [(f"{_STATE}/{lineage}/{step}", 0, {name: _memory(tensor) for name, tensor in on_host.items()})]
         )
-        file = next(each for each in self._files if each != self._newest)
+        file = next(candidate for candidate in self._files if candidate != self._newest)
         target = self._room(file, layout.file_bytes)
         _clear(target)
         copy_block(target, layout)
@@ -73,25 +73,25 @@ class Snapshots:
             table = self._table(file)
             if table is None or _content(table) != HeldSnapshot(lineage=lineage, step=step):
                 continue
-            mapped, found = self._mapped[file], {}
+            mapped, tensors = self._mapped[file], {}
             for shard in table.shards(0):
                 data = mapped[shard.offset : shard.offset + shard.nbytes]
                 if xxhash.xxh3_64_intdigest(data.data) != shard.checksum:
                     raise RpcError(
                         ErrorCode.CONFLICT, f"snapshot {file}: {shard.key} is not what was written (checksum)"
                     )
-                found[shard.key] = to_torch(data.view(shard.dtype.numpy).reshape(shard.shape))
-            return found
+                tensors[shard.key] = to_torch(data.view(shard.dtype.numpy).reshape(shard.shape))
+            return tensors
         raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}, lineage {lineage}: not in {self._files[0].parent}")
 
     def keep_only(self, lineage: int = -1, step: int = -1) -> None:
         """Discard all snapshots except that of `step` under `lineage`, because the others were not trained from the
         state that is now loaded."""
         for file in self._files:
-            held = _content(self._table(file))
-            if held == HeldSnapshot(lineage=lineage, step=step):
+            content = _content(self._table(file))
+            if content == HeldSnapshot(lineage=lineage, step=step):
                 self._newest = file
-            elif held is not None:
+            elif content is not None:
                 _clear(self._mapped[file])
 
     def remove(self) -> None:

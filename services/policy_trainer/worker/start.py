@@ -1,37 +1,69 @@
-"""Sets up a rank's device, process group and backend according to the topology, and selects the backend."""
+"""Loads the model of a rank and connects it with the driver's calls. Importing it imports everything that computes."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 
+from proto.messages import WorkerRequest
 from services.policy_trainer.worker.backend import Backend, BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.calls.loaded import Loaded
+from services.policy_trainer.worker.calls.state import StateCalls
+from services.policy_trainer.worker.calls.training import TrainingCalls
+from services.policy_trainer.worker.calls.weights import WeightsCalls
+from services.policy_trainer.worker.rank import Rank, Runner
+from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions
 from shared.inputs import check_model
+from shared.model.load import require_deterministic_algorithms
 from shared.ranks.layout import Place
 from shared.ranks.meeting import Meeting
 from shared.ranks.process_group import open_group, own_device
 from shared.rundir import RunDir
-from shared.topology import Topology
+from shared.samples.choice import Choice
+from shared.topology.models import TrainedModel
 
 
-def make_backend(run: RunDir, topology: Topology, place: Place, meeting: Meeting) -> Backend:
-    """Return this rank's backend with the topology's model. With several ranks, open their process group."""
-    check_model(run.path, "policy.model", topology.policy.model)
-    options = topology.services.policy_trainer
-    device = own_device(options.device, place.rank)
-    if place.layout.world_size > 1:
-        open_group(meeting, place, device, deadline_s=options.collective_s)
-    settings = BackendOptions(
-        max_tokens=options.max_tokens_per_micro_batch,
-        threads=options.threads or 1,
-        device=device,
-        scratch=run.path / "offloaded",
-        recompute=options.recompute,
-        passes=topology.policy.passes,
+def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, Mapping[type[WorkerRequest], Runner]]:
+    """Load the model on the compute thread of `rank`, and return its backend and what runs each kind of call."""
+    model, publishes = rank.model, rank.model.publishes
+    if model.deterministic:
+        require_deterministic_algorithms()
+    backend = make_backend(rank.run, model, rank.place, meeting)
+    backend.called.register_forward_hook(lambda *_: rank.advance())
+    canaries = Canaries(
+        backend,
+        model.folder,
+        model.dtype,
+        model.seed,
+        with_digests=publishes is not None and not publishes.mapped,
     )
-    policy = topology.policy
-    if options.backend == "torch":
-        return TorchBackend(Path(policy.model), policy.dtype, topology.optimizer, settings, place)
+    earlier = EarlierVersions(publishes.earlier if publishes is not None else 0)
+    loaded = Loaded(backend, canaries, earlier, model.deterministic)
+    subjects = (
+        TrainingCalls(rank, loaded, choice),
+        WeightsCalls(rank, loaded),
+        StateCalls(rank, loaded, several_hosts=bool(meeting.store)),
+    )
+    return backend, {kind: run for subject in subjects for kind, run in subject.runners.items()}
+
+
+def make_backend(run: RunDir, model: TrainedModel, place: Place, meeting: Meeting) -> Backend:
+    """Return the backend of this rank with its model. With several ranks, open their process group."""
+    check_model(run.path, f"{model.name}.model", str(model.folder))
+    settings = model.settings
+    device = own_device(settings.device, place.rank)
+    if place.layout.world_size > 1:
+        open_group(meeting, place, device, deadline_s=settings.collective_s)
+    options = BackendOptions(
+        max_tokens=settings.max_tokens_per_micro_batch,
+        threads=settings.threads or 1,
+        device=device,
+        scratch=model.offloaded(run.path, place.rank),
+        recompute=settings.recompute,
+        passes=model.passes,
+    )
+    if settings.backend == "torch":
+        return TorchBackend(model.folder, model.dtype, options, place)
     from services.policy_trainer.worker.megatron.backend import MegatronBackend  # this is an optional extra
 
-    return MegatronBackend(Path(policy.model), policy.dtype, topology.optimizer, settings, place)
+    return MegatronBackend(model.folder, model.dtype, options, place)

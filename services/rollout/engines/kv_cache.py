@@ -65,7 +65,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return room
 
     def _show(self, room: tuple[torch.Tensor, torch.Tensor], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys, self.values = (each[:, :, :length] for each in room)
+        self.keys, self.values = (states[:, :, :length] for states in room)
         return self.keys, self.values
 
 
@@ -103,9 +103,9 @@ def right_aligned(parts: Sequence[tuple[torch.Tensor, int, torch.Tensor]], lengt
     out = first.new_empty(total, first.shape[1], length + room, first.shape[3])
     begin = 0
     for states, columns, rows in parts:
-        end, held = begin + len(rows), min(columns, length)
+        end, width = begin + len(rows), min(columns, length)
         target = out[begin:end]
-        target[:, :, : length - held] = 0
-        torch.index_select(states[:, :, columns - held : columns], 0, rows, out=target[:, :, length - held : length])
+        target[:, :, : length - width] = 0
+        torch.index_select(states[:, :, columns - width : columns], 0, rows, out=target[:, :, length - width : length])
         begin = end
     return out

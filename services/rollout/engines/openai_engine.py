@@ -35,11 +35,10 @@ from torch import Tensor
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import FinishReason, Generation, GenerationWatch, Prompt, SamplingParams
+from services.rollout.engine import FULL_ONLY, FinishReason, Generation, GenerationWatch, Prompt, SamplingParams
 from services.rollout.engines.compute import ComputeThread, given_up
 from services.rollout.engines.proof.load_trace import Proof
 from services.rollout.engines.proof.weights import (
-    Expected,
     check_proofs,
     expected_weights,
     fitting,
@@ -48,11 +47,12 @@ from services.rollout.engines.proof.weights import (
 )
 from services.rollout.engines.transformers_engine import eos_ids
 from shared.colocation.devices import Parts
-from shared.http_client import HttpClient, Refused
+from shared.http_client import HttpClient, HttpRefused
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.weights.digests import digests_of
+from shared.weights.weight_set import WeightSet
 
 T = TypeVar("T")
 STOP_S = 10.0
@@ -84,7 +84,7 @@ class OpenAIEngine:
         self._who = "engine openai"
         self._http = HttpClient(str(engine_args["base_url"]), headers, self._who, SILENCE_S)
         self._compute = ComputeThread()
-        self._expected: Expected = {}
+        self._expected = WeightSet(())
         self._eos_ids: list[int] = []
         self._sizes = (0, 0)
         self._mark = ""
@@ -99,6 +99,8 @@ class OpenAIEngine:
     @property
     def swaps(self) -> int:
         return self._swaps
+
+    loads = FULL_ONLY
 
     @property
     def side_by_side(self) -> bool:
@@ -130,7 +132,7 @@ class OpenAIEngine:
     async def base_weights(self) -> dict[str, Array]:
         """Return the weights from the model directory, since the server's cannot be read."""
         return await self._compute.run(
-            lambda: {name: to_numpy(each) for name, each in named_weights(load_model(self._path, self._dtype)).items()}
+            lambda: {name: to_numpy(data) for name, data in named_weights(load_model(self._path, self._dtype)).items()}
         )
 
     async def compute(self, work: Callable[[], T]) -> T:
@@ -170,7 +172,7 @@ class OpenAIEngine:
     # ---- on the compute thread, with a new event loop for each piece of work
 
     async def _start(self) -> None:
-        served = {each["id"]: each for each in (await self._http.get("/v1/models"))["data"]}
+        served = {model["id"]: model for model in (await self._http.get("/v1/models"))["data"]}
         if not self._served and len(served) == 1:
             self._served = next(iter(served))
         if self._served not in served:
@@ -232,7 +234,7 @@ class OpenAIEngine:
                 "run is using it; give every instance a server of its own",
             )
         self._generate_s += time.perf_counter() - started
-        self._tokens += sum(len(each.token_ids) for group in groups for each in group)
+        self._tokens += sum(len(answer.token_ids) for group in groups for answer in group)
         # Greedy samples of a group are identical, and vLLM refuses more than one.
         return [group * sampling.samples for group in groups] if sampling.temperature == 0 else groups
 
@@ -296,8 +298,8 @@ class OpenAIEngine:
             )
 
     async def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
-        proofs = [Proof.of(each) for each in await self._rpc("policy_proof")]
-        digests = announced or digests_of({name: to_torch(each) for name, each in given.items()})
+        proofs = [Proof.of(proof) for proof in await self._rpc("policy_proof")]
+        digests = announced or digests_of({name: to_torch(array) for name, array in given.items()})
         check_proofs(proofs, self._expected, digests)
         self._compute.progress += 1
 
@@ -323,7 +325,7 @@ class OpenAIEngine:
         remedy = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {_EXTENSION}"
         try:
             answer = await self._http.post("/collective_rpc", {"method": method, "args": list(args)})
-        except Refused as refused:
+        except HttpRefused as refused:
             if refused.status == 404:
                 raise self._lacks("/collective_rpc to load weights", remedy) from None
             raise RpcError(ErrorCode.BAD_REQUEST, f"{refused}; {remedy}, and see its log") from None

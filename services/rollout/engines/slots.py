@@ -25,7 +25,7 @@ import xxhash
 from torch import Tensor, nn
 
 from services.rollout.engine import FinishReason, Generation, Prompt
-from services.rollout.engines.passes import Part, Passes, gathered, make_passes
+from services.rollout.engines.passes import BlockPasses, Part, gathered, make_passes
 from services.rollout.engines.side_by_side import EngineCall
 
 MAX_ROWS = 1024
@@ -110,23 +110,23 @@ class _Rows:
             logprobs_RT=torch.zeros(rows, longest),
             swaps_RT=torch.zeros((rows, longest), dtype=torch.int32),
         )
-        return cls(**{each.name: getattr(made, each.name).to(device) for each in fields(cls)})
+        return cls(**{field.name: getattr(made, field.name).to(device) for field in fields(cls)})
 
     def __len__(self) -> int:
         return len(self.last_R)
 
     def taken(self, rows: Tensor) -> _Rows:
         """Return only these rows."""
-        return _Rows(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
+        return _Rows(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def followed_by(self, others: _Rows) -> _Rows:
         longest = max(self.ids_RT.shape[1], others.ids_RT.shape[1])
         joined = {}
-        for each in fields(self):
-            pair = [getattr(self, each.name), getattr(others, each.name)]
-            if each.name.endswith("_RT"):
+        for field in fields(self):
+            pair = [getattr(self, field.name), getattr(others, field.name)]
+            if field.name.endswith("_RT"):
                 pair = [nn.functional.pad(one, (0, longest - one.shape[1])) for one in pair]
-            joined[each.name] = torch.cat(pair)
+            joined[field.name] = torch.cat(pair)
         return _Rows(**joined)
 
 
@@ -161,7 +161,7 @@ class SlotTable:
         self._waiting: deque[_Group] = deque()
         self._waited = 0
         """Number of steps for which a group that could be added has been waiting."""
-        self._passes: Passes | None = None
+        self._passes: BlockPasses | None = None
         """The rows' keys and values, or None if there is no call."""
         self._steady = steady
         self._joins = not steady and make_passes(model, 1).gathers
@@ -342,7 +342,7 @@ class SlotTable:
         return found_N.to(self._device)
 
     def _end(self, rows: list[int], stopped: list[bool]) -> None:
-        reasons = [FinishReason.STOP if each else FinishReason.LENGTH for each in stopped]
+        reasons = [FinishReason.STOP if is_stop else FinishReason.LENGTH for is_stop in stopped]
         for row, generation in zip(rows, self._generations(rows, reasons), strict=True):
             group, sample = self._whose[row]
             group.held.results[group.number][sample] = generation
@@ -357,7 +357,7 @@ class SlotTable:
     def _generations(self, rows: list[int], reasons: list[FinishReason]) -> list[Generation]:
         """Return the generations so far for these rows. `reasons` are their finish reasons."""
         ids, logprobs, swaps = (
-            each[rows].cpu().numpy() for each in (self._rows.ids_RT, self._rows.logprobs_RT, self._rows.swaps_RT)
+            column[rows].cpu().numpy() for column in (self._rows.ids_RT, self._rows.logprobs_RT, self._rows.swaps_RT)
         )
         counts = self._rows.count_R[rows].tolist()
         return [

@@ -19,9 +19,9 @@ import torch
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.proof.weights import fitting, shown
+from services.rollout.engines.proof.weights import fitting
 from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.slots import SlotTable, Stopped
 from shared.colocation.devices import WEIGHTS, Parts
@@ -36,6 +36,7 @@ from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.passes import Passes
 from shared.weights.digests import as_int, digest_whole
+from shared.weights.weight_set import WeightSet, shown
 
 T = TypeVar("T")
 STOP_S = 1.0
@@ -82,6 +83,8 @@ class TransformersEngine:
     @property
     def swaps(self) -> int:
         return self._swaps
+
+    loads = FULL_ONLY
 
     @property
     def side_by_side(self) -> bool:
@@ -216,7 +219,7 @@ class TransformersEngine:
         changes the last bits of results.
         """
         holders = self._holders
-        sources = fitting({name: (tied[0].dtype, tied[0].shape) for name, tied in holders.items()}, weights)
+        sources = fitting(WeightSet.of({name: tied[0] for name, tied in holders.items()}), weights)
         for name, tied in holders.items():
             if self._deterministic:
                 tied[0].copy_(sources[name])
@@ -238,7 +241,12 @@ class TransformersEngine:
             source = to_torch(given[name]) if name in given else None
             if source is not None and tied[0].device.type != source.device.type and digest is None:
                 digest = as_int(digest_whole(source))
-            same_place = len({(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tied}) == 1
+            same_place = (
+                len(
+                    {(parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype) for parameter in tied}
+                )
+                == 1
+            )
             same_bits = source is None or tied[0].device != source.device or _same_bits(tied[0], source)
             if not same_place or not same_bits or (digest is not None and digest != as_int(digest_whole(tied[0]))):
                 wrong.add(name)

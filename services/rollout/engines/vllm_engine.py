@@ -28,13 +28,13 @@ import torch
 
 from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
-from services.rollout.engine import Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
 from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.proof.load_trace import Part, Proof
-from services.rollout.engines.proof.weights import Expected, check_proofs, expected_weights, fitting, memory_file
+from services.rollout.engines.proof.load_trace import Proof, WeightPart
+from services.rollout.engines.proof.weights import check_fits, check_proofs, expected_weights, fitting, memory_file
 from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
-from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker, check_offer
+from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker
 from services.rollout.engines.vllm_outputs import generation, under_way
 from services.rollout.engines.vllm_setup import (
     TRANSFER_EXTENSION,
@@ -51,6 +51,7 @@ from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.services import WeightsRoute
 from shared.weights.digests import digests_of
+from shared.weights.weight_set import WeightSet
 
 T = TypeVar("T")
 STOP_S = 10.0
@@ -108,7 +109,7 @@ class VllmEngine:
         self._taker = OfferTaker(route, ranks=tensor_parallel)
         self._compute = ComputeThread()
         self._llm: Any = None
-        self._expected: Expected = {}
+        self._expected = WeightSet(())
         self._eos_ids: list[int] = []
         self._calls = SideBySide(self._compute, self)
         self._held: dict[EngineCall, _Requests] = {}
@@ -121,7 +122,7 @@ class VllmEngine:
         self._awake = ENGINE
         self._lost = False
         """Whether the memory of the weights has been released and no weights have been set since."""
-        self._placed: list[list[Part]] = []
+        self._placed: list[list[WeightPart]] = []
         """The parts in each place on each rank after the first load. The canary of that load proves that these places
         are right."""
         self._requests = 0
@@ -135,6 +136,8 @@ class VllmEngine:
     @property
     def swaps(self) -> int:
         return self._swaps
+
+    loads = FULL_ONLY
 
     @property
     def side_by_side(self) -> bool:
@@ -251,7 +254,7 @@ class VllmEngine:
             )
         arguments = arguments_of(
             self._engine_args,
-            {each.name for each in dataclasses.fields(EngineArgs)},
+            {field.name for field in dataclasses.fields(EngineArgs)},
             on_cpu=self._on_cpu,
             in_flight=self._in_flight,
         )
@@ -299,8 +302,8 @@ class VllmEngine:
         samples = 1 if greedy else call.sampling.samples  # vLLM refuses several greedy samples
         names: list[str] = []
         try:
-            for each in call.prompts:
-                names.append(self._ask(*self._request(each, call.sampling, samples)))
+            for prompt in call.prompts:
+                names.append(self._ask(*self._request(prompt, call.sampling, samples)))
         except BaseException:
             self._llm.abort_request(names)
             raise
@@ -310,25 +313,28 @@ class VllmEngine:
     def step(self) -> None:
         self._steps += 1
         self._step()
-        for call, held in list(self._held.items()):
-            if all(name in self._finished for name in held.names):
-                outputs = [self._finished.pop(name) for name in held.names]
+        for call, requests in list(self._held.items()):
+            if all(name in self._finished for name in requests.names):
+                outputs = [self._finished.pop(name) for name in requests.names]
                 del self._held[call]
-                swapped = self._swaps > held.swaps
+                swapped = self._swaps > requests.swaps
                 results = [
-                    [generation(each, held.swaps, spans=swapped) for each in output.outputs] for output in outputs
+                    [generation(completion, requests.swaps, spans=swapped) for completion in output.outputs]
+                    for output in outputs
                 ]
-                self._tokens += sum(len(each.token_ids) for group in results for each in group)
-                call.answer.set_result([group * (call.sampling.samples // held.samples) for group in results])
+                self._tokens += sum(len(answer.token_ids) for group in results for answer in group)
+                call.answer.set_result([group * (call.sampling.samples // requests.samples) for group in results])
 
     def so_far(self, call: EngineCall) -> list[list[Generation]]:
-        held, proved = self._held[call], self._swaps if self._proved is None else self._proved
-        groups = under_way(self._llm.output_processor, self._finished, held.names, held.samples, held.swaps, proved)
-        return [group * (call.sampling.samples // held.samples) for group in groups]
+        requests, proved = self._held[call], self._swaps if self._proved is None else self._proved
+        groups = under_way(
+            self._llm.output_processor, self._finished, requests.names, requests.samples, requests.swaps, proved
+        )
+        return [group * (call.sampling.samples // requests.samples) for group in groups]
 
     def drop(self, call: EngineCall) -> None:
-        held = self._held.pop(call)
-        self._llm.abort_request([name for name in held.names if self._finished.pop(name, None) is None])
+        requests = self._held.pop(call)
+        self._llm.abort_request([name for name in requests.names if self._finished.pop(name, None) is None])
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, samples: int) -> tuple[list[int], Any]:
         from vllm import SamplingParams as VllmParams
@@ -386,9 +392,9 @@ class VllmEngine:
         self._weights_are_set()
 
     def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
-        proofs = [Proof.of(each) for each in self._llm.collective_rpc("policy_proof")]
+        proofs = [Proof.of(proof) for proof in self._llm.collective_rpc("policy_proof")]
         self._compute.progress += 1
-        digests = announced or digests_of({name: to_torch(each) for name, each in given.items()})
+        digests = announced or digests_of({name: to_torch(array) for name, array in given.items()})
         check_proofs(proofs, self._expected, digests)
         placed = [[part for part, _ in proof.parts] for proof in proofs]
         if placed != (self._placed or placed):
@@ -397,7 +403,7 @@ class VllmEngine:
         self._compute.progress += 1
 
     def _receive(self, offer: TransferOffer, meeting: Meeting) -> None:
-        check_offer(self._expected, offer.parameters)
+        check_fits(self._expected, WeightSet(offer.parameters))
         try:
             self._taker.take(self._llm.collective_rpc, offer, meeting)
         except HalfTaken as error:

@@ -9,14 +9,12 @@ import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from proto.messages import TransferOffer, TransferParameter
-from services.rollout.engine import WeightsMismatch
-from services.rollout.engines.proof.weights import Expected
+from proto.messages import TransferOffer
 from services.rollout.weights.transfer import TransferFailed
 from shared.ranks.meeting import Meeting
 from shared.topology.services import WeightsRoute
 from shared.weights.memory import opening
-from shared.weights.table import nbytes
+from shared.weights.weight_set import nbytes
 
 
 class HalfTaken(Exception):
@@ -56,20 +54,7 @@ class OfferTaker:
 
 def _check(failures: Sequence[str], what: str) -> None:
     if any(failures):
-        raise TransferFailed(f"{what}: {next(each for each in failures if each)}")
-
-
-def check_offer(expected: Expected, offered: Sequence[TransferParameter]) -> None:
-    """Raise WeightsMismatch if a name, a type or a shape differs from the engine's."""
-    ours = {name: (str(dtype).removeprefix("torch."), list(shape)) for name, (dtype, shape) in expected.items()}
-    theirs = {each.name: (each.dtype, list(each.shape)) for each in offered}
-    other = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    if other:
-        name = other[0]
-        raise WeightsMismatch(
-            f"{len(other)} of {len(ours)} parameters differ from the offer, such as {name}: {theirs.get(name, 'none')} "
-            f"offered, but the engine's model has {ours.get(name, 'none')}; is policy.model the one being trained?"
-        )
+        raise TransferFailed(f"{what}: {next(failure for failure in failures if failure)}")
 
 
 def joining(route: WeightsRoute, offer: TransferOffer, meeting: Meeting, *, ranks: int) -> dict[str, Any]:
@@ -97,11 +82,11 @@ def announcing(offer: TransferOffer) -> dict[str, Any]:
     """Return the `update_info`, which lists what will arrive, in order."""
     parameters = offer.parameters[offer.first : len(offer.parameters) - offer.left]
     announced: dict[str, Any] = {
-        "names": [each.name for each in parameters],
-        "dtype_names": [each.dtype for each in parameters],
-        "shapes": [list(each.shape) for each in parameters],
+        "names": [parameter.name for parameter in parameters],
+        "dtype_names": [parameter.dtype for parameter in parameters],
+        "shapes": [list(parameter.shape) for parameter in parameters],
     }
     if offer.memory is not None:
         announced["ipc_handles"] = {offer.memory.gpu: opening(offer.memory)}
-        announced["tensor_sizes"] = [nbytes([each]) for each in parameters]
+        announced["tensor_sizes"] = [nbytes([parameter]) for parameter in parameters]
     return announced

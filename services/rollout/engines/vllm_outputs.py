@@ -22,8 +22,8 @@ def generation(output: Any, began: int, *, spans: bool) -> Generation:
     `began` is the number of swaps when the block began. `spans` says whether more swaps followed, in which case the
     number of swaps must be read for each token.
     """
-    found = [(int(each.version), each.end - each.start) for each in output.weight_versions] if spans else []
-    return _made(output.token_ids, output.logprobs, found, began, _reason(output))
+    spans_made = [(int(span.version), span.end - span.start) for span in output.weight_versions] if spans else []
+    return _made(output.token_ids, output.logprobs, spans_made, began, _reason(output))
 
 
 def under_way(
@@ -35,8 +35,8 @@ def under_way(
     processor has dropped. `began` is the number of swaps when the block began. Tokens sampled after more than `proved`
     swaps are left out.
     """
-    found: dict[tuple[str, int], Generation] = {}
-    ended = [(name, each) for name, output in finished.items() for each in output.outputs]
+    by_place: dict[tuple[str, int], Generation] = {}
+    ended = [(name, completion) for name, output in finished.items() for completion in output.outputs]
     ended += [
         (parent.external_req_id, each)  # None: unfinished
         for parent in processor.parent_requests.values()
@@ -44,8 +44,8 @@ def under_way(
         if each is not None
     ]
     for name, output in ended:
-        spans = [(int(each.version), each.end - each.start) for each in output.weight_versions or ()]
-        found[name, output.index] = _made(output.token_ids, output.logprobs, spans, began, _reason(output), proved)
+        spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or ()]
+        by_place[name, output.index] = _made(output.token_ids, output.logprobs, spans, began, _reason(output), proved)
     for state in processor.request_states.values():
         token_ids = state.detokenizer.output_token_ids
         starts = state.weight_version_starts
@@ -54,8 +54,8 @@ def under_way(
         spans = [(int(version), end - start) for (version, start), end in zip(starts, ends, strict=False)]
         logprobs = state.logprobs_processor.logprobs
         made = _made(token_ids, logprobs, spans, began, FinishReason.UNFINISHED, proved)
-        found[state.external_req_id, state.request_index] = made
-    return [[found[name, index] for index in range(samples)] for name in names]
+        by_place[state.external_req_id, state.request_index] = made
+    return [[by_place[name, index] for index in range(samples)] for name in names]
 
 
 def _reason(output: Any) -> FinishReason:

@@ -29,7 +29,7 @@ from services.rollout.engines.vllm_worker import PolicyWeights, rebuild_tied_hea
 from shared.actor.service import PEER_LOST_STATUS
 from shared.ranks.meeting import Meeting
 from shared.weights.gloo import GlooGroup
-from shared.weights.table import room_for
+from shared.weights.weight_set import room_for
 
 GLOO = "gloo"
 ABORT_S = 10.0

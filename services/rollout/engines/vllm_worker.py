@@ -112,11 +112,11 @@ class PolicyWeights:
 
 def _emptied(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, int]]:
     """Reduce the storages of `tensors` to size 0. Return them with their previous sizes."""
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if each.numel()}
-    found = [(each, each.nbytes()) for each in storages.values()]
-    for storage, _ in found:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
+    sizes = [(storage, storage.nbytes()) for storage in storages.values()]
+    for storage, _ in sizes:
         storage.resize_(0)
-    return found
+    return sizes
 
 
 def rebuild_tied_heads(model: nn.Module) -> int:

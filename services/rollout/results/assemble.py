@@ -1,4 +1,4 @@
-"""Builds the shards and results of a lease block from samples and scores. The functions are pure."""
+"""Builds the shards, results and columns of a lease block from samples and scores. The functions are pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import structlog
 
 from proto.messages import DropReason, Outcome, TaskHandle, TaskResult
 from proto.tensors import Array
-from services.rollout.results.trajectory import Rolled
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.sampling.tasks import ReadyTask, drop
+from services.rollout.sampling.trajectory import Rolled
 from shared.dataplane.client import Receipt
-from shared.stages import ROLLOUT
+from shared.stages import declared
 
 _NO_MASK, _NO_VERSIONS = np.zeros(0, np.uint8), np.zeros(0, np.int32)
 _NEWEST = np.int32(np.iinfo(np.int32).max)
+_PART, _METRIC = "reward/part/", "workflow/"
+MOST_NAMES = 64
+"""Maximum number of names per process. Each name adds a column to every later task."""
+NAME_CHARS = 64
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def assemble(
     kept: list[Mapping[str, float]] = []
     for number, (task, group, group_scores) in enumerate(zip(tasks, samples, scores, strict=True)):
         alive = [
-            (each, score.value) for each, score in zip(group, group_scores, strict=True) if score.value is not None
+            (sample, score.value) for sample, score in zip(group, group_scores, strict=True) if score.value is not None
         ]
         failed = len(group) - len(alive)
         lost = dict(Counter(str(score.kind) for score in group_scores if score.value is None))
@@ -60,28 +65,28 @@ def assemble(
             reason = f"{failed} of {len(group)} samples failed; at least {min_survivors} must succeed: {first.failure}"
             dropped.append(drop(task.handle, why, f"{task.handle.task_id}: {reason}", failed, lost))
             continue
-        made = task_shards([each for each, _ in alive])
+        made = task_shards([sample for sample, _ in alive])
         shards.append(made)
         results.append(_done(task.handle, made, len(alive), failed, lost))
         survivors += alive
         if named is not None:
-            known = zip(named[number], group_scores, strict=True)
-            kept += [values for values, score in known if score.value is not None]
+            pairs = zip(named[number], group_scores, strict=True)
+            kept += [values for values, score in pairs if score.value is not None]
     return Assembled(results, shards, dropped, _scalars(survivors, shards), kept)
 
 
 def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
-    """Return the rollout stage's shards for one task (see `shared.stages`), in the order of the stage's keys."""
-    sequences = [(index, sequence) for index, sample in enumerate(samples) for sequence in sample.sequences]
-    made: dict[str, Array] = {
-        "token_ids": np.concatenate([each.token_ids for _, each in sequences]),
-        "lengths": np.array([len(each.token_ids) for _, each in sequences], np.int32),
-        "sample_index": np.array([index for index, _ in sequences], np.int32),
-        "loss_mask": np.concatenate([each.loss_mask for _, each in sequences]),
-        "rollout_logprobs": np.concatenate([each.logprobs for _, each in sequences]),
-        "versions": np.concatenate([each.versions for _, each in sequences]),
-    }
-    return {key: made[key] for key in ROLLOUT.makes}
+    """Return the rollout stage's shards for one task, in the order in which `shared.stages` declares their keys.
+
+    Raises ValueError if a key is not declared.
+    """
+    sequences = [sequence for sample in samples for sequence in sample.sequences]
+    by_key = [sequence.by_key() for sequence in sequences]
+    made = {name: np.concatenate([arrays[name] for arrays in by_key]) for name in by_key[0]}
+    made["lengths"] = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
+    made["sample_index"] = np.repeat(np.arange(len(samples), dtype=np.int32), [len(s.sequences) for s in samples])
+    keys = list(declared())
+    return {name: made[name] for name in sorted(made, key=keys.index)}
 
 
 def in_files(block: Assembled, *, filters: bool) -> list[list[int]]:
@@ -122,16 +127,56 @@ def _done(handle: TaskHandle, shards: dict[str, Array], samples: int, failed: in
 def _scalars(samples: Sequence[tuple[Rolled, float]], shards: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """Return the scalars of `samples`, whose tokens follow one another in `shards`."""
     # All samples at once: a block has hundreds, and for each one a numpy call takes longer than its work.
-    tokens = [sum(len(each.token_ids) for each in sample.sequences) for sample, _ in samples]
+    tokens = [sum(len(sequence.token_ids) for sequence in sample.sequences) for sample, _ in samples]
     begins = np.cumsum([0, *tokens], dtype=np.intp)[:-1]
-    mask = np.concatenate([_NO_MASK, *(each["loss_mask"] for each in shards)])
-    versions = np.concatenate([_NO_VERSIONS, *(each["versions"] for each in shards)])
+    mask = np.concatenate([_NO_MASK, *(arrays["loss_mask"] for arrays in shards)])
+    versions = np.concatenate([_NO_VERSIONS, *(arrays["versions"] for arrays in shards)])
     length = np.add.reduceat(mask, begins, dtype=np.int32)
     return {
         "reward": np.array([reward for _, reward in samples], np.float32),
         "length": length,
         "loss_tokens": length.copy(),
-        "truncated": np.array([each.truncated for each, _ in samples], np.uint8),
+        "truncated": np.array([sample.truncated for sample, _ in samples], np.uint8),
         "version_min": np.minimum.reduceat(np.where(mask == 1, versions, _NEWEST), begins),
         "version_max": np.maximum.reduceat(np.where(mask == 1, versions, -1), begins),
+    }
+
+
+class NamedValues:
+    """Collects the names seen so far, so that all leases of a process get the same columns in the same order."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+        self._refused = False
+        self._log = structlog.get_logger("rollout")
+
+    def columns(self, samples: Sequence[Mapping[str, float]]) -> dict[str, Array]:
+        """Return a float32 [samples] column per name, with NaN for samples without a finite value of that name."""
+        for values in samples:
+            for name in values:
+                self._learn(name)
+        if not samples:
+            return {}
+        with np.errstate(over="ignore"):
+            columns = {
+                name: np.array([values.get(name, np.nan) for values in samples], np.float64).astype(np.float32)
+                for name in self._names
+            }
+        return {name: np.where(np.isfinite(column), column, np.float32(np.nan)) for name, column in columns.items()}
+
+    def _learn(self, name: str) -> None:
+        if name in self._names:
+            return
+        if len(self._names) < MOST_NAMES and len(name) <= NAME_CHARS:
+            self._names[name] = None
+        elif not self._refused:
+            self._refused = True
+            limits = f"{MOST_NAMES} names of at most {NAME_CHARS} characters"
+            self._log.warning("a name is left out of metrics.jsonl", name=name[:NAME_CHARS], limits=limits)
+
+
+def named(parts: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return one sample's values under their names in metrics.jsonl."""
+    return {f"{_PART}{name}": value for name, value in parts.items()} | {
+        f"{_METRIC}{name}": value for name, value in metrics.items()
     }

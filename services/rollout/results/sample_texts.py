@@ -1,66 +1,98 @@
-"""Builds the shards that contain the texts of samples, for tasks whose samples are recorded."""
+"""Writes the texts of samples: for reward functions, and in shards for tasks whose samples are recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from proto.tensors import Array
-from services.rollout.results.trajectory import Rolled
+from services.rollout.engine import SamplingParams
 from services.rollout.rewards.score import Score, names_of
-from services.rollout.sampling.prompts import PromptBuilder, tool_calls
-from services.rollout.sampling.tasks import ReadyTask
-from services.rollout.workflows.runner import Made
+from services.rollout.sampling.prompts import PromptBuilder, messages_of, tool_calls
+from services.rollout.sampling.tasks import TEXT_S, OnText, PreparedTasks, ReadyTask
+from services.rollout.sampling.trajectory import Made, Rolled
 from shared.data import Row
+from shared.lease import Lease
 from shared.samples.choice import Choice
 from shared.samples.text import SampleText, TaskText, pack
 
 
 class SampleTexts:
-    """Builds the shards for chosen tasks. It is used only on the tokenizer's thread."""
+    """The texts of samples: for the reward functions, and in shards for the tasks that are recorded."""
 
-    def __init__(self, choice: Choice, prompts: PromptBuilder, functions: Sequence[str]) -> None:
-        """`functions` are the import paths of the reward functions."""
-        self.choice = choice
+    def __init__(
+        self, choice: Choice | None, prompts: PromptBuilder, functions: Sequence[str], on_text: OnText
+    ) -> None:
+        """`choice` selects the recorded tasks; None: none is recorded. `functions` are the import paths of the reward
+        functions. `on_text` runs work on the tokenizer's thread."""
+        self._choice = choice
         self._prompts = prompts
         self._first = names_of(functions)[0]
+        self._on_text = on_text
 
-    def shards(
+    async def write(self, lease: Lease, sampling: SamplingParams, made: Sequence[Sequence[Made]]) -> None:
+        """Decode the texts of single answers for the reward functions, while the next lease is being sampled."""
+        flat = [answer.sample for group in made for answer in group]
+
+        def decode() -> list[str]:
+            return [self._prompts.completion(sample.token_ids, sampling.stop) for sample in flat]
+
+        for sample, text in zip(flat, await lease.within(TEXT_S, self._on_text(decode)), strict=True):
+            sample.completion = text
+            sample.messages = messages_of(sample.row, text)
+
+    async def recorded(
         self,
-        tasks: Sequence[ReadyTask],
+        lease: Lease,
+        tasks: PreparedTasks,
         made: Sequence[Sequence[Made]],
         scores: Sequence[Sequence[Score]],
-        not_sampled: Mapping[str, Row],
+        task_ids: Sequence[str],
     ) -> dict[str, Array]:
-        """Return the shards of the chosen tasks, by task id. Those of tasks that were `not_sampled` have only the
-        prompt and the answer of the row."""
+        """Return the shards with the texts of those of `task_ids` that are recorded, by task id."""
+        choice = self._choice
+        if choice is None or not any(choice.takes(task_id) for task_id in task_ids):
+            return {}
+        work = partial(self._shards, choice, tasks, made, scores)
+        return await lease.within(TEXT_S, self._on_text(work))
+
+    def _shards(
+        self,
+        choice: Choice,
+        tasks: PreparedTasks,
+        made: Sequence[Sequence[Made]],
+        scores: Sequence[Sequence[Score]],
+    ) -> dict[str, Array]:
+        """Return the shards of the chosen tasks, by task id. Those of tasks that were not sampled have only the prompt
+        and the answer of the row."""
         sampled = {
             task.handle.task_id: self._shard(task, group, group_scores)
-            for task, group, group_scores in zip(tasks, made, scores, strict=True)
-            if self.choice.takes(task.handle.task_id)
+            for task, group, group_scores in zip(tasks.ready, made, scores, strict=True)
+            if choice.takes(task.handle.task_id)
         }
         return sampled | {
             task_id: pack(TaskText(_prompt(row), [], row.get("answer")), 0)
-            for task_id, row in not_sampled.items()
-            if self.choice.takes(task_id)
+            for task_id, row in tasks.not_sampled.items()
+            if choice.takes(task_id)
         }
 
     def _shard(self, task: ReadyTask, group: Sequence[Made], scores: Sequence[Score]) -> Array:
-        samples = [self._sample(each, score) for each, score in zip(group, scores, strict=True)]
+        samples = [self._sample(sample, score) for sample, score in zip(group, scores, strict=True)]
         text = TaskText(
             _prompt(task.row),
-            [each for each in samples if each.reward is not None],
+            [sample for sample in samples if sample.reward is not None],
             task.row.get("answer"),
-            failed=[each for each in samples if each.reward is None],
+            failed=[sample for sample in samples if sample.reward is None],
         )
-        return pack(text, sum(_tokens(each) for each in group))
+        return pack(text, sum(_tokens(sample) for sample in group))
 
     def _sample(self, made: Made, score: Score) -> SampleText:
         """Return the text of a sample. The tokens of a failed sample are not in the store, so they have no text."""
         sample = made.sample
-        said = [str(each.get("content", "")) for each in sample.messages if each.get("role") == "assistant"]
+        said = [str(message.get("content", "")) for message in sample.messages if message.get("role") == "assistant"]
         single = sample.turns == 1 and len(sample.messages) <= 2
         return SampleText(
             completion=sample.completion,
@@ -86,19 +118,19 @@ class SampleTexts:
 def _prompt(row: Row) -> str | list[dict[str, Any]]:
     """Return the row's prompt. A prompt that is neither text nor messages is one of the reasons to drop a row."""
     prompt = row.get("prompt", "")
-    if isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt):
+    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
         return prompt
     return prompt if isinstance(prompt, str) else repr(prompt)
 
 
 def _tokens(made: Made) -> int:
     """Return the number of tokens of a sample. A workflow that failed has left no sequences."""
-    return sum(len(each.token_ids) for each in made.rolled.sequences) or len(made.sample.token_ids)
+    return sum(len(sequence.token_ids) for sequence in made.rolled.sequences) or len(made.sample.token_ids)
 
 
 def answer_tokens(rolled: Rolled) -> list[int]:
     """Return a sample's tokens, beginning in each sequence with the first sampled token."""
-    found: list[int] = []
-    for each in rolled.sequences:
-        found += each.token_ids[int(np.argmax(each.loss_mask)) :].tolist()
-    return found
+    tokens: list[int] = []
+    for sequence in rolled.sequences:
+        tokens += sequence.token_ids[int(np.argmax(sequence.loss_mask)) :].tolist()
+    return tokens

@@ -32,8 +32,8 @@ def numeric(sample: Sample, *, tolerance: float = 1e-6, relative: float = 0.0) -
     Returns 0.0 for a completion without a number. Raises ValueError if the answer is not a number.
     """
     answer = row_number(sample.row["answer"])
-    found = _NUMBER.findall(sample.completion)
-    return float(bool(found) and abs(row_number(found[-1]) - answer) <= tolerance + relative * abs(answer))
+    numbers = _NUMBER.findall(sample.completion)
+    return float(bool(numbers) and abs(row_number(numbers[-1]) - answer) <= tolerance + relative * abs(answer))
 
 
 def regex(sample: Sample, *, pattern: str) -> float:
@@ -41,12 +41,12 @@ def regex(sample: Sample, *, pattern: str) -> float:
 
     If the pattern has a group named `answer`, its last capture must also equal the row's `answer` (both stripped).
     """
-    found = list(re.finditer(pattern, sample.completion))
-    if not found:
+    matches = list(re.finditer(pattern, sample.completion))
+    if not matches:
         return 0.0
-    if "answer" not in found[-1].re.groupindex:
+    if "answer" not in matches[-1].re.groupindex:
         return 1.0
-    return float((found[-1]["answer"] or "").strip() == str(sample.row["answer"]).strip())
+    return float((matches[-1]["answer"] or "").strip() == str(sample.row["answer"]).strip())
 
 
 def math_verify(sample: Sample) -> float:

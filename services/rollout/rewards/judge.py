@@ -41,14 +41,14 @@ def unavailable(error: BaseException) -> float | None:
     timeout expires, or the status is 429 with Retry-After, or at least 500. A timeout that the function sets itself
     (asyncio.timeout) does not mean that the judge is unavailable.
     """
-    for each in chain(error):
-        status = _status(each)
+    for cause in chain(error):
+        status = _status(cause)
         if status is not None:
-            after_s = _retry_after(each)
+            after_s = _retry_after(cause)
             if status >= SERVER_ERROR or (status == TOO_MANY and after_s is not None):
                 return after_s or 0.0
             return None  # the judge has answered
-        if _is_away(each):
+        if _is_away(cause):
             return 0.0
     return None
 
@@ -67,10 +67,10 @@ def _is_away(error: BaseException) -> bool:
 
 def _raised_in(error: BaseException) -> str:
     """Return the module name of the innermost Python frame."""
-    found, step = "", error.__traceback__
+    module, step = "", error.__traceback__
     while step is not None:
-        found, step = str(step.tb_frame.f_globals.get("__name__", "")), step.tb_next
-    return found
+        module, step = str(step.tb_frame.f_globals.get("__name__", "")), step.tb_next
+    return module
 
 
 def _sources(error: BaseException) -> Iterator[Any]:
@@ -165,7 +165,7 @@ class Judge(Generic[C]):
         """Remove and return the held call with the fewest tries, or return None if no call is held."""
         if not self.held:
             return None
-        call = min(self.held, key=lambda each: each.tries)
+        call = min(self.held, key=lambda candidate: candidate.tries)
         self.held.remove(call)
         return call
 

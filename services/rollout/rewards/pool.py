@@ -286,7 +286,7 @@ class RewardPool:
 
     def troubles(self) -> list[Trouble]:
         """Return the problems to report in the heartbeat."""
-        found = self._failing.troubles()
+        troubles = self._failing.troubles()
         now = asyncio.get_running_loop().time()
         for term, judge in zip(self._terms, self._judges, strict=True):
             outage = judge.outage
@@ -299,8 +299,8 @@ class RewardPool:
                     f"the judge of {term.function} has not answered for {judge.retry.limit_s:g} s "
                     f"(reward.retry.limit_s) in {outage.tries} tries: {outage.error}; repair the judge, then resume"
                 )
-            found.append(Trouble(TroubleKind.JUDGE, text[:TEXT_CHARS], over))
-        return found
+            troubles.append(Trouble(TroubleKind.JUDGE, text[:TEXT_CHARS], over))
+        return troubles
 
     def _answered(self, call: RewardCall, scores: list[Score]) -> None:
         """Finish `call`, or hold it until its judge answers again."""
@@ -369,7 +369,7 @@ class RewardPool:
             timer.cancel()
         self._queue_changed.set()
         self._log.info("judge answers again", function=self._terms[function].function)
-        if all(each.outage is None for each in self._judges):
+        if all(other.outage is None for other in self._judges):
             self.reachable.set()
 
 

@@ -81,8 +81,8 @@ def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Sco
     if group and (not isinstance(answer, list | tuple) or len(answer) != samples):
         why = f"returned {answer!r:.60} for {samples} samples, not a list of as many rewards"
         return [failed(function, ANSWER, why)] * samples
-    scores = [total(each) for each in (answer if group else [answer])]
-    return [each if each.value is not None else failed(function, each.kind, each.failure) for each in scores]
+    scores = [total(value) for value in (answer if group else [answer])]
+    return [value if value.value is not None else failed(function, value.kind, value.failure) for value in scores]
 
 
 def names_of(functions: Sequence[str]) -> list[str]:
@@ -124,9 +124,9 @@ def weighted(scores: Sequence[Score], names: Sequence[str], weights: Sequence[fl
 def _merged(names: Sequence[str], entries: Sequence[Mapping[str, T]], taken: Iterable[str]) -> dict[str, T]:
     """Return the entries of all functions in one dict. A key that occurs again or is in `taken` gets the function's
     name as a prefix."""
-    counts = Counter([*taken, *(key for each in entries for key in each)])
+    counts = Counter([*taken, *(key for entry in entries for key in entry)])
     return {
         key if counts[key] == 1 else f"{name}/{key}": value
-        for name, each in zip(names, entries, strict=True)
-        for key, value in each.items()
+        for name, entry in zip(names, entries, strict=True)
+        for key, value in entry.items()
     }

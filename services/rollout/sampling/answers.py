@@ -20,10 +20,11 @@ from services.rollout.engine import (
     Prompt,
     SamplingParams,
 )
-from services.rollout.sampling.partial import Completion, PartialJournal, ResumableNotes, answers_of
+from services.rollout.sampling.partial import PartialJournal, ResumableNotes
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
-from services.rollout.weights.versions import BlockVersions
+from services.rollout.sampling.trajectory import BlockVersions, Completion, Made, answers_of, single_turns
 from shared.lease import Lease, LeaseLost
+from shared.sample import Sample
 
 
 class AnswerSampler:
@@ -34,19 +35,36 @@ class AnswerSampler:
         self._engine = engine
         self._journal = journal
 
-    async def sample(
-        self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
-    ) -> list[list[Completion]]:
-        """Return the answers for each task. For `versions`, see `InFlight.begin`. Raises LeaseLost."""
-        known = dataset_answers(tasks.ready, tasks.sampling.samples, versions.began)
-        if known is not None:
-            return answers_of(known, versions)
+    async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Made]]:
+        """Return every sample of the lease's tasks, in the shape [tasks][samples], without texts. For `versions`, see
+        `EngineVersions.bring`.
+
+        Raises LeaseLost.
+        """
+        groups = await self.sample(lease, tasks, versions)
+        return [
+            [
+                Made(
+                    rolled,
+                    Sample(task.handle.task_id, task.row, [], "", answer.token_ids.tolist(), answer.finish_reason),
+                    score=None,
+                )
+                for rolled, answer in zip(single_turns(task.prompt_ids, group), group, strict=True)
+            ]
+            for task, group in zip(tasks.ready, groups, strict=True)
+        ]
+
+    async def sample(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Completion]]:
+        """Return the answers for each task, sampled as one block. Raises LeaseLost."""
+        recited = dataset_answers(tasks.ready, tasks.sampling.samples, versions.began)
+        if recited is not None:
+            return answers_of(recited, versions)
         try:
             if self._journal is None or lease.grant.exact:
                 prompts = [task.prompt() for task in tasks.ready]
                 groups = await self._engine.generate(prompts, tasks.sampling, lease.cancel)
                 return answers_of(groups, versions)
-            return await self._noted(self._journal, lease, tasks, versions, lineage)
+            return await self._noted(self._journal, lease, tasks, versions)
         except GenerationCancelled as error:
             raise LeaseLost(str(error)) from None
 
@@ -55,31 +73,27 @@ class AnswerSampler:
         if self._journal is not None:
             self._journal.forget([task.handle.task_id for task in tasks])
 
-    def close(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
-
     async def _noted(
-        self, journal: PartialJournal, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
+        self, journal: PartialJournal, lease: Lease, tasks: PreparedTasks, versions: BlockVersions
     ) -> list[list[Completion]]:
         sampling = tasks.sampling
         wanted = ResumableNotes(
             samples=sampling.samples,
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
-            lineage=lineage,
+            lineage=versions.lineage,
             oldest=lease.grant.min_step,
             newest=versions.first,
         )
         ids = [task.handle.task_id for task in tasks.ready]
-        found = await asyncio.to_thread(lambda: [journal.read(task_id, wanted) for task_id in ids])
-        answers = {task_id: noted for task_id, noted in zip(ids, found, strict=True) if noted is not None}
+        notes = await asyncio.to_thread(lambda: [journal.read(task_id, wanted) for task_id in ids])
+        answers = {task_id: noted for task_id, noted in zip(ids, notes, strict=True) if noted is not None}
         fresh = [task for task in tasks.ready if task.handle.task_id not in answers]
         for part in (_Fresh(fresh, sampling), _Resumed(tasks.ready, answers, sampling)):
             if part.prompts:
 
                 def note(groups: list[list[Generation]], part: _Part = part) -> None:
-                    journal.note(part.answers(groups, versions), lineage, sampling.temperature)
+                    journal.note(part.answers(groups, versions), versions.lineage, sampling.temperature)
 
                 watch = GenerationWatch(journal.every_s, note)
                 groups = await self._engine.generate(part.prompts, part.sampling, lease.cancel, watch)
@@ -137,11 +151,11 @@ class _Resumed:
 
     def answers(self, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Completion]]:
         """Return the answers by task id. Samples that had already ended keep the answers in their notes."""
-        found: dict[str, list[Completion]] = {}
+        answers: dict[str, list[Completion]] = {}
         for (task_id, index), (after,) in zip(self._places, answers_of(groups, versions), strict=True):
             before = self._noted[task_id][index]
-            found.setdefault(task_id, list(self._noted[task_id]))[index] = _joined(before, after)
-        return found
+            answers.setdefault(task_id, list(self._noted[task_id]))[index] = _joined(before, after)
+        return answers
 
 
 _Part = _Fresh | _Resumed

@@ -16,39 +16,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from proto.tensors import Array
-from services.rollout.engine import FinishReason, Generation
-from services.rollout.weights.versions import BlockVersions
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A completion so far. `token_ids` int32 [N]; `logprobs` float32 [N]; `versions` int32 [N], the policy version that
-    sampled each token."""
-
-    token_ids: Array
-    logprobs: Array
-    versions: Array
-    finish_reason: FinishReason
-
-
-def answers_of(groups: Sequence[Sequence[Generation]], versions: BlockVersions) -> list[list[Completion]]:
-    """Return an engine's generations as completions, with the policy version of each token."""
-    swaps = [each.swaps for group in groups for each in group]
-    known = versions.of(np.concatenate(swaps))  # one call, because for short answers a call costs more than its work
-    ends = accumulate(len(each) for each in swaps)
-    found = (known[end - len(each) : end] for each, end in zip(swaps, ends, strict=True))
-    return [
-        [Completion(each.token_ids, each.logprobs, next(found), each.finish_reason) for each in group]
-        for group in groups
-    ]
-
+from services.rollout.engine import FinishReason
+from services.rollout.sampling.trajectory import Completion
 
 NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.UNFINISHED)
 
@@ -140,14 +114,14 @@ class PartialJournal:
         """
         try:
             record = msgspec.msgpack.decode(self._file(task_id).read_bytes(), type=_TaskNotes)
-            answers = [_answer(each) for each in record.samples]
+            answers = [_answer(note) for note in record.samples]
         except (OSError, ValueError):
             return None
-        known = (record.task_id, record.lineage, record.temperature, len(answers))
-        if known != (task_id, wanted.lineage, wanted.temperature, wanted.samples):
+        of = (record.task_id, record.lineage, record.temperature, len(answers))
+        if of != (task_id, wanted.lineage, wanted.temperature, wanted.samples):
             return None
-        kept = [each if _fits(each, wanted) else NOTHING for each in answers]
-        return kept if any(len(each.token_ids) for each in kept) else None
+        kept = [answer if _fits(answer, wanted) else NOTHING for answer in answers]
+        return kept if any(len(answer.token_ids) for answer in kept) else None
 
     def close(self) -> None:
         """Write the pending notes and stop. If the directory does not respond, wait at most CLOSE_S."""
@@ -170,12 +144,12 @@ class PartialJournal:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         with contextlib.suppress(OSError):  # the disk may be full
-            for each in waiting.values():
-                target = self._file(each.task_id)
+            for note in waiting.values():
+                target = self._file(note.task_id)
                 written = target.with_suffix(f".{os.getpid()}")
-                notes = [_note(answer) for answer in each.answers]
+                notes = [_note(answer) for answer in note.answers]
                 written.write_bytes(
-                    msgspec.msgpack.encode(_TaskNotes(each.task_id, each.lineage, each.temperature, notes))
+                    msgspec.msgpack.encode(_TaskNotes(note.task_id, note.lineage, note.temperature, notes))
                 )
                 written.rename(target)
 

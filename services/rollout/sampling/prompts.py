@@ -107,7 +107,7 @@ class PromptBuilder:
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
-        held: Sequence[int],
+        earlier: Sequence[int],
         at_most: int | None = None,
     ) -> list[int]:
         """Return the token ids that `messages` add to a conversation whose tokens `held` end with the policy's answer.
@@ -122,7 +122,7 @@ class PromptBuilder:
             raise
         except Exception as error:  # a template may raise anything
             raise ValueError(f"{error}".replace("\n", " ")[:200]) from None
-        return ids[1:] if ids and held and ids[0] == held[-1] and ids[0] in self._special_ids else ids
+        return ids[1:] if ids and earlier and ids[0] == earlier[-1] and ids[0] in self._special_ids else ids
 
     def _after_an_answer(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         """Return the text that the template writes for `messages` after an answer, including the end of the answer."""
@@ -134,10 +134,10 @@ class PromptBuilder:
             answer = "".join(digits)
             before = [{"role": "user", "content": "."}, {"role": "assistant", "content": answer}]
             text = self._rendered([*before, *messages], tools)
-            found = text.count(answer)
-            if found == 1:
+            occurrences = text.count(answer)
+            if occurrences == 1:
                 return text.partition(answer)[2]
-            if not found:
+            if not occurrences:
                 break
         raise ValueError("the chat template does not write an assistant's answer unchanged and exactly once")
 
@@ -174,25 +174,25 @@ class PromptBuilder:
     def completion(self, token_ids: list[int], stop: tuple[str, ...]) -> str:
         """Return the text of sampled tokens without special tokens, cut before the first stop text."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        ends = [at for at in (text.find(each) for each in stop) if at >= 0]
+        ends = [at for at in (text.find(ending) for ending in stop) if at >= 0]
         return text[: min(ends)] if ends else text
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token, special tokens included. A character made up of several tokens belongs to the
         last of them."""
-        unknown = [each for each in dict.fromkeys(token_ids) if each not in self._pieces]
-        self._pieces.update(zip(unknown, map(self._text_of, ([each] for each in unknown)), strict=True))
-        found = [self._pieces[each] for each in token_ids]
+        unknown = [token for token in dict.fromkeys(token_ids) if token not in self._pieces]
+        self._pieces.update(zip(unknown, map(self._text_of, ([token] for token in unknown)), strict=True))
+        pieces = [self._pieces[token] for token in token_ids]
         at = 0
-        while at < len(found):
-            for end in range(at + 2, min(at + _CHARACTER_TOKENS, len(found)) + 1) if _BROKEN in found[at] else ():
+        while at < len(pieces):
+            for end in range(at + 2, min(at + _CHARACTER_TOKENS, len(pieces)) + 1) if _BROKEN in pieces[at] else ():
                 text = self._text_of(token_ids[at:end])
                 if _BROKEN not in text:
-                    found[at:end] = [*[""] * (end - at - 1), text]
+                    pieces[at:end] = [*[""] * (end - at - 1), text]
                     at = end - 1
                     break
             at += 1
-        return found
+        return pieces
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
@@ -202,9 +202,9 @@ class PromptBuilder:
 def tool_calls(text: str) -> list[ToolCall]:
     """Return the calls in an answer: each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` that parses."""
     calls = []
-    for found in _TOOL_CALL.findall(text):
+    for call_text in _TOOL_CALL.findall(text):
         try:
-            call = msgspec.json.decode(found)
+            call = msgspec.json.decode(call_text)
             calls.append(ToolCall(call["name"], dict(call.get("arguments") or {})))
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError):
             continue

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -21,10 +21,11 @@ from shared.rpc.errors import BadInput, RpcError
 from shared.stages import TRAIN
 
 if TYPE_CHECKING:
-    from services.rollout.workflows.calls import OnText
     from shared.topology import Topology
 
 _NOT_RECORDED: Mapping[str, RowDigests] = MappingProxyType({})
+OnText = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Function that runs blocking work on the thread that handles the rows and the tokenizer."""
 TASKS_A_TURN = 4
 TEXT_S = 120.0
 """Maximum seconds that one turn on the text thread may take, including the wait for earlier turns of other leases and
@@ -100,7 +101,9 @@ class TaskSets:
         self._recites = topology.algorithm.loss.name == "cross_entropy"
         self._sources: dict[str, Source] = {}
         self._checks: dict[str, RowCheck] = {}
-        named = {TRAIN: topology.data.train.source} | {name: each.source for name, each in topology.data.eval.items()}
+        named = {TRAIN: topology.data.train.source} | {
+            name: chosen.source for name, chosen in topology.data.eval.items()
+        }
         for split, source in named.items():
             key = "data.train.source" if split == TRAIN else f"data.eval.{split}.source"
             try:
@@ -152,10 +155,6 @@ class TaskSets:
         if split in self._checks:
             self._checks[split].check(index)
         return self._sources[split].row(index)
-
-    def texts(self, token_ids: Sequence[list[int]], sampling: SamplingParams) -> list[str]:
-        """Return the texts of the completions, for rewards."""
-        return [self._prompts.completion(ids, sampling.stop) for ids in token_ids]
 
     def _token_ids(self, split: str, task_id: str, row: Row) -> list[int]:
         try:

@@ -1,4 +1,6 @@
-"""Messages between the service and a process that runs users' code: length-prefixed msgpack structs over a socket.
+"""What passes between the service and a process that runs users' code.
+
+Messages are length-prefixed msgpack structs over a socket. `Marks` are memory that both share.
 
 Messages contain only data, so reading them executes nothing. A slot is one call of a user's function in one process.
 Slots are numbered from 1, and numbers are not reused.
@@ -6,7 +8,10 @@ Slots are numbered from 1, and numbers are not reused.
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
+import threading
 from enum import StrEnum
 from typing import Any
 
@@ -205,3 +210,54 @@ def frame(message: msgspec.Struct, limit_bytes: int) -> bytes:
 
 UNFIT = (TypeError, ValueError, OverflowError, RecursionError)
 """The exceptions that `frame` raises."""
+
+
+_CURRENT = struct.Struct("<q")
+_TOOLS = struct.Struct("<H")
+_BYTES = _CURRENT.size + (SLOTS + 1) * _TOOLS.size  # slots are numbered from 1
+_NOBODY = 0
+
+
+def make_marks() -> int:
+    """Create marks and return their descriptor, which both processes use."""
+    descriptor = os.memfd_create("rlbus-marks")
+    os.ftruncate(descriptor, _BYTES)
+    return descriptor
+
+
+class Marks:
+    """Memory that shows which call's code is running.
+
+    It outlives the process, so that the service can identify the call that ended the process. Only the process writes
+    to it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, _BYTES)
+        self._lock = threading.Lock()
+
+    def enter(self, slot: int) -> None:
+        """Mark that the loop is running the slot's code."""
+        _CURRENT.pack_into(self._map, 0, slot)
+
+    def leave(self) -> None:
+        _CURRENT.pack_into(self._map, 0, _NOBODY)
+
+    def tool(self, slot: int, change: int) -> None:
+        """Count one running tool more (1) or fewer (-1) for the slot. Any thread may call this."""
+        with self._lock:
+            at = _CURRENT.size + slot * _TOOLS.size
+            _TOOLS.pack_into(self._map, at, max(0, min(0xFFFF, _TOOLS.unpack_from(self._map, at)[0] + change)))
+
+    def current(self) -> int | None:
+        """Return the slot whose code the loop is running, or None."""
+        slot: int = _CURRENT.unpack_from(self._map, 0)[0]
+        return None if slot == _NOBODY else slot
+
+    def tools(self, slot: int) -> int:
+        """Return how many of the slot's tools are running."""
+        count: int = _TOOLS.unpack_from(self._map, _CURRENT.size + slot * _TOOLS.size)[0]
+        return count
+
+    def close(self) -> None:
+        self._map.close()

@@ -1,26 +1,39 @@
 """The service's side of one process that runs users' code.
 
-It hands calls to the process, notices when the process hangs or dies, and identifies the call that may be the cause, so
-that other calls are not lost with it.
+Every wait for the process is bounded. It hands calls to the process, notices when the process hangs or dies, and
+identifies the call that may be the cause, so that other calls are not lost with it. When the time is up, the process is
+killed with everything that it started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
+import socket
+import sys
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from proto.messages import LossReason, WaitKind, WaitRow
+from proto.messages import ErrorCode, LossReason, WaitKind, WaitRow
 from services.rollout.user_code import frames
-from services.rollout.user_code.child import GONE, UserProcess, decoded
-from services.rollout.user_code.frames import Failed, Purpose, Rated, Returned, Setup, frame
-from services.rollout.user_code.marks import Marks, make_marks
-from services.rollout.user_code.trace import hangs_at
+from services.rollout.user_code.frames import Failed, Marks, Purpose, Rated, Ready, Returned, Setup, frame
+from services.rollout.user_code.trace import StackFile, hangs_at
+from shared.data.gym_process import HASH_SEED
+from shared.rpc.errors import BadInput, RpcError
 from shared.workflow import WorkflowError
 
+MODULE = "services.rollout.user_code.process"
+START_S = 60.0  # includes the import of a user's libraries
+END_S = 10.0  # longer than the keeper's own limit
+_PACKAGES = Path(__file__).parents[3]
+T = TypeVar("T")
+GONE = (asyncio.IncompleteReadError, ConnectionError)
+"""Exceptions that `UserProcess.read` raises once the process is gone."""
 WATCH_S = 0.25
 GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, or that clean up after their timeout
 STALL_S = 10.0
@@ -31,7 +44,113 @@ LEFT_TOOLS = 64
 LATE_CALLS = 4
 """Number of late calls after which the process is replaced. Each of them may have left a thread behind, and a loop may
 have only five threads for `asyncio.to_thread`."""
+_READY = msgspec.msgpack.Decoder(Ready)
 _MESSAGE: msgspec.msgpack.Decoder[frames.ToService] = msgspec.msgpack.Decoder(frames.ToService)
+
+
+class UserProcess:
+    """A child at the other end of a socket pair. It becomes the keeper of the process that runs the users' code
+    (`services.rollout.user_code.confined`) and ends in the same way as that process does."""
+
+    def __init__(
+        self,
+        child: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        stack: StackFile,
+    ) -> None:
+        self._child = child
+        self._reader = reader
+        self._writer = writer
+        self.stack = stack
+        """The file to which the process writes its stack. It is closed together with the process."""
+
+    @classmethod
+    async def start(cls, setup: Setup, marks: int) -> tuple[UserProcess, Ready]:
+        """Start a process that inherits the descriptor `marks`, and wait until it has loaded its functions.
+
+        Raises a one-line RpcError: BadInput if the functions cannot be loaded, internal if the process ends or hangs in
+        the meantime.
+        """
+        ours, theirs = socket.socketpair()
+        stack = StackFile()
+        path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH", ""))))
+        passed = (theirs.fileno(), marks, stack.descriptor)
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", MODULE, setup.purpose, *map(str, passed)),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=passed,
+                start_new_session=True,  # a signal to the service's group must not end the keeper
+                env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1"},
+            )
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        process = cls(child, reader, writer, stack)
+        return process, await process._ready(setup)
+
+    async def _ready(self, setup: Setup) -> Ready:
+        try:
+            async with asyncio.timeout(START_S):
+                self.write(frame(setup, frames.TO_PROCESS_BYTES))
+                ready = decoded(await self.read(), _READY)
+        except (TimeoutError, *GONE) as error:
+            status = await self.end()
+            raise RpcError(
+                ErrorCode.INTERNAL,
+                f"{setup.purpose} {', '.join(path for path, _ in setup.functions)}: their process {status} while "
+                f"loading them ({type(error).__name__}, limit {START_S:g} s)",
+            ) from None
+        except asyncio.CancelledError:
+            await self.end()
+            raise
+        if ready.error:
+            await self.end()
+            raise BadInput(ready.error) if ready.certain else RpcError(ErrorCode.INTERNAL, ready.error)
+        self.stack.belongs_to(ready.pid)
+        return ready
+
+    def write(self, message: bytes) -> None:
+        """Send without waiting for buffer space."""
+        self._writer.write(message)
+
+    async def read(self) -> bytes:
+        """Return the body of the next message. Raises one of GONE once the process is gone."""
+        (length,) = frames.LENGTH.unpack(await self._reader.readexactly(frames.LENGTH.size))
+        if length > frames.TO_SERVICE_BYTES:
+            raise ConnectionError(
+                f"a process that runs users' code announced {length} bytes; the limit is {frames.TO_SERVICE_BYTES}"
+            )
+        return await self._reader.readexactly(length)
+
+    async def end(self, grace_s: float = 0.0) -> str:
+        """Kill the process and everything that it started. Return how it ended: on its own within `grace_s`, or because
+        it was killed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._child.wait()
+        status = self._child.returncode
+        try:
+            await self._end_tree()
+        finally:
+            self._writer.close()
+            self.stack.close()
+        if status is None:
+            return "was killed"
+        return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    async def _end_tree(self) -> None:
+        """Stop the process tree through its keeper. If the keeper does not respond, kill it, and its child with it."""
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(END_S):
+                await self._child.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.kill()
+            await self._child.wait()
 
 
 class Work(Protocol):
@@ -73,7 +192,7 @@ Ended = Returned | Rated | Failed
 
 
 @dataclass(eq=False)
-class _Live:
+class _LiveCall:
     work: Work
     began: float
     deadline: float
@@ -84,14 +203,14 @@ class _Live:
 class UserHost:
     """One process and its calls. It is used only on the service's loop."""
 
-    def __init__(self, process: UserProcess, ready: frames.Ready, marks: Marks, setup: Setup) -> None:
+    def __init__(self, process: UserProcess, ready: Ready, marks: Marks, setup: Setup) -> None:
         self._process = process
         self._marks = marks
         self._setup = setup
         self._stall_s = setup.timeout_s + GRACE_S
         if setup.purpose is Purpose.WORKFLOW:  # a workflow's code must not block the loop, which other samples share
             self._stall_s = min(STALL_S, setup.timeout_s)
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _LiveCall] = {}
         self._slot = 0
         self._left_tools = 0
         self._late_calls = 0
@@ -109,7 +228,7 @@ class UserHost:
     @classmethod
     async def start(cls, setup: Setup) -> UserHost:
         """Start a process. Raises a one-line RpcError(bad_request) if its functions cannot be loaded."""
-        descriptor = make_marks()
+        descriptor = frames.make_marks()
         try:
             marks = Marks(descriptor)
             process, ready = await UserProcess.start(setup, descriptor)
@@ -138,7 +257,7 @@ class UserHost:
         loop = asyncio.get_running_loop()
         # Plain functions are called one after another, so the time of each starts when the previous one ends.
         limit_s = self._setup.timeout_s + 2 * GRACE_S if self.ready.is_async[work.function] else float("inf")
-        live = _Live(work, loop.time(), loop.time() + limit_s, loop.create_future())
+        live = _LiveCall(work, loop.time(), loop.time() + limit_s, loop.create_future())
         try:
             try:
                 message = frame(work.begin(slot), frames.TO_PROCESS_BYTES)
@@ -164,8 +283,8 @@ class UserHost:
         if not self._live:
             return []
         slot = self._marks.current()
-        live = self._live.get(slot or 0) or min(self._live.values(), key=lambda each: each.began)
-        began, home = min(each.began for each in self._live.values()), self.ready.homes[live.work.function]
+        live = self._live.get(slot or 0) or min(self._live.values(), key=lambda call: call.began)
+        began, home = min(call.began for call in self._live.values()), self.ready.homes[live.work.function]
         since_s = asyncio.get_running_loop().time() - began
         at = hangs_at(await self._process.stack.read() if since_s > LOOK_S else "", home)
         text = (
@@ -212,7 +331,7 @@ class UserHost:
                     live.ended.set_result(self._broken(slot, live, suspects, hung, status, stack))
             self._marks.close()
 
-    def _broken(self, slot: int, live: _Live, suspects: set[int], hung: bool, status: str, stack: str) -> Broken:
+    def _broken(self, slot: int, live: _LiveCall, suspects: set[int], hung: bool, status: str, stack: str) -> Broken:
         home = self.ready.homes[live.work.function]
         suspect, certain = slot in suspects, suspects == {slot}
         if self._no_memory is not None:
@@ -290,7 +409,7 @@ class UserHost:
                     self._fail_late(slot, live)
         return False
 
-    def _fail_late(self, slot: int, live: _Live) -> None:
+    def _fail_late(self, slot: int, live: _LiveCall) -> None:
         """Fail a call that ignored its timeout. On the first round, its answer may still be in the socket."""
         if not live.late:
             live.late = True
@@ -304,3 +423,12 @@ class UserHost:
             return {self._no_memory.slot}
         current = self._marks.current()  # possibly code left behind by a call that has ended
         return {slot for slot in self._live if slot == current or self._marks.tools(slot)}
+
+
+def decoded(body: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """Decode a message. Raises ConnectionError if it is invalid, which means that users' code has written to the
+    socket."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConnectionError(f"a process that runs users' code sent an invalid message: {error}") from None

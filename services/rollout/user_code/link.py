@@ -81,14 +81,14 @@ class Link:
 
     def _complete_messages(self) -> list[ToProcess]:
         """Remove and return the complete messages in the buffer."""
-        found: list[ToProcess] = []
+        messages: list[ToProcess] = []
         at = 0
         while len(self._buffer) - at >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._buffer, at)
             if len(self._buffer) - at - LENGTH.size < length:
                 break
             at += LENGTH.size
-            found.append(self._decoder.decode(memoryview(self._buffer)[at : at + length]))
+            messages.append(self._decoder.decode(memoryview(self._buffer)[at : at + length]))
             at += length
         del self._buffer[:at]
-        return found
+        return messages

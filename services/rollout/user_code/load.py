@@ -36,7 +36,7 @@ class UserFunction:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _FunctionKind:
     """The functions for one purpose: their name in errors, their arguments and the builtins."""
 
     what: str
@@ -46,8 +46,8 @@ class _Kind:
 
 
 _KINDS = {
-    Purpose.REWARD: _Kind("reward function", ("sample",), rewards.BUILTINS),
-    Purpose.WORKFLOW: _Kind(
+    Purpose.REWARD: _FunctionKind("reward function", ("sample",), rewards.BUILTINS),
+    Purpose.WORKFLOW: _FunctionKind(
         "workflow",
         ("row", "llm", "ctx"),
         {name: rewards.Builtin(call) for name, call in workflows.BUILTINS.items()},
@@ -97,11 +97,11 @@ def _builtin(purpose: Purpose, path: str) -> rewards.Builtin | None:
     module_name, _, name = path.partition(":")
     if module_name != _BUILTIN:
         return None
-    known = _KINDS[purpose].builtins
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1) or sorted(known)
+    builtins = _KINDS[purpose].builtins
+    if name not in builtins:
+        near = difflib.get_close_matches(name, builtins, n=1) or sorted(builtins)
         raise refused(purpose, path, f"names no builtin; use {_BUILTIN}:{near[0]}")
-    return known[name]
+    return builtins[name]
 
 
 def _checked(builtin: rewards.Builtin, purpose: Purpose, path: str, params: dict[str, Any]) -> Callable[..., Any]:

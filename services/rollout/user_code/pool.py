@@ -48,11 +48,11 @@ class UserPool:
         try:
             begun: list[UserHost | None] = list(await asyncio.gather(*starting))
         finally:
-            for each in starting:
-                each.cancel()
+            for starter in starting:
+                starter.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
         begun += [None] * (self._processes - at_once)
-        self.keepers = [asyncio.create_task(self._replace_when_ended(each)) for each in begun]
+        self.keepers = [asyncio.create_task(self._replace_when_ended(starter)) for starter in begun]
 
     async def watch(self) -> None:
         """Wait until a process cannot be replaced, and raise the resulting RpcError. Without processes, wait
@@ -69,7 +69,7 @@ class UserPool:
     async def waits(self) -> list[WaitRow]:
         """Return a row for each process that is working on calls."""
         rows = await asyncio.gather(*(process.waits() for process in list(self._all)))
-        return [row for found in rows for row in found]
+        return [row for of_process in rows for row in of_process]
 
     async def make(self, new_work: Callable[[], W]) -> tuple[Ended, W]:
         """Make a call, and repeat it with new work if its process ends. Return how the call ended, and the last work.

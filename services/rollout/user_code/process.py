@@ -23,13 +23,23 @@ from services.rollout.rewards.judge import unavailable
 from services.rollout.rewards.score import Score, total, totals
 from services.rollout.user_code import frames
 from services.rollout.user_code.confined import confine, limit_memory, read
-from services.rollout.user_code.frames import BeginSample, Failed, Purpose, Rated, RateSamples, Returned, Setup, frame
+from services.rollout.user_code.frames import (
+    BeginSample,
+    Failed,
+    Marks,
+    Purpose,
+    Rated,
+    RateSamples,
+    Returned,
+    Setup,
+    frame,
+)
 from services.rollout.user_code.link import Link
 from services.rollout.user_code.load import UserFunction, load
-from services.rollout.user_code.marks import Marks
-from services.rollout.user_code.trace import raised_at, traced, write_stacks
+from services.rollout.user_code.trace import raised_at, traced
 from services.rollout.user_code.user_side import TOOL_STACK_BYTES, ProcessContext, ProcessLLM
 from shared.rpc.errors import RpcError, is_certain
+from shared.stacks import write_stacks_on_signal
 from shared.workflow import Sequence, Trajectory, WorkflowError
 
 NO_MEMORY_STATUS = 70
@@ -41,13 +51,14 @@ _SLOT: contextvars.ContextVar[int] = contextvars.ContextVar("slot")
 
 
 def main(descriptor: int, marks: int, stack: int) -> None:
-    """Handle the messages of the service at the other end of the socket until the socket closes. For `stack`, see
-    `trace.write_stacks`."""
+    """Handle the messages of the service at the other end of the socket until the socket closes. `stack` is the
+    descriptor of its `trace.StackFile`."""
     link = confine(descriptor)
     setup = read(link, Setup) if link is not None else None
     if link is None or setup is None:
         return
-    write_stacks(stack)
+    os.set_inheritable(stack, False)
+    write_stacks_on_signal(stack, all_threads=False)
     try:
         functions = [load(setup.purpose, path, params) for path, params in setup.functions]
     except RpcError as error:
@@ -56,13 +67,13 @@ def main(descriptor: int, marks: int, stack: int) -> None:
     threading.stack_size(TOOL_STACK_BYTES)
     limit_memory(setup.memory_bytes)
     ready = frames.Ready(
-        group=[each.group for each in functions],
-        is_async=[each.is_async for each in functions],
-        homes=[each.home for each in functions],
+        group=[function.group for function in functions],
+        is_async=[function.is_async for function in functions],
+        homes=[function.home for function in functions],
         pid=os.getpid(),
     )
     link.sendall(frame(ready, frames.TO_SERVICE_BYTES))
-    _Slots(link, Marks(marks), setup, functions).run()
+    _CallSlots(link, Marks(marks), setup, functions).run()
 
 
 def _no_memory_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -102,7 +113,7 @@ class _Marked(Coroutine[Any, Any, Any]):
         return self._inner.__await__()
 
 
-class _Slots:
+class _CallSlots:
     """The calls in progress. One loop serves all calls, because clients and locks in user modules are bound to a
     loop."""
 
@@ -256,10 +267,10 @@ def _returned(slot: int, trajectory: Any, state: dict[str, Any]) -> Returned:
     try:
         sequences = [
             Sequence(
-                [int(each) for each in made.token_ids],
-                [int(each) for each in made.loss_mask],
-                [float(each) for each in made.logprobs],
-                [int(each) for each in made.versions],
+                [int(number) for number in made.token_ids],
+                [int(number) for number in made.loss_mask],
+                [float(number) for number in made.logprobs],
+                [int(number) for number in made.versions],
             )
             for made in trajectory.sequences
         ]

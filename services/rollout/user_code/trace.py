@@ -5,9 +5,7 @@ No function here raises an exception, whatever the user's exception is.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import faulthandler
 import inspect
 import os
 import re
@@ -19,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-STACK_SIGNAL = signal.SIGRTMIN + 3
-"""Signal that makes a process write its main thread's stack to its stack file, even while code holds the GIL."""
+from shared.stacks import STACK_SIGNAL, written
+
 STACK_LIMIT_S = 0.25
 """Maximum seconds to wait for a stack. A stopped process never writes one."""
 STACK_BYTES = 1 << 14
@@ -63,21 +61,23 @@ def chain(error: BaseException) -> Iterator[BaseException]:
     a urllib error is included."""
     waiting, seen = [error], set[int]()
     while waiting and len(seen) < DEPTH:
-        each = waiting.pop(0)
-        if id(each) in seen:
+        link = waiting.pop(0)
+        if id(link) in seen:
             continue
-        seen.add(id(each))
-        yield each
-        hidden = None if each.__suppress_context__ else each.__context__
-        linked = (each.__cause__, hidden, getattr(each, "reason", None))
+        seen.add(id(link))
+        yield link
+        hidden = None if link.__suppress_context__ else link.__context__
+        linked = (link.__cause__, hidden, getattr(link, "reason", None))
         waiting += [other for other in linked if isinstance(other, BaseException)]
 
 
 def raised_at(error: BaseException, home: Home) -> str:
     """Return the innermost line of the function's own file that `error` passed through, or else the function's first
     line."""
-    for each in chain(error):
-        lines = [line for frame, line in traceback.walk_tb(each.__traceback__) if frame.f_code.co_filename == home.file]
+    for cause in chain(error):
+        lines = [
+            line for frame, line in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_filename == home.file
+        ]
         if lines:
             return place(home.file, lines[-1])
     return home.place
@@ -92,17 +92,11 @@ def traced(error: BaseException) -> str:
 
 
 def hangs_at(stack: str, home: Home) -> str:
-    """Do what `raised_at` does, for a stack that `write_stacks` wrote."""
+    """Do what `raised_at` does, for a stack that the process wrote to its `StackFile`."""
     for file, line in _FRAME.findall(stack):
         if file == home.file:
             return place(file, int(line))
     return home.place
-
-
-def write_stacks(descriptor: int) -> None:
-    """Make this process write its stack to `descriptor` on STACK_SIGNAL. Children do not inherit the descriptor."""
-    os.set_inheritable(descriptor, False)
-    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=False, chain=False)
 
 
 class StackFile:
@@ -125,12 +119,7 @@ class StackFile:
             os.ftruncate(self.descriptor, 0)
             os.lseek(self.descriptor, 0, os.SEEK_SET)  # the offset is shared with the process
             signal.pidfd_send_signal(self._process, STACK_SIGNAL)
-            size = 0
-            async with asyncio.timeout(STACK_LIMIT_S):
-                while not size or os.fstat(self.descriptor).st_size != size:
-                    size = os.fstat(self.descriptor).st_size
-                    await asyncio.sleep(_POLL_S)  # the kernel sends no notification of writes to a file in memory
-        return os.pread(self.descriptor, STACK_BYTES, 0).decode(errors="replace")
+        return await written(self.descriptor, 0, limit_s=STACK_LIMIT_S, poll_s=_POLL_S, limit_bytes=STACK_BYTES)
 
     def close(self) -> None:
         for descriptor in (self.descriptor, self._process):

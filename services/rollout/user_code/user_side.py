@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from services.rollout.user_code.confined import grow_limit
-from services.rollout.user_code.frames import UNFIT, Answered, BeginSample, Chat, CompleteText, Leave
+from services.rollout.user_code.frames import UNFIT, Answered, BeginSample, Chat, CompleteText, Leave, Marks
 from services.rollout.user_code.link import Link
-from services.rollout.user_code.marks import Marks
 from shared.workflow import ContextFull, Message, Trajectory, Turn, WorkflowError
 
 T = TypeVar("T")
 TOOL_STACK_BYTES = 4 << 20
-REFUSALS: dict[str, type[Exception]] = {each.__name__: each for each in (ContextFull, WorkflowError)}
+REFUSALS: dict[str, type[Exception]] = {error.__name__: error for error in (ContextFull, WorkflowError)}
 """Errors with which the service may refuse a call. Any other error is raised as a RuntimeError."""
 
 

@@ -1,17 +1,18 @@
-"""Sources of an engine's weights: the store's shards, or a transfer by the trainer with the shards as a fallback.
+"""The source of an engine's weights: the store's shards, or a transfer by the trainer with the shards as a fallback.
 
-Sources do not check the weights that arrive; `weights_sync` proves them.
+It does not check the weights that arrive; `WeightsSync` proves them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -24,15 +25,18 @@ from shared.dataplane.client import DataClient
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.rpc.errors import RpcError
 from shared.weights.drill import noise_factors, perturb
+from shared.weights.weight_set import WeightSet
 
 SHARDS = "shards"
 FETCH_S = 120.0
 """Maximum seconds without data from a store. After that, the data that has arrived is discarded and the store is asked
 again."""
 Emit = Callable[[str, dict[str, float | str]], None]
+VersionKey = tuple[int, int, int]
+"""Lineage, step and fence."""
 
 
-class Entry(StrEnum):
+class LoadEntry(StrEnum):
     """The ways in which weights enter an engine. Each is drilled separately."""
 
     SET = "set_weights"
@@ -40,22 +44,21 @@ class Entry(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedWeights:
     """The weights that were set in an engine, the route by which they arrived, and how they entered the engine.
 
-    `names` lists the weights; `given` holds the arrays that were set, and is empty if the engine received the weights
-    itself.
+    `given` holds the arrays that were set, and is empty if the engine received the weights itself.
     """
 
     route: str
-    entry: Entry
-    names: Collection[str]
-    nbytes: int
+    entry: LoadEntry
+    weights: WeightSet
     given: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
-        return len(self.names)
+        """Number of tensors."""
+        return len(self.weights.parameters)
 
 
 @runtime_checkable
@@ -63,14 +66,14 @@ class Delivery(Protocol):
     """Weights that have arrived or are about to arrive."""
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> LoadEntry:
         """How the weights will enter the engine."""
 
     async def begin(self) -> None:
         """Do what can be done while the engine continues to sample; `load` or `decline` follows. Raises
         TransferFailed."""
 
-    async def load(self, engine: Engine) -> Loaded:
+    async def load(self, engine: Engine) -> LoadedWeights:
         """Set the weights.
 
         Raises WeightsMismatch or RpcError. If the weights do not arrive, raises TransferFailed and leaves the engine
@@ -89,8 +92,8 @@ class Arrays:
     route: str = SHARDS
 
     @property
-    def entry(self) -> Entry:
-        return Entry.SET
+    def entry(self) -> LoadEntry:
+        return LoadEntry.SET
 
     async def begin(self) -> None:
         """Do nothing, since the weights have arrived."""
@@ -98,43 +101,9 @@ class Arrays:
     def decline(self) -> None:
         """Do nothing, since no sender is waiting."""
 
-    async def load(self, engine: Engine) -> Loaded:
+    async def load(self, engine: Engine) -> LoadedWeights:
         await engine.set_weights(self.weights)
-        nbytes = sum(each.nbytes for each in self.weights.values())
-        return Loaded(self.route, self.entry, self.weights.keys(), nbytes, self.weights)
-
-
-class WeightsSource(Protocol):
-    """A source from which the rollout obtains weights."""
-
-    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
-        """Return the weights of `ref`. Raises RpcError if they are not available, or if nothing arrives for
-        `FETCH_S`."""
-
-    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
-        """Return the weights of `ref` from the store, after a failed transfer."""
-
-    async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
-        """Return the weights of the start-up drill, to be brought into the engine through `entry`."""
-
-
-class ShardSource:
-    """A source that reads from this host's store, which fetches versions from other hosts."""
-
-    def __init__(self, data: DataClient, store: str = "") -> None:
-        """`store` is this host's store. If it is empty, versions are read from the store that holds them."""
-        self._data = data
-        self._store = store
-
-    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
-        fetching = fetch_weights(self._data, ref, self._store, deadline_s=FETCH_S, on_progress=on_progress)
-        return Arrays(await fetching)
-
-    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
-        return await self.fetch(ref, on_progress)
-
-    async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
-        return await own_drill(engine, ref)
+        return LoadedWeights(self.route, self.entry, WeightSet.of(self.weights), self.weights)
 
 
 async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
@@ -152,53 +121,81 @@ async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
     return Arrays(perturbed)
 
 
-class TransferSource:
-    """A source that receives from the trainer. If that fails, the store is used and the failure is reported."""
+class _Fetching:
+    """The callers that are waiting for one version. The progress of the fetch is reported to all of them."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.waiting: list[OnProgress] = []
+
+    def on_progress(self) -> None:
+        for on_progress in list(self.waiting):
+            on_progress()
+
+
+class WeightsSource:
+    """The weights of an engine: from the store, or from the trainer with the store as a fallback.
+
+    Tasks that want a version at the same time share one delivery: the lease being prefetched, the leases waiting for
+    their turn and an in-flight swap. A version is kept only while it is in use, because the store cannot free its bytes
+    until it is released. The source is used only on the service's loop.
+    """
 
     def __init__(
         self,
-        transfers: EngineTransfers,
-        shards: ShardSource,
+        data: DataClient,
+        store: str = "",
         *,
-        route: str,
+        transfers: EngineTransfers | None = None,
+        route: str = SHARDS,
         emit: Emit,
         engine: Receiver[TransferOffer] | None = None,
     ) -> None:
-        """`emit(topic, values)` sends telemetry.
+        """`store` is this host's store, which fetches versions from other hosts. If it is empty, versions are read from
+        the store that holds them. `emit(topic, values)` sends telemetry.
 
-        `engine` receives into its own memory. If it is None, this process receives while the engine keeps working.
+        `transfers` brings versions from the trainer by `route`; None: the store is used. `engine` receives into its own
+        memory. If it is None, this process receives while the engine keeps working.
         """
-        self.transfers = transfers
-        self.shards = shards
-        self.route = route
+        self._data = data
+        self._store = store
+        self._transfers = transfers
+        self._route = route
         self._emit = emit
         self._engine = engine
         self._memory = HostMemory()
+        self._deliveries: WeakValueDictionary[VersionKey, Delivery] = WeakValueDictionary()
+        self._fetching: WeakValueDictionary[VersionKey, _Fetching] = WeakValueDictionary()
         self._log = structlog.get_logger("transfer")
 
     async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
-        if self._engine is not None:
-            return _IntoEngine(self, self._engine, ref, is_drill=False)
+        """Return the weights of `ref`. Raises RpcError if they are not available, or if nothing arrives for
+        `FETCH_S`."""
+        key = (ref.lineage, ref.step, ref.fence)
+        fetching = self._fetching.setdefault(key, _Fetching())
+        fetching.waiting.append(on_progress)
         try:
-            began = time.perf_counter()
-            weights = await self.transfers.bring(ref, self._memory, drill=False)
-        except TransferFailed as error:
-            self.failed(ref, error)
-            on_progress()
-            return await self.shards.fetch(ref, on_progress)
-        self.done(ref, sum(each.nbytes for each in weights.values()), time.perf_counter() - began)
-        return Arrays(weights, self.route)
+            async with fetching.lock:  # if the fetch fails, the next caller repeats it with its own full time limit
+                on_progress()
+                delivery = self._deliveries.get(key)
+                if delivery is None:
+                    delivery = self._deliveries[key] = await self._deliver(ref, fetching.on_progress)
+                return delivery
+        finally:
+            fetching.waiting.remove(on_progress)
 
     async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
-        return await self.shards.fetch(ref, on_progress)
+        """Return the weights of `ref` from the store, for example after a failed transfer."""
+        return Arrays(await fetch_weights(self._data, ref, self._store, deadline_s=FETCH_S, on_progress=on_progress))
 
-    async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
+    async def drill(self, engine: Engine, ref: WeightsRef, entry: LoadEntry) -> Delivery:
+        """Return the weights of the start-up drill, to be brought into the engine through `entry`."""
+        if self._transfers is None or (self._engine is not None and entry == LoadEntry.SET):
+            return await own_drill(engine, ref)
         if self._engine is not None:
-            if entry == Entry.SET:  # the shards are used instead of a transfer
-                return await own_drill(engine, ref)
-            return _IntoEngine(self, self._engine, ref, is_drill=True)
+            return _IntoEngine(self, self._transfers, self._engine, ref, is_drill=True)
         try:
-            return Arrays(await self.transfers.bring(ref, self._memory, drill=True), self.route)
+            return Arrays(await self._transfers.bring(ref, self._memory, drill=True), self._route)
         except TransferFailed as error:
             self.failed(ref, error)
             return await own_drill(engine, ref)
@@ -207,14 +204,30 @@ class TransferSource:
         """Leave the communicator."""
         self._memory.leave()
 
-    def done(self, ref: WeightsRef, nbytes: int, seconds: float) -> None:
-        """Report that a version has arrived."""
-        values: dict[str, float | str] = {"step": ref.step, "route": self.route, "bytes": nbytes, "seconds": seconds}
+    async def _deliver(self, ref: WeightsRef, on_progress: OnProgress) -> Delivery:
+        if self._transfers is None:
+            return await self.from_store(ref, on_progress)
+        if self._engine is not None:
+            return _IntoEngine(self, self._transfers, self._engine, ref, is_drill=False)
+        try:
+            began = time.perf_counter()
+            weights = await self._transfers.bring(ref, self._memory, drill=False)
+        except TransferFailed as error:
+            self.failed(ref, error)
+            on_progress()
+            return await self.from_store(ref, on_progress)
+        self.arrived(ref, sum(array.nbytes for array in weights.values()), time.perf_counter() - began)
+        return Arrays(weights, self._route)
+
+    def arrived(self, ref: WeightsRef, nbytes: int, seconds: float) -> str:
+        """Report that a version has arrived, and return its route."""
+        values: dict[str, float | str] = {"step": ref.step, "route": self._route, "bytes": nbytes, "seconds": seconds}
         self._emit("weights/transfer", values)
+        return self._route
 
     def failed(self, ref: WeightsRef, error: TransferFailed) -> None:
         """Report that a transfer failed and that the shards are used instead."""
-        self._log.warning("transfer failed, the shards are used", step=ref.step, route=self.route, why=str(error))
+        self._log.warning("transfer failed, the shards are used", step=ref.step, route=self._route, why=str(error))
         self._emit("weights/transfer", {"step": ref.step, "route": SHARDS, "why": str(error)[:200]})
 
 
@@ -222,20 +235,21 @@ class TransferSource:
 class _IntoEngine:
     """Weights that the engine itself will receive between two steps."""
 
-    source: TransferSource
+    source: WeightsSource
+    transfers: EngineTransfers
     receiver: Receiver[TransferOffer]
     ref: WeightsRef
     is_drill: bool
     _asked: asyncio.Task[TransferOffer] | None = None
 
     @property
-    def entry(self) -> Entry:
-        return Entry.RECEIVE
+    def entry(self) -> LoadEntry:
+        return LoadEntry.RECEIVE
 
     async def begin(self) -> None:
         """Ask the trainer to read the version and to prepare to send it, so that generation does not wait for that."""
         if self._asked is None:
-            self._asked = asyncio.create_task(self.source.transfers.ask(self.ref, self.receiver))
+            self._asked = asyncio.create_task(self.transfers.ask(self.ref, self.receiver))
         try:
             await asyncio.shield(self._asked)  # a concurrent `load` waits for this task, too
         except TransferFailed as error:
@@ -246,23 +260,21 @@ class _IntoEngine:
     def decline(self) -> None:
         asked, self._asked = self._asked, None
         if asked is not None:
-            self.source.transfers.decline(asked.result(), self.receiver)
+            self.transfers.decline(asked.result(), self.receiver)
 
-    async def load(self, engine: Engine) -> Loaded:
-        from shared.weights.table import nbytes
-
-        transfers, began = self.source.transfers, time.perf_counter()
+    async def load(self, engine: Engine) -> LoadedWeights:
+        began = time.perf_counter()
         asked, self._asked = self._asked, None
         try:
             if asked is None:
-                offer = await transfers.bring(self.ref, self.receiver, drill=self.is_drill)
+                offer = await self.transfers.bring(self.ref, self.receiver, drill=self.is_drill)
             else:
-                offer = await transfers.take(await asyncio.shield(asked), self.receiver)
+                offer = await self.transfers.take(await asyncio.shield(asked), self.receiver)
         except TransferFailed as error:
             self.source.failed(self.ref, error)
             if not self.is_drill:
                 raise
             return await (await own_drill(engine, self.ref)).load(engine)
-        size = nbytes(offer.parameters)
-        self.source.done(self.ref, size, time.perf_counter() - began)
-        return Loaded(self.source.route, self.entry, [each.name for each in offer.parameters], size)
+        weights = WeightSet(offer.parameters)
+        route = self.source.arrived(self.ref, weights.nbytes, time.perf_counter() - began)
+        return LoadedWeights(route, self.entry, weights)

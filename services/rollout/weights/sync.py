@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import structlog
@@ -21,7 +21,7 @@ import structlog
 from proto.messages import Canary, ErrorCode, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Engine, WeightsMismatch
-from services.rollout.weights.source import SHARDS, Arrays, Delivery, Entry, Loaded, WeightsSource, own_drill
+from services.rollout.weights.source import SHARDS, Arrays, Delivery, LoadedWeights, LoadEntry, WeightsSource, own_drill
 from services.rollout.weights.transfer import TransferFailed
 from shared.rpc.errors import RpcError
 from shared.weights.drill import canary_error
@@ -75,7 +75,7 @@ class _Coming:
     ref: WeightsRef
     delivery: Delivery
     started: float
-    loaded: Loaded | None = None
+    loaded: LoadedWeights | None = None
     """The weights that were set, or None if they are not in the engine."""
 
 
@@ -95,7 +95,7 @@ class WeightsSync:
         self._who = who
         self._emit = emit
         self._source = source
-        self._drilled: set[Entry] = set()
+        self._drilled: set[LoadEntry] = set()
         """The entries that were proved to reach every parameter."""
         self._noise = 0.0
         """Largest canary error of the drills, whose weights were verified."""
@@ -108,10 +108,10 @@ class WeightsSync:
     def needs(self, ref: WeightsRef, *, exact: bool) -> bool:
         """Return whether the engine must load `ref` first: it holds an older version or, if `exact`, any other one."""
         wanted = (ref.lineage, ref.step)
-        held = (self.holds.lineage, self.holds.step)
-        return held != wanted if exact else held < wanted
+        version = (self.holds.lineage, self.holds.step)
+        return version != wanted if exact else version < wanted
 
-    def is_drilled(self, entry: Entry) -> bool:
+    def is_drilled(self, entry: LoadEntry) -> bool:
         """Return whether this entry has been proved to reach every parameter."""
         return entry in self._drilled
 
@@ -136,6 +136,13 @@ class WeightsSync:
         Raises RpcError(conflict) if the weights do not fit, after which the engine must not continue. Raises
         TransferFailed if they do not arrive, which leaves the engine unchanged.
         """
+        if ref.kind not in self._engine.loads:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"{self._who}: version {ref.step} of lineage {ref.lineage} is of kind {ref.kind} over "
+                f"{ref.base or 'no base'}; this engine loads only {', '.join(sorted(self._engine.loads))}: use an "
+                "engine that loads this kind (services.rollout.engine)",
+            )
         self.holds = HeldVersion()  # the engine holds neither the old version nor the new one until `prove` succeeds
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
         self._coming = _Coming(ref, delivery, time.perf_counter())
@@ -162,7 +169,7 @@ class WeightsSync:
             step=ref.step,
             lineage=ref.lineage,
             parameters=loaded.parameters,
-            nbytes=loaded.nbytes,
+            nbytes=loaded.weights.nbytes,
             seconds=time.perf_counter() - coming.started,
             verify_s=verify_s,
             canary_error=error,
@@ -173,7 +180,7 @@ class WeightsSync:
         self._emit("weights", {"bytes": values.pop("nbytes"), **values})
         return report
 
-    async def _drilled_and_set(self, coming: _Coming) -> Loaded:
+    async def _drilled_and_set(self, coming: _Coming) -> LoadedWeights:
         """Return the weights that are now in the engine. The entry that they used has been drilled.
 
         Raises TransferFailed if the drill had to use another entry, because the weights would most likely need that
@@ -186,14 +193,14 @@ class WeightsSync:
                 raise TransferFailed(f"the start-up drill did not arrive through {entry}")
         return coming.loaded or await self._set(coming)
 
-    async def _set(self, coming: _Coming) -> Loaded:
+    async def _set(self, coming: _Coming) -> LoadedWeights:
         try:
             coming.loaded = await coming.delivery.load(self._engine)
         except WeightsMismatch as mismatch:
             raise RpcError(ErrorCode.CONFLICT, f"{self._who}: weights {coming.ref.task_id}: {mismatch}") from None
         return coming.loaded
 
-    async def _drill(self, ref: WeightsRef, entry: Entry) -> None:
+    async def _drill(self, ref: WeightsRef, entry: LoadEntry) -> None:
         source = self._source
         drill = own_drill(self._engine, ref) if source is None else source.drill(self._engine, ref, entry)
         loaded = await self._set(_Coming(ref, await drill, 0.0))
@@ -206,10 +213,10 @@ class WeightsSync:
         self._emit("drill", values)
         self._drilled.add(loaded.entry)
 
-    async def _verify(self, canary: Canary, loaded: Loaded, what: str) -> float:
+    async def _verify(self, canary: Canary, loaded: LoadedWeights, what: str) -> float:
         """Check every bit of every parameter and return how long this took, in seconds. Raises RpcError(conflict)."""
         began = time.perf_counter()
-        announced = dict(zip(sorted(loaded.names), canary.digests, strict=False))
+        announced = replace(loaded.weights, digests=canary.digests).digest_of
         try:
             if canary.digests and len(canary.digests) != loaded.parameters:
                 raise WeightsMismatch(f"{len(canary.digests)} digests announced for {loaded.parameters} parameters")

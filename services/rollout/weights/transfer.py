@@ -261,7 +261,7 @@ class _ReceivingLine:
     def take(self, offer: TransferOffer, meeting: Meeting) -> dict[str, Array]:
         from shared.tensors_torch import to_numpy
         from shared.weights.gloo import GlooGroup
-        from shared.weights.table import room_for
+        from shared.weights.weight_set import room_for
 
         if self._group is None:
             self._group = GlooGroup(meeting, 1, 2, deadline_s=offer.deadline_s)

@@ -95,8 +95,8 @@ class CallBatcher:
             for task in (gathering, *self._under_way):
                 task.cancel()
             await asyncio.gather(gathering, *self._under_way, return_exceptions=True)
-            for each in self._waiting:
-                each.answer.cancel()
+            for ask in self._waiting:
+                ask.answer.cancel()
 
     def _begin(self, block: list[_WaitingCall]) -> None:
         if not self._under_way:
@@ -104,10 +104,10 @@ class CallBatcher:
         self._under_way.add(asyncio.create_task(self._sample_block(block)))
 
     async def _sample_block(self, block: list[_WaitingCall]) -> None:
-        groups = await self._engine.generate([each.prompt for each in block], block[0].sampling, self._cancel)
-        for each, (generation,) in zip(block, groups, strict=True):
-            if not each.answer.done():  # its sample may have run out of time
-                each.answer.set_result(generation)
+        groups = await self._engine.generate([ask.prompt for ask in block], block[0].sampling, self._cancel)
+        for ask, (generation,) in zip(block, groups, strict=True):
+            if not ask.answer.done():  # its sample may have run out of time
+                ask.answer.set_result(generation)
 
     def _reap(self) -> None:
         for task in [task for task in self._under_way if task.done()]:
@@ -130,8 +130,8 @@ class CallBatcher:
 
     def _take_block(self) -> list[_WaitingCall]:
         """Remove and return the calls with the same `sampling` as the oldest call, at most MAX_BLOCK of them."""
-        live = [each for each in self._waiting if not each.answer.done()]
-        block = [each for each in live if each.sampling == live[0].sampling][:MAX_BLOCK]
+        live = [ask for ask in self._waiting if not ask.answer.done()]
+        block = [ask for ask in live if ask.sampling == live[0].sampling][:MAX_BLOCK]
         taken = set(map(id, block))
-        self._waiting = deque(each for each in live if id(each) not in taken)
+        self._waiting = deque(ask for ask in live if id(ask) not in taken)
         return block

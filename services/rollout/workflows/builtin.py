@@ -61,10 +61,10 @@ def _expression_of(text: str, called: list[dict[str, Any]], asked: str) -> str |
         return str(called[0].get("expression", ""))
     if text.strip().endswith("="):
         return text.strip().rstrip("=")
-    found = _SUM.search(asked)
-    if found is None:
+    match = _SUM.search(asked)
+    if match is None:
         return None
-    expression = found[0].strip()
+    expression = match[0].strip()
     return None if text.strip() == _value_text(expression) else expression
 
 

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.sampling.prompts import PromptBuilder, tool_calls
-from services.rollout.weights.versions import BlockVersions
+from services.rollout.sampling.tasks import OnText
+from services.rollout.sampling.trajectory import BlockVersions
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.conversation import Conversation, PreparedCall
 from shared.workflow import Message, Sequence, Turn, WorkflowError
 
 T = TypeVar("T")
-OnText = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Function that runs blocking work on the thread that handles the rows and the tokenizer."""
 
 
 class SampleCalls:

@@ -61,13 +61,13 @@ class Conversation:
             raise WorkflowError("a chat needs at least one message")
         try:
             for sequence in sorted(self._open, key=lambda each: -len(each.history)):
-                known = len(sequence.history)
+                begun = len(sequence.history)
                 if sequence.busy or sequence.tools != tools or not _continues(messages, sequence.history):
                     continue
-                held = sequence.tokens.token_ids
-                room = self._context_tokens - len(held)
-                added = self._prompts.continuation(messages[known:], tools, held, room)
-                return self._reserve(PreparedCall(sequence, messages, [*held, *added], len(added)))
+                tokens = sequence.tokens.token_ids
+                room = self._context_tokens - len(tokens)
+                added = self._prompts.continuation(messages[begun:], tools, tokens, room)
+                return self._reserve(PreparedCall(sequence, messages, [*tokens, *added], len(added)))
             ids = self._prompts.token_ids({"prompt": messages, "tools": tools}, self._context_tokens)
         except PromptTooLong as error:
             raise ContextFull(f"{error} (the model's context: {self._context_tokens})") from None
@@ -112,7 +112,7 @@ class Conversation:
 
     def sequences(self) -> list[Sequence]:
         """Return all sequences in the order in which they were opened."""
-        return [each.tokens for each in self._open]
+        return [sequence.tokens for sequence in self._open]
 
     def _reserve(self, call: PreparedCall) -> PreparedCall:
         room = self.room(call)
@@ -121,10 +121,10 @@ class Conversation:
                 f"a prompt of {len(call.prompt_ids)} tokens leaves no room in the model's context of "
                 f"{self._context_tokens}"
             )
-        held = sum(len(each.tokens.token_ids) for each in self._open) + self._reserved_tokens
-        if held + call.added + room > self._max_tokens:
+        taken = sum(len(sequence.tokens.token_ids) for sequence in self._open) + self._reserved_tokens
+        if taken + call.added + room > self._max_tokens:
             raise ContextFull(
-                f"{held} tokens so far, {call.added} to add and {room} to sample exceed workflow.max_tokens "
+                f"{taken} tokens so far, {call.added} to add and {room} to sample exceed workflow.max_tokens "
                 f"({self._max_tokens}) for one sample"
             )
         call.sequence.busy = True

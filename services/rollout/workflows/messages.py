@@ -32,11 +32,11 @@ def content_text(message: Message) -> Any:
 
 def arguments(function: dict[str, Any]) -> Any:
     """Return a call's arguments as an object. OpenAI messages contain them as text instead."""
-    found = function.get("arguments")
-    if isinstance(found, str):
+    given = function.get("arguments")
+    if isinstance(given, str):
         with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.json.decode(found)
-    return found
+            return msgspec.json.decode(given)
+    return given
 
 
 def called(calls: list[Any]) -> list[Any]:

@@ -156,9 +156,9 @@ class OpenAIEndpoint:
 
     async def _not_found(self, request: Request, _: Exception) -> Response:
         parts = request.scope["path"].split("/", 4)
-        known = len(parts) == 5 and parts[3] == "v1" and parts[2] in self._sessions
+        is_session = len(parts) == 5 and parts[3] == "v1" and parts[2] in self._sessions
         only = "only POST chat/completions and GET models are served"
-        return _error(404, f"no {request.method} {parts[4]}: {only}" if known else _NO_SAMPLE)
+        return _error(404, f"no {request.method} {parts[4]}: {only}" if is_session else _NO_SAMPLE)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         self._log.error("call failed", exc_info=error)
@@ -255,9 +255,9 @@ def _asked(body: bytes) -> dict[str, Any]:
         raise HTTPException(400, f"the request is not valid JSON: {error}") from None
     if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
         raise HTTPException(400, "the request has no list of messages")
-    if not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in asked["messages"]):
-        raise HTTPException(400, "each message must be an object with a role")
-    if not all(_is_calls(each.get("tool_calls")) for each in asked["messages"]):
+    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in asked["messages"]):
+        raise HTTPException(400, "message message must be an object with a role")
+    if not all(_is_calls(message.get("tool_calls")) for message in asked["messages"]):
         raise HTTPException(400, "tool_calls of a message must be a list of objects, each with an object `function`")
     choices = asked.get("n")
     if choices is not None and (type(choices) is not int or not 1 <= choices <= MOST_CHOICES):
@@ -280,7 +280,7 @@ def _asked(body: bytes) -> dict[str, Any]:
 def _is_calls(calls: Any) -> bool:
     return calls is None or (
         isinstance(calls, list)
-        and all(isinstance(each, dict) and isinstance(each.get("function"), dict | None) for each in calls)
+        and all(isinstance(call, dict) and isinstance(call.get("function"), dict | None) for call in calls)
     )
 
 
@@ -302,10 +302,10 @@ async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
         raise HTTPException(400, f"max_tokens is {limit!r}, but must be a whole number above 0")
     stop = asked.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise HTTPException(400, "stop must be a string or a list of strings")
     tools = asked.get("tools") if asked.get("tool_choice") != "none" else None
-    messages = [_message(session, each) for each in asked["messages"]]
+    messages = [_message(session, message) for message in asked["messages"]]
     return await session.calls.chat(messages, tools, max_new_tokens=limit, stop=tuple(stops))
 
 

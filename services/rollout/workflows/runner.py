@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,16 @@ import numpy as np
 from proto.messages import Trouble, TroubleKind
 from proto.tensors import Array
 from services.rollout.engine import Engine, FinishReason, GenerationCancelled
-from services.rollout.results.trajectory import Rolled, SequenceTokens
 from services.rollout.rewards.score import WORKFLOW, Score, failed
 from services.rollout.sampling.prompts import PromptBuilder
-from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
+from services.rollout.sampling.tasks import OnText, PreparedTasks, ReadyTask
+from services.rollout.sampling.trajectory import BlockVersions, Made, Rolled, SequenceTokens
 from services.rollout.user_code.failing import Failing
 from services.rollout.user_code.frames import Failed, Returned
 from services.rollout.user_code.pool import UserPool
-from services.rollout.weights.versions import BlockVersions
 from services.rollout.workflows.attempt import Attempt
 from services.rollout.workflows.batching import CallBatcher
-from services.rollout.workflows.calls import OnText, SampleCalls
+from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.conversation import Conversation
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from shared.lease import Lease, LeaseLost
@@ -34,16 +33,6 @@ from shared.sample import Sample
 from shared.workflow import Sequence, WorkflowError
 
 WATCH_S = 0.25
-
-
-@dataclass(frozen=True)
-class Made:
-    """One finished sample: its tokens, the `sample` for reward functions, and the workflow's own score, if any."""
-
-    rolled: Rolled
-    sample: Sample
-    score: Score | None
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class WorkflowRunner:
@@ -83,7 +72,7 @@ class WorkflowRunner:
 
     async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Made]]:
         """Return every sample of the lease's tasks, in the shape [tasks][samples]. For `versions`, see
-        `InFlight.begin`.
+        `EngineVersions.bring`.
 
         Raises LeaseLost.
         """
@@ -177,15 +166,15 @@ def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_t
     """Return the finished sample. Raises WorkflowError if its trajectory cannot be trained on."""
     if returned.score is not None and returned.score.value is None:
         raise WorkflowError(returned.score.failure)
-    sequences = [tokens_of(each) for each in returned.sequences]
-    if not any(each.loss_mask.any() for each in sequences):
+    sequences = [tokens_of(sequence) for sequence in returned.sequences]
+    if not any(sequence.loss_mask.any() for sequence in sequences):
         raise WorkflowError("returned a trajectory without a sampled token")
-    if any(each.token_ids.min() < 0 or each.token_ids.max() >= vocab_size for each in sequences):
+    if any(sequence.token_ids.min() < 0 or sequence.token_ids.max() >= vocab_size for sequence in sequences):
         raise WorkflowError(f"returned token ids outside the vocabulary of {vocab_size}")
-    tokens = sum(len(each.token_ids) for each in sequences)
+    tokens = sum(len(sequence.token_ids) for sequence in sequences)
     if tokens > max_tokens:
         raise WorkflowError(f"returned a trajectory of {tokens} tokens, but workflow.max_tokens allows {max_tokens}")
-    sampled = [int(token) for each in sequences for token in each.token_ids[each.loss_mask == 1]]
+    sampled = [int(token) for sequence in sequences for token in sequence.token_ids[sequence.loss_mask == 1]]
     sample = replace(_so_far(task, conversation, sampled), state=returned.state)
     metrics = {name: value for name, value in returned.metrics.items() if math.isfinite(value)}
     rolled = Rolled(sequences, truncated=conversation.finish_reason == FinishReason.LENGTH)
@@ -208,7 +197,10 @@ def _so_far(task: ReadyTask, conversation: Conversation, sampled: list[int]) -> 
 def _sampled(sequences: list[Sequence]) -> list[int]:
     """Return the sampled tokens. An abandoned call may append tokens at the same time."""
     return [
-        token for each in sequences for token, sampled in zip(each.token_ids, each.loss_mask, strict=False) if sampled
+        token
+        for sequence in sequences
+        for token, sampled in zip(sequence.token_ids, sequence.loss_mask, strict=False)
+        if sampled
     ]
 
 
@@ -223,7 +215,7 @@ def tokens_of(sequence: Sequence) -> SequenceTokens:
         )
     except OverflowError as error:
         raise WorkflowError(f"a sequence's lists hold invalid tokens, masks or versions ({error})") from None
-    sizes = {each.shape for each in (made.token_ids, made.loss_mask, made.logprobs, made.versions)}
+    sizes = {array.shape for array in (made.token_ids, made.loss_mask, made.logprobs, made.versions)}
     if len(sizes) != 1 or not len(made.token_ids) or made.token_ids.ndim != 1:
         raise WorkflowError(
             f"a sequence's lists have the shapes {sorted(sizes)}, but must be equally long and not empty"

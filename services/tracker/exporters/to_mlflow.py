@@ -24,11 +24,11 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
 
-from services.tracker.exporter import End, Note, Subject, Unusable
-from services.tracker.history import Row
-from services.tracker.samples import Table
-from shared.redaction import flat
-from shared.topology.monitor_trackers import Mlflow
+from services.tracker.exporter import End, Note, Subject, TrackerRefused
+from services.tracker.redaction import flat
+from services.tracker.samples import SampleTable
+from shared.runfiles.metrics import CommittedRow
+from shared.topology.monitor import Mlflow
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100
 """Maximum sizes of a batch, set by MLflow's API."""
@@ -46,7 +46,7 @@ class MlflowExporter:
 
     def __init__(self, section: Mlflow) -> None:
         self._section = section
-        self.samples = section.samples
+        self._has_artifacts = True
         self._client: MlflowClient
         self._run = ""
 
@@ -56,7 +56,7 @@ class MlflowExporter:
             return self._open(subject)
         except MlflowException as error:
             if error.error_code in _REFUSED:
-                raise Unusable(
+                raise TrackerRefused(
                     f"{self._section.uri}: {error.error_code}: {_line(error)} (MLFLOW_TRACKING_USERNAME and "
                     "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, of a user who may write to the experiment)"
                 ) from None
@@ -64,11 +64,11 @@ class MlflowExporter:
 
     def _open(self, subject: Subject) -> int:
         experiment = self._experiment()
-        found = self._client.search_runs([experiment], f"tags.`{ID}` = '{subject.id}'")
+        runs = self._client.search_runs([experiment], f"tags.`{ID}` = '{subject.id}'")
         tags = {ID: subject.id, "rlbus.path": str(subject.path)}
-        run = found[0] if found else self._client.create_run(experiment, tags=tags, run_name=subject.name)
+        run = runs[0] if runs else self._client.create_run(experiment, tags=tags, run_name=subject.name)
         self._run = run.info.run_id
-        if found:
+        if runs:
             self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
         wanted = {_key(name): value[:PARAM_CHARS] for name, value in flat(subject.configuration).items()}
         # MLflow refuses to change a parameter, so a resumed run keeps the parameters of its first start.
@@ -77,7 +77,7 @@ class MlflowExporter:
             self._client.log_batch(self._run, params=batch)
         return int(run.data.metrics.get(ROW, -1)) + 1
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def send(self, rows: Sequence[CommittedRow]) -> None:
         batch: list[Metric] = []
         for metrics in map(_metrics, rows):
             if len(batch) + len(metrics) > BATCH_METRICS:
@@ -89,11 +89,13 @@ class MlflowExporter:
     def annotate(self, note: Note) -> None:
         self._client.set_tag(self._run, f"{note.title}.{note.key}", f"step {note.step}: {note.text}"[:TAG_CHARS])
 
-    def show(self, table: Table) -> None:
+    def show(self, table: SampleTable) -> None:
         """Store the table as a CSV file among the run's artifacts. MLflow shows such a file as a table.
 
         MLflow keeps artifacts apart from rows. If only the artifacts cannot be stored, no more tables are sent.
         """
+        if not self._has_artifacts:
+            return
         text = io.StringIO()
         writer = csv.writer(text)
         writer.writerow(["step", *table.columns])
@@ -102,7 +104,7 @@ class MlflowExporter:
             self._client.log_text(self._run, text.getvalue(), f"samples/row-{table.position:06}.csv")
         except Exception as error:
             self._client.get_run(self._run)  # raises if the server does not answer, so the table is sent later
-            self.samples = 0
+            self._has_artifacts = False
             reason = f"none: artifacts cannot be stored: {type(error).__name__}: {_line(error)}"
             structlog.get_logger("tracker").warning("samples are no longer sent", tracker="mlflow", exc_info=error)
             self._client.set_tag(self._run, "samples", reason[:TAG_CHARS])
@@ -112,16 +114,16 @@ class MlflowExporter:
         self._client.set_terminated(self._run, RunStatus.to_string(status))
 
     def _experiment(self) -> str:
-        found = self._client.get_experiment_by_name(self._section.experiment)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(self._section.experiment)
+        if experiment is None:
             return str(self._client.create_experiment(self._section.experiment, self._artifacts()))
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             name = self._section.experiment
-            raise Unusable(
+            raise TrackerRefused(
                 f"experiment {name!r} has been deleted; restore it, or name another "
                 "(services.monitor.mlflow.experiment)"
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _artifacts(self) -> str | None:
         """Return the folder for artifacts beside the database, or None if a server decides where they are.
@@ -141,7 +143,7 @@ def make(section: Mlflow) -> MlflowExporter:
     return MlflowExporter(section)
 
 
-def _metrics(row: Row) -> list[Metric]:
+def _metrics(row: CommittedRow) -> list[Metric]:
     at = int(time.time() * 1000)
     values = {_key(name): value for name, value in row.values.items()} | {"lineage": row.lineage, ROW: row.position}
     return [Metric(name, float(value), at, row.position) for name, value in values.items()]

@@ -17,10 +17,10 @@ from trackio.alerts import AlertLevel
 from trackio.remote_client import RemoteClient
 from trackio.sqlite_storage import SQLiteStorage
 
-from services.tracker.exporter import End, Note, Subject, Unusable
-from services.tracker.history import Row
-from services.tracker.samples import Table
-from shared.topology.monitor_trackers import Trackio
+from services.tracker.exporter import End, Note, Subject, TrackerRefused
+from services.tracker.samples import SampleTable
+from shared.runfiles.metrics import CommittedRow
+from shared.topology.monitor import Trackio
 
 TIMEOUT_S = 20.0
 STEP = "training_step"
@@ -35,7 +35,6 @@ class TrackioExporter:
 
     def __init__(self, section: Trackio) -> None:
         self._project, self._url = section.project, section.url
-        self.samples = section.samples
         self._server: RemoteClient | None = None
         self._subject: Subject
 
@@ -46,7 +45,7 @@ class TrackioExporter:
             self._server = RemoteClient(self._url, write_token=token, httpx_kwargs={"timeout": TIMEOUT_S})
         return subject.sent
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def send(self, rows: Sequence[CommittedRow]) -> None:
         if not rows:
             return
         configuration = {
@@ -80,7 +79,7 @@ class TrackioExporter:
             **{f"{name}s": [value] for name, value in alert.items()},
         )
 
-    def show(self, table: Table) -> None:
+    def show(self, table: SampleTable) -> None:
         cells = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
         metrics = {"samples": {"_type": "trackio.table", "_value": cells}}
         self._deliver([self._log(f"samples-{table.position}", table.position, metrics)])
@@ -100,10 +99,10 @@ class TrackioExporter:
             project=self._project,
             run=self._subject.name,
             run_id=self._subject.id,
-            metrics_list=[each["metrics"] for each in logs],
-            steps=[each["step"] for each in logs],
+            metrics_list=[log["metrics"] for log in logs],
+            steps=[log["step"] for log in logs],
             config=logs[0]["config"],
-            log_ids=[each["log_id"] for each in logs],
+            log_ids=[log["log_id"] for log in logs],
         )
 
     def _entry(self) -> dict[str, Any]:
@@ -117,11 +116,11 @@ class TrackioExporter:
                 text = (
                     f"{self._url}: refused ({error.response.text[:200]}); set TRACKIO_WRITE_TOKEN to the server's token"
                 )
-                raise Unusable(text) from None
+                raise TrackerRefused(text) from None
             raise
 
 
-def _metrics(row: Row) -> dict[str, float]:
+def _metrics(row: CommittedRow) -> dict[str, float]:
     """Return the values of a row by name. trackio reserves the name `step` for its own step."""
     values = {STEP if name == "step" else name: value for name, value in row.values.items()}
     return {**values, "lineage": row.lineage}

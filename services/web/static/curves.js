@@ -35,6 +35,7 @@ export function takeHead(head) {
   const known = series.get(own);
   own = head.run;
   panels = head.panels;
+  for (const run of head.compared ?? []) chosen.add(run); // in a saved page
   showRuns(head.runs);
   const news = !known || known.epoch !== head.last[0] || known.last !== head.last[1];
   if (news && visible()) refresh();

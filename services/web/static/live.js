@@ -1,7 +1,7 @@
 // The state of a live run: progress, processes, pipeline, warnings.
 
 import { operate, ask } from "./api.js";
-import { $, bytes, duration, h, number, table } from "./dom.js";
+import { $, bytes, clean, duration, h, number, table } from "./dom.js";
 
 let operatorToken = "";
 let operable = false;
@@ -24,7 +24,7 @@ export function showHead(head) {
 export function showContact(contact, head) {
   const chip = $("contact");
   const [text, kind] = !contact ? ["no contact with the page's server", "bad"]
-    : !head?.live ? ["ended", "soft"]
+    : !head?.live ? [clean(head?.ended || "ended").slice(0, 300), "soft"]
     : head.progress.reachable ? ["live", "good"] : ["live, scheduler silent", "warn"];
   chip.textContent = text;
   chip.className = `chip ${kind}`;

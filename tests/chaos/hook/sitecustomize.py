@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-SPARE = "shared.actor.spare"
+SPARE = "launch.spares.spare"
 _forked: list[str] = []
 """The module that this fork of a spare process runs."""
 

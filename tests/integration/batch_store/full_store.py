@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from proto.messages import (
     Ack,
@@ -24,13 +22,7 @@ from proto.messages import (
 )
 from shared.dataplane.client import TaskShards
 from shared.rundir import RunDir
-from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return make_run(tmp_path, memory=MEMORY, spill=tmp_path / "spill", spill_limit=SPILL)
-
+from tests.integration.store_process import STORE, Peer, StoreProcess, peer_of
 
 MIB = 1 << 20
 

@@ -19,11 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proto.ids import new_incarnation
 from proto.messages import GetSnapshot, Snapshot
+from services.exporter.spans import trace_id
 from shared.actor.telemetry import TelemetrySender
 from shared.rpc.client import Client
 from shared.rundir import RunDir
 from shared.topology import load
-from shared.tracing import trace_id
 from tests.integration.tiny.harness import QUICKSTART, ROOT, environment, wait_for
 from tests.unit.exporter.test_otlp import collector
 

@@ -22,6 +22,7 @@ from shared.security.roles import Role
 from tests.integration.policy_trainer import test_trainer_worker as trainer
 from tests.integration.store_process import REPOSITORY, STORE
 from tests.integration.two_hosts import READER_ADDRESS, STORE_ADDRESS, Hosts, inside, two_hosts, with_own_memory
+from tests.unit.policy_trainer.training import adamw
 
 SCHEDULER = f"tcp://{STORE_ADDRESS}:17411"
 STEPS = 4
@@ -74,7 +75,9 @@ async def train(
     sums: list[dict[str, float]] = []
     while not enough(len(sums)):
         batch = await home.batch(len(sums) + 1, fence=fence)
-        done, _ = await asyncio.gather(workers.forward_backward(batch, trainer.ROLLOUT_ANCHOR), workers.optim_step())
+        done, _ = await asyncio.gather(
+            workers.forward_backward(batch, trainer.ROLLOUT_ANCHOR), workers.optim_step(adamw())
+        )
         sums.append(done.sums)
     return sums
 

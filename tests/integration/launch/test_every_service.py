@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from launch.supervisor.plan import module_of
+from launch.processes.plan import module_of
 from shared.topology import load
 from shared.topology.fields import Section
 from tests.golden.topology_keys import section_of

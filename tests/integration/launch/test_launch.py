@@ -259,7 +259,7 @@ def test_a_launcher_killed_while_services_start_leaves_nothing_behind(tmp_path: 
 def test_a_killed_guard_is_replaced(tmp_path: Path) -> None:
     def guards() -> list[int]:
         found = ((each.pid, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"]))
-        return [pid for pid, line in found if "launch.supervisor.guard" in line and str(run.sockets) in line]
+        return [pid for pid, line in found if "launch.processes.guard" in line and str(run.sockets) in line]
 
     with launched(tmp_path / "run") as here:
         rows = here.wait_ready()

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from launch.commands.peer import with_client
-from launch.supervisor.plan import SUPERVISOR
+from launch.processes.plan import SUPERVISOR
+from launch.viewers.peer import with_client
 from launch.viewers.terminal.app import MonitorApp
 from launch.viewers.terminal.feed import Feed
 from proto.messages import ErrorCode, GetLog, LogLines

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.processes.programs import child_environment
 from launch.spares.heavy import spare_kinds
-from launch.supervisor.programs import child_environment
 from shared.topology import load
 from tests.integration.tiny.harness import (
     QUICKSTART,
@@ -167,7 +167,7 @@ def test_no_spare_is_kept_if_spares_are_disabled(tmp_path: Path) -> None:
         os.kill(rows["rollout/0"]["pid"], signal.SIGKILL)
         wait_for("a restart", lambda: here.wait_ready()["rollout/0"]["restarts"] == 1)
         assert here.status()["spares"] == []
-        assert not any("shared.actor.spare" in psutil.Process(pid).cmdline() for pid in processes_of(here.path))
+        assert not any("launch.spares.spare" in psutil.Process(pid).cmdline() for pid in processes_of(here.path))
 
 
 def test_the_launcher_reaps_a_process_that_a_killed_service_started(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def alone(folder: Path, imports: tuple[str, ...]) -> Iterator[Alone]:
     """Start a spare that can run modules in `folder`. The spare and its forks are children of this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**child_environment(1), "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
-    command = [sys.executable, "-m", "shared.actor.spare", str(theirs.fileno()), "-" * 80]
+    command = [sys.executable, "-m", "launch.spares.spare", str(theirs.fileno()), "-" * 80]
     process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:

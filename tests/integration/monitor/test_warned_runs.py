@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared import warnings
+from shared.runfiles import warnings
 from tests.integration.tiny.harness import QUICKSTART
 from tests.integration.whole_cluster import cluster
 

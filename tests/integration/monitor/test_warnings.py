@@ -14,8 +14,8 @@ import pytest
 from proto.messages import TopicRow
 from services.monitor.warnings.files import WarningFile
 from services.scheduler.metrics_file import MetricsFile
-from shared import warnings
 from shared.rundir import RunDir
+from shared.runfiles import warnings
 from shared.topology import load
 from tests.integration.monitor.test_monitor import Monitor, Sender
 from tests.integration.tiny.harness import QUICKSTART, ctl, launched, wait_for

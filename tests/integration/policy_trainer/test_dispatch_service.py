@@ -20,6 +20,7 @@ from shared.rundir import RunDir
 from tests.integration.policy_trainer.test_trainer_worker import PROXIMAL_ANCHOR, ROLLOUT_ANCHOR, Bench, bench_of, run
 from tests.integration.policy_trainer.trainer_group import driver_of, group_of
 from tests.integration.store_process import REPOSITORY, STORE
+from tests.unit.policy_trainer.training import adamw
 
 __all__ = ["run"]
 DISPATCH = "policy-trainer/0"
@@ -69,9 +70,9 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             await bench.train(outside, 2, PROXIMAL_ANCHOR)
             published = outside.publish_weights(1, 2, store=STORE)
             gradient = outside.forward_backward(batches[2], ROLLOUT_ANCHOR)
-            update = outside.optim_step()
-            saved = outside.save_checkpoint(3, keep_last=1)
-            assert (await saved).kept == [3]
+            update = outside.optim_step(adamw())
+            saved = outside.save_checkpoint(3)
+            assert (await saved).path.endswith("/step-3")
             assert (await update).grad_norm > 0
             assert (await gradient).imbalance >= 1.0
             found = await bench.weights(await published)
@@ -82,13 +83,13 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             assert moved.nbytes > 2.9 * sum(value.nbytes for value in expected.values())
             # After a failed call, all calls fail until the caller takes over again.
             lost = outside.publish_weights(1, 9, store=STORE)
-            after = outside.optim_step()
+            after = outside.optim_step(adamw())
             results = await asyncio.gather(lost, after, return_exceptions=True)
             assert "is at step 3" in str(results[0])
             assert isinstance(results[1], RpcError)
             other = await caller(bench, 8)
             with pytest.raises(RpcError, match="has taken over"):
-                await outside.optim_step()
+                await outside.optim_step(adamw())
             state = await other.take_over()
             twice = msgspec.structs.replace(batches[0].meta, tasks=batches[0].meta.tasks[:1] * 2)
             request = ForwardBackward(driver=8, order=state.order + 1, batch=twice, loss=ROLLOUT_ANCHOR)

@@ -29,9 +29,9 @@ from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
 from shared.colocation.devices import ENGINE, WEIGHTS
 from shared.ranks.layout import Layout, Place
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 from tests.parity.groups import run_group
+from tests.unit.policy_trainer.training import adamw
 from tests.unit.rollout.rollout_engine import sampling
 from tests.unit.tiny_models import make_model, ragged
 
@@ -66,7 +66,7 @@ def updated(
     update.
     """
     options = BackendOptions(max_tokens=4096, threads=1, device=device, scratch=scratch, passes=FASTEST)
-    made = backend(model, "float32", Optimizer(lr=1e-3), options, Layout(1).place(0))
+    made = backend(model, "float32", options, Layout(1).place(0))
     ids, lengths, mask = ragged()
     flat = {
         "token_ids": ids,
@@ -84,7 +84,7 @@ def updated(
             freed = made.shelves.offload(PARTS)
             assert before - used_bytes() >= 0.9 * freed > 0
             assert made.shelves.backload(PARTS) == freed
-        made.step(step)
+        made.step(step, adamw(step))
     return made.state().weights
 
 

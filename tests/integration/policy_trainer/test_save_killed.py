@@ -41,7 +41,7 @@ def save_beside_training(folder: Path, state: SavedState) -> int:
     if child:
         return child
     writer = ThreadPoolExecutor(1, "checkpoint")
-    saving = writer.submit(checkpoint.save, folder, state, keep_last=2)
+    saving = writer.submit(checkpoint.save, folder, state)
     while not saving.done():
         sum(range(10_000))  # The loop is plain Python, because a forked process has no torch threads.
     os._exit(1 if saving.exception() else 0)

@@ -91,7 +91,7 @@ def play_losses(run: RunDir, layout: Layout, *options: str, exact: bool) -> None
             await train(bench, workers, step)
             found[step] = await present(step)
             if step == 1:
-                await workers.save_checkpoint(1, keep_last=2)
+                await workers.save_checkpoint(1)
         sizes = [file.stat().st_size for file in (run.shm / "trainer").iterdir()]
         assert len(sizes) == 2 * layout.world_size
         assert sum(sizes) <= snapshot_bytes(topologies.load(run.topology))

@@ -32,6 +32,7 @@ from tests.integration.policy_trainer.test_trainer_worker import (
 )
 from tests.integration.policy_trainer.trainer_group import WorkerGroup, driver_of, group_of
 from tests.integration.store_process import STORE
+from tests.unit.policy_trainer.training import adamw
 
 __all__ = ["run"]
 RECOVERY_S = 120.0
@@ -88,8 +89,7 @@ def test_two_ranks_train_like_one_and_a_killed_rank_does_not_change_a_bit(run: R
         workers = await driver_of(bench, Layout(2), 5)
         await workers.init_model()
         await bench.train(workers, 1)
-        saved = await workers.save_checkpoint(1, keep_last=2)
-        assert saved.kept == [1]
+        await workers.save_checkpoint(1)
         await bench.train(workers, 2)
         found["two"] = {name: value.copy() for name, value in (await weights(bench, workers, 2)).items()}
         group.kill(1)
@@ -133,7 +133,7 @@ def test_shards_missing_on_one_rank_fail_the_call_on_all_ranks_and_the_group_sur
         broken = Batch(msgspec.structs.replace(batch.meta, tasks=[gone, *batch.tasks[1:]]))
         calls = (
             workers.forward_backward(broken, ROLLOUT_ANCHOR),
-            workers.optim_step(),
+            workers.optim_step(adamw()),
         )
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(result, WorkersLost) for result in results)
@@ -144,7 +144,9 @@ def test_shards_missing_on_one_rank_fail_the_call_on_all_ranks_and_the_group_sur
         assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
         # This batch leaves one rank without a task.
         single = batch.take([0])
-        done, update = await asyncio.gather(workers.forward_backward(single, ROLLOUT_ANCHOR), workers.optim_step())
+        done, update = await asyncio.gather(
+            workers.forward_backward(single, ROLLOUT_ANCHOR), workers.optim_step(adamw())
+        )
         assert done.imbalance == 2.0
         assert update.grad_norm > 0
         assert group.restarts == [0, 0]
@@ -156,7 +158,7 @@ def test_a_rank_that_hangs_is_named_and_the_others_restart(run: RunDir) -> None:
     async def scenario(bench: Bench, group: WorkerGroup) -> None:
         workers = await driver_of(bench, Layout(2), 5)
         await workers.init_model()
-        await workers.save_checkpoint(0, keep_last=1)
+        await workers.save_checkpoint(0)
         group.stop(1)
         with pytest.raises(RpcError):  # from rank 0, or from its next life if the machine is busy
             await bench.train(workers, 1)
@@ -173,7 +175,7 @@ def test_offload_between_gradient_and_update_does_not_change_a_bit(run: RunDir) 
         workers = await driver_of(bench, Layout(2), 5)
         await workers.init_model()
         await bench.train(workers, 1)
-        await workers.save_checkpoint(1, keep_last=1)
+        await workers.save_checkpoint(1)
         await bench.train(workers, 2)
         undisturbed = {name: value.copy() for name, value in (await weights(bench, workers, 2)).items()}
         await workers.load_checkpoint(1)
@@ -183,7 +185,7 @@ def test_offload_between_gradient_and_update_does_not_change_a_bit(run: RunDir) 
         model_bytes = sum(value.nbytes for value in undisturbed.values())
         assert moved.nbytes > 3.9 * model_bytes
         assert (await workers.offload(["parameters"])).nbytes == 0
-        await workers.optim_step()
+        await workers.optim_step(adamw())
         after = await weights(bench, workers, 2, fence=2)
         assert all(after[name].tobytes() == value.tobytes() for name, value in undisturbed.items())
 

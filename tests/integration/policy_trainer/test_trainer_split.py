@@ -16,6 +16,7 @@ from shared.rundir import RunDir
 from tests.integration.policy_trainer.test_trainer_worker import Bench, bench_of, run
 from tests.integration.policy_trainer.trainer_group import driver_of, group_of
 from tests.integration.store_process import STORE
+from tests.unit.policy_trainer.training import adamw
 
 __all__ = ["run"]
 STEPS = 30
@@ -32,7 +33,7 @@ async def rows(bench: Bench, layout: Layout) -> list[dict[str, float]]:
     for step in range(1, STEPS + 1):
         batch = await bench.batch(step)
         gradient = workers.forward_backward(batch, ROLLOUT)
-        done, update = await asyncio.gather(gradient, workers.optim_step())
+        done, update = await asyncio.gather(gradient, workers.optim_step(adamw()))
         tokens = done.sums["tokens"]
         means = {name: value if name in WEIGHTED else value / tokens for name, value in done.sums.items()}
         found.append({**means, "tokens": tokens, "grad_norm": update.grad_norm, "lr": update.lr})
@@ -81,7 +82,7 @@ def test_a_checkpoint_passes_through_other_backends_and_world_sizes_without_losi
             await workers.init_model()
             for step in (1, 2):
                 await bench.train(workers, step)
-            await workers.save_checkpoint(2, keep_last=1)
+            await workers.save_checkpoint(2)
             found["2"] = await weights(bench, workers, 0, 2)
             await bench.train(workers, 3)
             found["3"] = await weights(bench, workers, 0, 3)
@@ -91,7 +92,7 @@ def test_a_checkpoint_passes_through_other_backends_and_world_sizes_without_losi
             workers = await driver_of(bench, of, 5)
             assert (await workers.load_checkpoint(2)).step == 2
             assert await weights(bench, workers, lineage, 2) == found["2"]
-            await workers.save_checkpoint(2, keep_last=1)  # The optimizer state is in this backend's layout.
+            await workers.save_checkpoint(2)  # The optimizer state is in this backend's layout.
             await bench.train(workers, 3)
             mine = await weights(bench, workers, lineage, 3)
             if of.world_size == 1:

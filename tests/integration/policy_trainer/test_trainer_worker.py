@@ -43,6 +43,7 @@ from shared.stages import ROLLOUT
 from tests.integration.forks import Fork, forked
 from tests.integration.store_process import REPOSITORY, STORE, StoreProcess
 from tests.integration.stream_line import Tap, TcpStoreProcess
+from tests.unit.policy_trainer.training import adamw
 
 WORKER = "policy-trainer-worker/0"
 TASKS, GROUP, PROMPT = 4, 3, 5
@@ -189,10 +190,10 @@ class Bench:
     async def train(self, workers: WorkerDispatch, step: int, loss: LossSpec = ROLLOUT_ANCHOR) -> dict[str, float]:
         batch = await self.batch(step)
         if loss.anchor == "proximal":
-            logprobs, _ = await workers.forward(batch, ["prox_logprobs"])
+            logprobs, _ = await workers.forward(batch, ["prox_logprobs"], 1.0)
             batch = batch.union(logprobs)
         gradient = workers.forward_backward(batch, loss)
-        done, _ = await asyncio.gather(gradient, workers.optim_step())
+        done, _ = await asyncio.gather(gradient, workers.optim_step(adamw()))
         return done.sums
 
     async def weights(self, ref: WeightsRef) -> dict[str, Array]:
@@ -226,8 +227,7 @@ def test_a_killed_worker_reloads_and_ends_with_the_same_bits(run: RunDir) -> Non
             workers = await bench.driver(5)
             assert (await workers.init_model()).step == 0
             await bench.train(workers, 1)
-            saved = await workers.save_checkpoint(1, keep_last=2)
-            assert saved.kept == [1]
+            await workers.save_checkpoint(1)
             await bench.train(workers, 2)
             undisturbed = await bench.weight_bytes(await workers.publish_weights(0, 2, store=STORE, fence=1))
 
@@ -256,13 +256,13 @@ def test_published_weights_match_their_canary_and_a_new_driver_takes_over(run: R
             assert sums["clipped"] == 0  # At the first update the proximal policy is the current one.
             assert sums["tokens"] > 0
             batch = await bench.batch(9)
-            first, _ = await old.forward(batch, ["prox_logprobs"])
+            first, _ = await old.forward(batch, ["prox_logprobs"], 1.0)
             (key,) = first.keys
             mine = await bench.data.fetch(first.meta, [key], deadline_s=20)
             ref = await old.publish_weights(0, 1, store=STORE)
             await bench.train(old, 2)
             # The second pass computes different values under the same fences.
-            again, _ = await old.forward(batch, ["prox_logprobs"])
+            again, _ = await old.forward(batch, ["prox_logprobs"], 1.0)
             (other,) = again.keys
             theirs = await bench.data.fetch(again.meta, [other], deadline_s=20)
             assert all((one[key] != two[other]).any() for one, two in zip(mine, theirs, strict=True))
@@ -323,7 +323,7 @@ def test_missing_shards_fail_the_step_and_leave_the_weights_unchanged(run: RunDi
             gone = TaskHandle("train/9/9", 1, GROUP, 24, 0, [0])
             broken = msgspec.structs.replace(batch.meta, tasks=[gone, *batch.tasks[1:]])
             gradient = workers.forward_backward(Batch(broken), ROLLOUT_ANCHOR)
-            results = await asyncio.gather(gradient, workers.optim_step(), return_exceptions=True)
+            results = await asyncio.gather(gradient, workers.optim_step(adamw()), return_exceptions=True)
             assert all(isinstance(result, WorkersLost) for result in results)
             assert "train/9/9" in str(results[0])
             state = await workers.take_over()
@@ -366,7 +366,7 @@ def test_waiting_for_an_absent_store_ends_at_a_takeover_at_the_time_limit_or_whe
                 await gradient
 
             results = await asyncio.gather(
-                workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step(), return_exceptions=True
+                workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step(adamw()), return_exceptions=True
             )
             assert all(isinstance(result, WorkersLost) for result in results)
             send(signal.SIGCONT)
@@ -391,7 +391,7 @@ def test_concurrent_calls_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -
             def gradient(share: float) -> Any:
                 return workers.forward_backward(batch, ROLLOUT_ANCHOR, loss_weight=share)
 
-            *_, whole = await asyncio.gather(gradient(1.0), workers.optim_step())
+            *_, whole = await asyncio.gather(gradient(1.0), workers.optim_step(adamw()))
             first = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE, fence=1))
             await workers.init_model()
             # All five calls are sent before the first is answered.
@@ -399,7 +399,7 @@ def test_concurrent_calls_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -
                 gradient(0.25),
                 gradient(0.5),
                 gradient(0.25),
-                workers.optim_step(),
+                workers.optim_step(adamw()),
                 workers.publish_weights(0, 1, store=STORE, fence=2),
             )
             assert parts.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
@@ -435,7 +435,7 @@ def test_a_version_that_was_collected_is_put_again_before_its_weights_change(run
             ref, _, update = await asyncio.gather(
                 workers.publish_weights(0, 0, store=STORE),
                 workers.forward_backward(batch, ROLLOUT_ANCHOR),
-                workers.optim_step(),
+                workers.optim_step(adamw()),
             )
             assert ref.fence == recoveries + 1
             assert update.grad_norm > 0
@@ -453,7 +453,7 @@ def test_values_that_are_not_finite_are_refused_with_their_task_and_leave_the_we
             before = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE))
 
             async def refused(batch: Batch, step: int = 0) -> RpcError:
-                calls = (workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step())
+                calls = (workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step(adamw()))
                 results = await asyncio.gather(*calls, return_exceptions=True)
                 errors = [each for each in results if isinstance(each, RpcError)]
                 assert errors
@@ -480,7 +480,7 @@ def test_values_that_are_not_finite_are_refused_with_their_task_and_leave_the_we
             assert after == before
             workers.begin_step(updates=2)  # The second of two updates is skipped; the first is kept.
             batch = await bench.batch(4)
-            await asyncio.gather(workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step())
+            await asyncio.gather(workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step(adamw()))
             await refused(await bench.batch(5, broken_task=0), step=1)
             workers.begin_step(updates=1)
             await workers.skip_update()

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,13 @@ from proto.ids import new_incarnation
 from proto.messages import AskTransfer, Canary, EndTransfer, TransferOffer, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.weights.sender import WeightsSender
-from services.rollout.weights.in_flight import InFlight
-from services.rollout.weights.source import ShardSource, TransferSource
+from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.transfer import EngineTransfers, HostMemory, TransferFailed
+from services.rollout.weights.versions import EngineVersions
+from shared.colocation.turns import OwnDevices
 from shared.dataplane.client import DataClient, TaskShards
+from shared.lease import LeaseBook
 from shared.ranks.meeting import Meeting
 from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
@@ -41,6 +44,7 @@ from shared.tensors_torch import to_torch
 from shared.weights import gloo
 from tests.integration.store_process import STORE
 from tests.unit.rollout.told_engine import ToldEngine
+from tests.weights_refs import weights_ref
 
 DEADLINE_S = 4.0
 HEARTBEAT_S = 0.2
@@ -99,17 +103,7 @@ def client_of(run: RunDir, context: zmq.Context[zmq.Socket[bytes]], service: str
 def reference(step: int, nbytes: int = 0) -> WeightsRef:
     digests = [0] * len(NAMES)  # The engine here has no parameters to digest.
     canary = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0, digests=digests)
-    return WeightsRef(
-        lineage=1,
-        step=step,
-        task_id=f"weights/1/{step}",
-        fence=1,
-        store=STORE,
-        nbytes=nbytes,
-        canary=canary,
-        drill=canary,
-        drill_seed=7,
-    )
+    return weights_ref(1, step, canary, drill_seed=7, nbytes=nbytes, store=STORE)
 
 
 async def trainer(run: RunDir) -> None:
@@ -184,19 +178,25 @@ class UnderWay:
 
     def __init__(self, transfers: EngineTransfers, data: DataClient) -> None:
         self._engine = Sampler()
-        self._source = TransferSource(
-            transfers, ShardSource(data), route="gloo", emit=lambda *_: None, engine=self._engine
-        )
+        self._source = WeightsSource(data, transfers=transfers, route="gloo", emit=lambda *_: None, engine=self._engine)
         self._sync = WeightsSync(self._engine, "rollout/0", lambda *_: None, self._source)
-        self._in_flight = InFlight(self._engine, self._sync, self._source, lambda *_: None)
+        service: Any = SimpleNamespace()
+        self._versions = EngineVersions(
+            LeaseBook(service, "rollout", lambda: 0),
+            engine=self._engine,
+            sync=self._sync,
+            source=self._source,
+            turns=OwnDevices(),
+            emit=lambda *_: None,
+        )
         self._work: list[asyncio.Task[None]] = []
 
     async def begin(self, step: int) -> None:
         """Begin with version `step` after it has arrived by both routes."""
         for fetch in (self._source.from_store, self._source.fetch):
             await self._sync.load(reference(step), await fetch(reference(step)))
-        self._in_flight.begin(step, exact=False)
-        self._work = [asyncio.create_task(self._engine.sample()), asyncio.create_task(self._in_flight.run())]
+        self._versions._begin(exact=False)
+        self._work = [asyncio.create_task(self._engine.sample()), asyncio.create_task(self._versions.run())]
 
     async def go_on(self, newest: int, within_s: float) -> dict[str, Any]:
         """Wait until the block continues with `newest`; return its longest pause and the route by which that version
@@ -204,7 +204,7 @@ class UnderWay:
         self._engine.longest_s = 0.0
         async with asyncio.timeout(within_s):
             while self._sync.holds.step != newest or self._engine.is_held:
-                self._in_flight.announce(reference(newest))
+                self._versions.announce(reference(newest))
                 await asyncio.sleep(HEARTBEAT_S)
         await asyncio.sleep(HEARTBEAT_S)
         route = self._sync.last.route if self._sync.last is not None else ""

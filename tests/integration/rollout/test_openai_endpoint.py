@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from proto.messages import TroubleKind
-from services.rollout.workflows.runner import Made
+from services.rollout.sampling.trajectory import Made
 from tests.unit.rollout.workflow_rig import VERSION, Rig, logprob_error, rig, run
 
 openai = pytest.importorskip("openai")

@@ -28,7 +28,7 @@ from services.rollout.weights.transfer import TransferFailed
 from shared.ranks.meeting import LOOPBACK, Meeting
 from shared.tensors_torch import to_torch
 from shared.weights.gloo import GlooGroup
-from shared.weights.table import described
+from shared.weights.weight_set import described
 from tests.integration.rollout.vllm_process import AskedLater, Scenario, failure
 
 LEFT = 3

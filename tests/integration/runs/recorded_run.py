@@ -22,8 +22,8 @@ from typing import Any, TypeVar, cast
 import zmq
 
 from launch.commands import place
-from launch.supervisor.plan import module_of
-from launch.supervisor.programs import child_environment
+from launch.processes.plan import module_of
+from launch.processes.programs import child_environment
 from proto.messages import Ping, Pong
 from services.policy_trainer.dispatch import group_dispatch
 from services.policy_trainer.driver import Driver
@@ -155,7 +155,7 @@ async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
         for spec in services.topology.services_plan():
             if spec.service in ("scheduler", "batch-store", "policy-trainer-worker"):
                 await client(spec.service, spec.instance).call(Ping(), Pong, deadline_s=120)
-        workers = group_dispatch(services.topology, client, DRIVER)
+        workers = group_dispatch(services.topology.policy_model, client, DRIVER)
         scheduler = SchedulerCalls(client("scheduler", 0), DRIVER)
         await workers.take_over()
         await workers.init_model()
@@ -169,7 +169,7 @@ async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
             metrics = StepMetrics(step=step)
             batch = await scheduler.next_batch(step)
             await driver.step(batch, metrics)
-            rows.append({"step": step, **metrics.row(batch, step_s=1.0)})
+            rows.append({"step": step, **metrics.row(batch.answer, step_s=1.0)})
         return rows
     finally:
         for each in clients.values():

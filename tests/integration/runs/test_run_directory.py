@@ -19,10 +19,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.viewers.logs import last_lines
 from shared.bounded_file import HEAD_BYTES, LIMIT_BYTES, head_of
-from shared.metrics_follower import MetricsFollower
 from shared.rundir import RunDir, checkpoint_steps
+from shared.runfiles.logs import last_lines
+from shared.runfiles.metrics import MetricsFollower
 from tests.integration.tiny.harness import QUICKSTART, ROOT, ctl, environment, processes_of, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -17,7 +17,7 @@ import pytest
 
 from proto.messages import BatchMeta, LeaseGrant
 from services.rollout.weights import source as weights_source
-from services.rollout.weights.source import Arrays, ShardSource
+from services.rollout.weights.source import Arrays, WeightsSource
 from services.scheduler.leases import LeasePaces
 from shared.dataplane.client import TaskShards
 from shared.dataplane.stream import OnProgress
@@ -88,7 +88,7 @@ def test_weights_that_take_longer_than_a_lease_arrive_in_one_transfer(
             data = remote(peer)
 
             async def fetch(on_progress: OnProgress) -> Any:
-                return await ShardSource(data).fetch(ref, on_progress)
+                return await WeightsSource(data, emit=lambda topic, values: None).fetch(ref, on_progress)
 
             async with holder.beating():
                 found = await holder.book.persist(holder.lease, "weights", fetch, LEASE_S)

@@ -8,11 +8,11 @@ from collections.abc import Collection
 
 from launch import cluster
 from launch.spares.state import SpareKind
-from launch.supervisor import server, watch
+from launch.supervisor import runner, watch
 from shared.topology import Topology
 
 TINY = frozenset(os.environ["TINY"].split(","))
-_real = server.module_of
+_real = runner.module_of
 _spare_kinds = cluster.spare_kinds
 
 
@@ -26,7 +26,7 @@ def _kinds(topology: Topology, services: Collection[str]) -> list[SpareKind]:
     return [SpareKind(kind.services, (*imports,)) for kind in _spare_kinds(topology, services)]
 
 
-server.module_of = _module_of
+runner.module_of = _module_of
 cluster.spare_kinds = _kinds
 watch.PING_EVERY_S = float(os.environ.get("TINY_PING_EVERY_S", watch.PING_EVERY_S))
 watch.SILENCE_S = float(os.environ.get("TINY_SILENCE_S", watch.SILENCE_S))

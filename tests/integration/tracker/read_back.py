@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,6 @@ def wandb(here: Tracked) -> Held:
 
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from services.tracker.exporters.to_wandb import records
-
     rows: dict[int, Committed] = {}
     configuration, notes = "", ""
     paths = sorted((here.run.path / "trackers" / "wandb").glob("wandb/offline-run-*/*.wandb"))
@@ -54,8 +53,8 @@ def wandb(here: Tracked) -> Held:
             if kind == "history":
                 values = {(each.key or each.nested_key[0]): json.loads(each.value_json) for each in record.history.item}
                 position = record.history.step.num
-                assert position not in rows, f"row {position} twice"
-                rows[position] = (values["lineage"], values["step"], values["loss/policy"])
+                row = (values["lineage"], values["step"], values["loss/policy"])
+                assert rows.setdefault(position, row) == row, f"two rows {position}"
             elif kind == "config" or kind == "run":
                 configuration += str(record)
             elif kind == "alert":
@@ -64,6 +63,35 @@ def wandb(here: Tracked) -> Held:
     folder = here.run.path / "trackers" / "wandb"
     samples = "".join(str(json.loads(path.read_text())) for path in folder.rglob("*.table.json"))
     return Held(list(rows.values()), configuration, notes, samples=samples)
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a `.wandb` file (LevelDB's log format: blocks of record pieces, each with a header)."""
+    magic_bytes, block_bytes, header_bytes, full, last = 7, 32768, 7, 1, 4
+    position, record = magic_bytes, b""
+    while position + header_bytes <= len(data):
+        left = block_bytes - position % block_bytes
+        if left < header_bytes:
+            position += left
+            continue
+        nbytes = int.from_bytes(data[position + 4 : position + 6], "little")
+        kind = data[position + 6]
+        begin = position + header_bytes
+        position = begin + nbytes
+        if kind == 0 or position > len(data):
+            return
+        record += data[begin:position]
+        if kind in (full, last):
+            yield record
+            record = b""
+
+
+def wandb_positions(paths: Iterable[Path]) -> list[int]:
+    """Return the numbers of the rows in `.wandb` files. A row of the last seconds before a kill appears twice."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = (Record.FromString(data) for path in paths for data in records(path.read_bytes()))
+    return sorted({record.history.step.num for record in found if record.WhichOneof("record_type") == "history"})
 
 
 def mlflow(here: Tracked) -> Held:

@@ -295,7 +295,7 @@ def test_a_warning_names_a_missing_library_and_what_is_lost_and_the_command_that
     findings = preflight.check(topology, "t.yaml")
     assert [line for line in findings.warnings if "trackio" in line] == [
         "t.yaml: services.monitor.trackio: trackio not installed; the run goes on without trackio, which receives no "
-        "steps; run `make setup-trackers`, then `ctl restart tracker/0` or, after the run, `ctl track trackio` sends "
+        "steps; run `make setup-trackers`, then `ctl restart tracker` or, after the run, `ctl track trackio` sends "
         "them"
     ]
     assert [line for line in findings.errors if "trackio" in line] == []

@@ -14,12 +14,16 @@ import pytest
 from playwright.sync_api import Browser, FloatRect, Page, expect
 
 from services.web.samples import MAX_RECORDS
+from services.web.saved import page
 from shared.samples.plain import plain
 from tests.integration.tiny.harness import ROOT, environment
 from tests.integration.web.chromium import PHONE, chromium, visit
 from tests.integration.web.shown_run import HOSTILE, add_samples, ended_run, page_of, row, sample
 
 pytestmark = pytest.mark.slow
+
+CHARTS = "(all) => all.map((each) => [each.querySelector('h2').textContent, each.dataset.points])"
+"""Returns the title of each chart, and the numbers of its points."""
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +215,43 @@ def test_the_newest_warnings_are_shown_above_every_tab_and_all_of_them_in_their_
         expect(listed.first).to_be_visible()
         expect(listed.last).to_contain_text("step 1: ")
         assert page.evaluate("document.body.dataset.broken") is None
+
+
+def test_a_saved_page_shows_charts_samples_and_logs_without_a_server_or_a_request(browser: Browser, run: Path) -> None:
+    add_samples(
+        run, 7, sample("train/0/1", 0, step=7, reward=1.0, text=HOSTILE), sample("train/0/1", 1, step=7, reward=0.0)
+    )
+    ended_run(run.parent / "other", steps=80, offset=0.3)
+    (run / "logs" / "rollout-0.jsonl").write_text(f"{json.dumps({'level': 'info', 'event': HOSTILE})}\n")
+    (run / "outcome.json").write_text('{"outcome": "failed", "cause": "rollout/0: exit status 1"}')
+    saved, compared = run.parent / "saved.html", run.parent / "compared.html"
+    saved.write_text(page([run]), encoding="utf-8")
+    compared.write_text(page([run, run.parent / "other"]), encoding="utf-8")
+    requests: list[str] = []
+    with page_of(run) as url, visit(browser, url) as live:
+        expect(live.locator(".chart canvas").first).to_be_visible()
+        charts = live.locator(".chart").evaluate_all(CHARTS)
+    with visit(browser, saved.as_uri()) as offline:
+        offline.on("request", lambda request: requests.append(request.url))
+        expect(offline.locator(".chart canvas").first).to_be_visible()
+        assert offline.locator(".chart").evaluate_all(CHARTS) == charts
+        expect(offline.locator("#contact")).to_have_text("failed: rollout/0: exit status 1")
+        expect(offline.locator("#progress")).to_contain_text("step 120")
+        offline.get_by_role("button", name="Samples").click()
+        offline.locator("#order").select_option("worst")
+        offline.locator("#sample-list tbody tr").first.click()
+        assert offline.locator("#sample .tokens span").all_inner_texts() == ["1", "2"]
+        offline.locator("#sample-list tbody tr").last.click()
+        expect(offline.locator("#sample")).to_contain_text("␛[31mred")
+        offline.get_by_role("button", name="Log").click()
+        expect(offline.locator("#lines")).to_contain_text("<script>document.body.dataset.broken")
+        offline.get_by_role("button", name="Timeline").click()
+        offline.get_by_role("button", name="Warnings").click()
+        assert offline.evaluate("document.body.dataset.broken") is None
+    with visit(browser, compared.as_uri()) as offline:
+        expect(offline.locator(".chart").first.locator(".u-legend")).to_contain_text("other reward/mean")
+        expect(offline.locator(".chart").first).to_have_attribute("data-points", "120 80")
+    assert not [address for address in requests if not address.startswith("data:")]
 
 
 def test_serving_by_hand_refuses_other_machines_and_addresses_in_use_in_one_line(run: Path) -> None:

@@ -31,7 +31,7 @@ def test_the_peak_of_a_window_is_that_of_its_own_time() -> None:
 def test_ranks_are_told_apart_by_their_instance() -> None:
     command = ["python", "-m", "services.policy_trainer.worker", "--run", "r", "--instance", "1", "--parent", "7"]
     assert process_of(command) == "policy_trainer.worker/1"
-    assert process_of(["python", "-m", "shared.actor.spare"]) == "other"
+    assert process_of(["python", "-m", "launch.spares.spare"]) == "other"
 
 
 def test_figures_are_printed_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

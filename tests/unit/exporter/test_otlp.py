@@ -17,8 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from services.exporter import otlp
 from services.exporter.otlp import OtlpSender, headers_of_environment
-from services.exporter.spans import Interval, Tracer, TraceSpan
-from shared.tracing import span_id, trace_id
+from services.exporter.spans import Interval, Tracer, TraceSpan, span_id, trace_id
 
 
 class Collector:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from proto.messages import TopicRow
-from services.exporter.spans import Tracer, TraceSpan, intervals
-from shared.actor.telemetry import PART, SPAN, TelemetrySender
-from shared.tracing import MAX_TASKS, is_traced, span_id, trace_id, traced
+from services.exporter.spans import Tracer, TraceSpan, intervals, span_id, trace_id
+from shared.actor.telemetry import MAX_TASKS, PART, SPAN, TelemetrySender, is_traced, traced
 
 RUN, TASK = "run", "train/0/17"
 

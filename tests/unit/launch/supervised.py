@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from launch.processes.plan import Key
 from launch.supervisor import events as e
-from launch.supervisor.plan import Key
 from launch.supervisor.state import RunLifecycle
 from shared.actor.service import ProcessState
 
@@ -58,7 +58,7 @@ class World:
                 case e.Terminate(key, pid):
                     assert pid == self.pids[key]
                     self.terminated.append(key)
-                case e.Retire(key, pid):
+                case e.RetireProcess(key, pid):
                     assert pid == self.pids[key]
                     self.retired.append(key)
                 case e.Kill(key, pid):

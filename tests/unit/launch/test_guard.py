@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.supervisor.programs import ROOT
+from launch.processes.programs import ROOT
 from shared.bounded_file import HEAD_BYTES, LIMIT_BYTES, head_of
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ def test_outputs_stay_within_their_limit_even_after_the_launcher_was_killed(tmp_
     output = tmp_path / "rollout-0.out"
     (tmp_path / "sockets").mkdir()
     guard = subprocess.Popen(
-        [sys.executable, "-S", "-P", "-m", "launch.supervisor.guard", str(tmp_path / "sockets"), str(tmp_path)],
+        [sys.executable, "-S", "-P", "-m", "launch.processes.guard", str(tmp_path / "sockets"), str(tmp_path)],
         stdin=subprocess.PIPE,
         env={"PYTHONPATH": str(ROOT)},
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.placement.book import SILENT_S, HostBook, HostLost, HostState, Told, Unable
-from launch.supervisor.plan import Key
+from launch.processes.plan import Key
 from proto.messages import ErrorCode, HostOrders, HostReport, ProcessRow
 from shared.rpc.errors import RpcError
 from shared.topology import load
@@ -30,8 +30,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def book(folder: Path, *overrides: str) -> HostBook:
-    topology = load(folder / "t.yaml", [*PLACES, *overrides], check_supported=False)
-    return HostBook(topology, {"rollout": 3})
+    topology = load(folder / "t.yaml", [*PLACES, "services.rollout.threads=3", *overrides])
+    return HostBook(topology)
 
 
 def report(host: str, life: int = 1, gpus: int = 4, failed: str = "", *, ended: bool = False) -> HostReport:
@@ -202,10 +202,10 @@ def test_a_service_that_is_scaled_keeps_its_places(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")
     more = ["services.rollout.host=[b, c, spare]", "services.rollout.instances=5"]
-    made.plan(load(folder / "t.yaml", [*PLACES, *more], check_supported=False))
+    made.plan(load(folder / "t.yaml", [*PLACES, *more]))
     assert set(made.keys()) >= {("rollout", i) for i in range(5)}
     assert runs(made.report(report("c"), 0)[0])["rollout", 1] == [0, 1]
-    made.plan(load(folder / "t.yaml", [*PLACES, "services.rollout.instances=2"], check_supported=False))
+    made.plan(load(folder / "t.yaml", [*PLACES, "services.rollout.instances=2"]))
     assert set(made.keys()) == {("batch-store", i) for i in (1, 2, 3)} | {("rollout", 0), ("rollout", 1)}
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
 from launch.placement.book import HostBook
-from launch.placement.desk import HostDesk
-from launch.placement.facts import facts
+from launch.placement.desk import HostDesk, OtherHosts
+from launch.placement.facts import facts, refusals
 from proto.messages import Ack, ErrorCode, HostCheck, HostFacts
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
@@ -24,7 +24,7 @@ def answers(folder: Path, checks: list[HostCheck]) -> tuple[list[str], list[str]
     """Return the answer to each check ("" if the host may join), and the lines that the user sees."""
     topology = load(write(make(folder)), ["placement.hosts={b: {gpus: 2}}", "transport.listen=10.0.0.1"])
     told: list[str] = []
-    desk = HostDesk(topology, HostBook(topology, {}), on_notice=told.append)
+    hosts = OtherHosts(HostBook(topology), partial(refusals, topology, facts()))
 
     async def ask(client: Client, check: HostCheck) -> str:
         try:
@@ -35,13 +35,19 @@ def answers(folder: Path, checks: list[HostCheck]) -> tuple[list[str], list[str]
 
     async def scene() -> list[str]:
         async with serving(f"ipc://{folder}/desk") as (mailbox, bound), asking(bound) as client:
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            desk.open(mailbox, context, 1, None, lambda: client)
+            desk = HostDesk(
+                hosts,
+                mailbox,
+                lambda: client,
+                lambda name, endpoint: client,
+                on_notice=lambda notice: told.append(notice.text),
+                on_unable=lambda cause: None,
+            )
+            desk.begin()
             try:
                 return [await ask(client, check) for check in checks]
             finally:
                 await desk.close()
-                context.destroy(0)
 
     return asyncio.run(scene()), told
 

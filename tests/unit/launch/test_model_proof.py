@@ -52,8 +52,8 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_is_proved_once_in_a_process_of_its_own(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    findings = Findings()
-    proved = preflight.prove(topology(model), "t.yaml", findings)
+    findings = Findings("t.yaml")
+    proved = preflight.prove(topology(model), findings)
     assert proved.policy.passes == FASTEST
     assert findings.errors == []
     assert "sequences packed" in findings.notes[0]
@@ -61,15 +61,15 @@ def test_a_model_is_proved_once_in_a_process_of_its_own(
     assert len(list(cache.iterdir())) == 1
     forbid(monkeypatch)
     edit(model, dtype="bfloat16", transformers_version="5.0.0")
-    again = Findings()
-    assert preflight.prove(topology(model), "t.yaml", again).policy.passes == FASTEST
+    again = Findings("t.yaml")
+    assert preflight.prove(topology(model), again).policy.passes == FASTEST
     assert "known" in again.notes[0]
     edit(model, rms_norm_eps=1e-4)
     with pytest.raises(AssertionError, match="was computed"):
-        preflight.prove(topology(model), "t.yaml", Findings())
+        preflight.prove(topology(model), Findings("t.yaml"))
     edit(model, rms_norm_eps=1e-6)
     with pytest.raises(AssertionError, match="was computed"):
-        preflight.prove(topology(model, "data.train.max_prompt_tokens=9"), "t.yaml", Findings())
+        preflight.prove(topology(model, "data.train.max_prompt_tokens=9"), Findings("t.yaml"))
 
 
 def test_a_damaged_result_is_computed_again(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +98,8 @@ def test_without_a_proof_in_time_the_run_is_plain_and_says_so(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_proof, "LIMIT_CPU_S", 1)
-    findings = Findings()
-    found = preflight.prove(topology(model), "t.yaml", findings)
+    findings = Findings("t.yaml")
+    found = preflight.prove(topology(model), findings)
     assert found.policy.passes == Passes()
     assert "no proof: limits are 1 s of processor time" in "\n".join(findings.notes)
     assert not cache.exists()
@@ -120,26 +120,26 @@ def test_without_a_proof_in_time_the_run_is_plain_and_says_so(
 def test_what_is_not_proved_is_refused_in_one_line(
     model: Path, monkeypatch: pytest.MonkeyPatch, refused: str, wanted: tuple[str, ...], line: str
 ) -> None:
-    proof = model_proof.Proof(Passes(sequences="padded"), refused, [], "Some", None)
+    proof = model_proof.ModelProof(Passes(sequences="padded"), refused, [], "Some", None)
     monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
-    findings = Findings()
-    preflight.prove(topology(model, *wanted), "t.yaml", findings)
+    findings = Findings("t.yaml")
+    preflight.prove(topology(model, *wanted), findings)
     [found] = findings.errors
     assert found.startswith(line)
 
 
 def test_slower_passes_may_be_chosen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proof = model_proof.Proof(FASTEST, "", [], "Some", None)
+    proof = model_proof.ModelProof(FASTEST, "", [], "Some", None)
     monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
-    chosen = preflight.prove(topology(model, "policy.passes.sequences=padded"), "t.yaml", Findings())
+    chosen = preflight.prove(topology(model, "policy.passes.sequences=padded"), Findings("t.yaml"))
     assert chosen.policy.passes == Passes(sequences="padded")
 
 
 def test_whole_logits_are_part_of_the_memory_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proof = model_proof.Proof(Passes(sequences="padded"), "", [], "Some", None)
+    proof = model_proof.ModelProof(Passes(sequences="padded"), "", [], "Some", None)
     monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
-    findings = Findings()
-    found = preflight.prove(topology(model, "algorithm.kl.coef=0.1"), "t.yaml", findings)
+    findings = Findings("t.yaml")
+    found = preflight.prove(topology(model, "algorithm.kl.coef=0.1"), findings)
     assert findings.errors == []
     size = preflight.vocabulary(found)
     logits = {use.key: use.nbytes for use in uses(found, 1000, {}, size) if use.what == "logits"}
@@ -149,7 +149,7 @@ def test_whole_logits_are_part_of_the_memory_plan(model: Path, monkeypatch: pyte
     blocks = found.model_copy(update={"policy": found.policy.model_copy(update={"passes": FASTEST})})
     assert not [use for use in uses(blocks, 1000, {}, size) if use.what == "logits"]
     many = ("services.policy-trainer.max_tokens_per_micro_batch=100000000000",)
-    preflight.prove(topology(model, *many), "t.yaml", findings)
+    preflight.prove(topology(model, *many), findings)
     [line] = findings.errors
     assert "logits" in line
     assert "policy.model: its training takes" in line

@@ -17,14 +17,15 @@ import pytest
 
 from launch.checks import preflight
 from launch.commands.place import lock
-from launch.supervisor import guard
-from launch.viewers.logs import last_lines, readable, tail
+from launch.processes import guard
+from launch.processes.plan import threads_of
 from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
 from launch.viewers.status import _merge
 from proto.messages import DropReason, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
-from shared.followed_file import FollowedFile
 from shared.rpc.errors import RpcError
 from shared.rundir import ABANDONED_S, RunDir, release, sweep_abandoned
+from shared.runfiles.lines import FollowedFile
+from shared.runfiles.logs import last_lines, readable, tail
 from shared.topology import load
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
@@ -188,8 +189,8 @@ def test_status_merges_the_views_of_supervisor_and_scheduler() -> None:
 
 def test_number_of_threads_comes_from_the_topology() -> None:
     topology = load(QUICKSTART, ["services.rollout.threads=3"])
-    assert preflight.threads_of(topology, "rollout") == 3
-    assert preflight.threads_of(topology, "scheduler") == 1
+    assert threads_of(topology, "rollout") == 3
+    assert threads_of(topology, "scheduler") == 1
 
 
 def test_a_missing_user_module_is_reported_before_anything_starts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.supervisor.plan import Key, module_of, select
+from launch.processes.plan import Key, module_of, select
 from shared.rpc.errors import RpcError
 
 

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from launch.checks import functions, preflight
-from launch.supervisor.programs import child_environment
+from launch.processes.programs import child_environment
 from shared.security.connections import most_connections
 from shared.topology import load, snapshot_bytes
 from shared.topology.fields import format_size

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks import preflight
-from launch.supervisor.scaling import THREADS_PER_CPU, ranks, resize
+from launch.processes.plan import Resources
+from launch.supervisor import scaling
+from launch.supervisor.scaling import THREADS_PER_CPU, Scaling, ranks
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.topology import load
@@ -35,19 +36,19 @@ def make(tmp_path: Path) -> Make:
 def test_number_of_rollouts_is_written_into_the_topology_of_the_run(make: Make) -> None:
     run = make("services.rollout.threads=1")
     block = load(run.topology).services.rollout.block_tasks
-    resized = resize(run, "rollout", 2)
-    assert resized.keys == [("rollout", 0), ("rollout", 1)]
-    assert (resized.threads, dict(resized.gpus)) == (1, {key: "" for key in resized.keys})
+    resized = Scaling(run, load(run.topology)).resize("rollout", 2)
+    assert [*resized] == [("rollout", 0), ("rollout", 1)]
+    assert set(resized.values()) == {Resources(1, "")}
     after = load(run.topology).services.rollout
     assert (after.instances, after.block_tasks) == (2, block)
-    assert resize(run, "rollout", 1).keys == [("rollout", 0)]
+    assert [*Scaling(run, load(run.topology)).resize("rollout", 1)] == [("rollout", 0)]
     assert load(run.topology).services.rollout.instances == 1
 
 
 def test_references_on_cpus_are_scaled_without_a_change_to_the_topology(make: Make) -> None:
     run = make()
     before = run.topology.read_text()
-    assert resize(run, "reference", 2).keys == [("reference", 0), ("reference", 1)]
+    assert [*Scaling(run, load(run.topology)).resize("reference", 2)] == [("reference", 0), ("reference", 1)]
     assert run.topology.read_text() == before
 
 
@@ -73,18 +74,18 @@ def test_a_refusal_gives_one_line_and_writes_nothing(
     run = make(*overrides)
     before = run.topology.read_text()
     with pytest.raises(RpcError) as refused:
-        resize(run, service, instances)
+        Scaling(run, load(run.topology)).resize(service, instances)
     assert why in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
     assert run.topology.read_text() == before
 
 
 def test_too_many_gpus_are_refused_with_both_numbers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "gpu_names", lambda visible: ["0", "1", "2"])
+    monkeypatch.setattr(scaling, "own_gpus", lambda: ["0", "1", "2"])
     run = make("services.rollout.gpus=1")
-    assert dict(resize(run, "rollout", 3).gpus) == {("rollout", 0): "0", ("rollout", 1): "1", ("rollout", 2): "2"}
+    assert [each.gpus for each in Scaling(run, load(run.topology)).resize("rollout", 3).values()] == ["0", "1", "2"]
     with pytest.raises(RpcError, match=r"4 GPUs wanted \(rollout 4\), but there are 3"):
-        resize(run, "rollout", 4)
+        Scaling(run, load(run.topology)).resize("rollout", 4)
     assert load(run.topology).services.rollout.instances == 3
 
 

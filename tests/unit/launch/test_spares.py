@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from launch.spares import spare
 from launch.spares import state as s
 from launch.spares.heavy import spare_kinds
 from launch.spares.state import SpareKind, SpareRules
 from launch.supervisor.state import WINDOW_S
-from shared.actor import spare
 from shared.topology import load
 
 TORCH, VLLM = SpareKind(("policy-trainer-worker", "reference"), ("torch",)), SpareKind(("rollout",), ("vllm",))

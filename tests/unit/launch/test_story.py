@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch.viewers.story import Entry, as_lines, replayed
+from launch.viewers.story import StoryEntry, as_lines, replayed
 from proto.messages import CheckpointSaved, CommitStep, NextBatch, Outcome, StepBatch
 from services.scheduler import snapshot
 from services.scheduler.events import ClearDone, Persist, SaveStep, SendClear, Tick
@@ -48,7 +48,7 @@ class Recording:
         for effect in [each for each in self.bench.effects if isinstance(each, SendClear) and each.tracked]:
             self.bench.event(ClearDone(effect.store, len(effect.tasks)))
 
-    def story(self, task_id: str = TASK) -> list[Entry]:
+    def story(self, task_id: str = TASK) -> list[StoryEntry]:
         self.write()
         with reading(self.path) as recorded:
             parts = recorded.snapshot()
@@ -64,11 +64,11 @@ def recording(tmp_path: Path) -> Recording:
     return made
 
 
-def what(story: list[Entry]) -> list[str]:
+def what(story: list[StoryEntry]) -> list[str]:
     return [each.what for each in story]
 
 
-def facts(story: list[Entry], name: str) -> dict[str, Any]:
+def facts(story: list[StoryEntry], name: str) -> dict[str, Any]:
     return next(each.facts for each in story if each.what == name)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from launch.supervisor.events import (
+    EndAsked,
     Exited,
     HostsEnded,
-    HostUnable,
-    KillAsked,
     Reported,
     RunEnded,
     RunOutcome,
     Spawn,
     Spawned,
-    StopAsked,
     Terminate,
     TimePassed,
 )
@@ -41,7 +39,7 @@ def told_to_end(effects: list[object]) -> list[object]:
 
 def test_processes_to_which_other_hosts_connect_run_until_those_hosts_have_ended() -> None:
     made = running()
-    assert told_to_end([*made.handle(StopAsked("test"), 1.0)]) == [DRIVER]
+    assert told_to_end([*made.handle(EndAsked("test"), 1.0)]) == [DRIVER]
     assert made.handle(Exited(DRIVER, 3, 0), 2.0) == []
     assert made.handle(TimePassed(), 60.0) == []
     assert told_to_end([*made.handle(HostsEnded(), 61.0)]) == [STORE]
@@ -49,7 +47,7 @@ def test_processes_to_which_other_hosts_connect_run_until_those_hosts_have_ended
 
 def test_a_kill_does_not_wait_for_other_hosts() -> None:
     made = running()
-    made.handle(KillAsked(), 1.0)
+    made.handle(EndAsked("killed", at_once=True), 1.0)
     made.handle(Exited(DRIVER, 3, -9), 2.0)
     made.handle(Exited(STORE, 2, -9), 2.0)
     [ended] = made.handle(Exited(SCHEDULER, 1, -9), 2.0)
@@ -58,7 +56,7 @@ def test_a_kill_does_not_wait_for_other_hosts() -> None:
 
 def test_a_host_whose_processes_cannot_continue_fails_the_run_with_the_cause() -> None:
     made = running()
-    made.handle(HostUnable("host b: rollout/0: no model"), 1.0)
+    made.handle(EndAsked("host b: rollout/0: no model", RunOutcome.FAILED), 1.0)
     made.handle(Exited(DRIVER, 3, 0), 2.0)
     made.handle(HostsEnded(), 3.0)
     made.handle(Exited(STORE, 2, 0), 4.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from launch.processes.plan import rolling_order
 from launch.supervisor import events as e
 from launch.supervisor import state as s
 from launch.supervisor.events import RunOutcome
-from launch.supervisor.plan import rolling_order
 from launch.supervisor.state import RunPhase
 from shared.actor.service import ProcessState
 from tests.unit.launch.supervised import (
@@ -94,7 +94,7 @@ def test_new_instance_is_restarted_after_a_kill_and_ends_with_the_run() -> None:
     world.report(new, ProcessState.READY)
     world.exit(new, SIGKILL)
     assert world.spawned == [new, new]
-    world.feed(e.StopAsked("stopped"))
+    world.feed(e.EndAsked("stopped"))
     world.exit(DRIVER, 0)
     assert new in world.terminated
 
@@ -102,7 +102,7 @@ def test_new_instance_is_restarted_after_a_kill_and_ends_with_the_run() -> None:
 def test_run_ends_while_a_process_drains() -> None:
     world = World().run()
     world.feed(e.DrainAsked([ROLLOUT]))
-    world.feed(e.StopAsked("stopped"))
+    world.feed(e.EndAsked("stopped"))
     for key in (DRIVER, ROLLOUT, REFERENCE, WORKER, STORE, MONITOR, SCHEDULER):
         world.exit(key, 0)
     assert [each.outcome for each in world.ended] == [RunOutcome.STOPPED]

@@ -13,9 +13,9 @@ import pytest
 import structlog
 import zmq
 
-from launch.supervisor import server
+from launch.processes.plan import Key, Resources
+from launch.supervisor import runner, server
 from launch.supervisor.events import Reported, RunEnded, RunOutcome
-from launch.supervisor.plan import Key
 from launch.supervisor.server import Supervisor
 from proto.ids import new_incarnation
 from proto.messages import Ack, ErrorCode, KillInstance
@@ -41,20 +41,21 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 
 def supervised(
     run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
     keys: list[Key],
     program: str,
     scene: Callable[[Supervisor], Awaitable[None]],
     limit_s: float,
     start_limit_s: float = 600.0,
 ) -> RunEnded:
+    monkeypatch.setattr(runner, "program_of", lambda service: ["/bin/sh", "-c", program])
+
     async def main() -> RunEnded:
         made = Supervisor(
             run,
-            keys,
-            threads={},
+            {key: Resources() for key in keys},
             start_limit_s=start_limit_s,
             on_event=lambda _: None,
-            command=lambda _: ["/bin/sh", "-c", program],
         )
         ending = asyncio.create_task(made.run())
         try:
@@ -68,20 +69,24 @@ def supervised(
     return asyncio.run(main())
 
 
-def test_a_service_whose_log_file_cannot_be_opened_fails_the_run_with_its_cause(run: RunDir) -> None:
+def test_a_service_whose_log_file_cannot_be_opened_fails_the_run_with_its_cause(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scene(made: Supervisor) -> None:
         await asyncio.sleep(0.2)
         shutil.rmtree(run.logs)  # This simulates a disk that has become read-only or run out of inodes.
 
-    ended = supervised(run, [SCHEDULER], "sleep 0.5; kill -9 $$", scene, 60)
+    ended = supervised(run, monkeypatch, [SCHEDULER], "sleep 0.5; kill -9 $$", scene, 60)
     assert ended.outcome == RunOutcome.FAILED
 
 
-def test_a_service_that_is_not_ready_in_time_is_killed_and_started_again(run: RunDir) -> None:
+def test_a_service_that_is_not_ready_in_time_is_killed_and_started_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scene(_: Supervisor) -> None:
         """Leave the services alone."""
 
-    ended = supervised(run, [SCHEDULER], "sleep 60", scene, 60, start_limit_s=0.3)
+    ended = supervised(run, monkeypatch, [SCHEDULER], "sleep 60", scene, 60, start_limit_s=0.3)
     assert ended.outcome == RunOutcome.FAILED
     assert ended.cause == (
         "scheduler/0: not READY within 0.3 s of its start (run.start_limit_s) (death 4 in 300 s, limit 4)"
@@ -91,7 +96,7 @@ def test_a_service_that_is_not_ready_in_time_is_killed_and_started_again(run: Ru
 def test_a_driver_that_exits_on_a_signal_does_not_finish_the_run_even_if_the_scheduler_is_silent(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "COMPLETE_CALL_S", 0.5)
+    monkeypatch.setattr(server, "STATUS_CALL_S", 0.5)
     lives: list[int] = []
 
     async def scene(made: Supervisor) -> None:
@@ -109,11 +114,11 @@ def test_a_driver_that_exits_on_a_signal_does_not_finish_the_run_even_if_the_sch
         made.stop("the test is over")
 
     program = "trap 'exit 0' TERM; while :; do sleep 0.1; done"
-    ended = supervised(run, [SCHEDULER, TRAINER], program, scene, 30)
+    ended = supervised(run, monkeypatch, [SCHEDULER, TRAINER], program, scene, 30)
     assert ended.outcome != RunOutcome.DONE
 
 
-def test_supervisor_confirms_the_death_of_only_its_own_processes(run: RunDir) -> None:
+def test_supervisor_confirms_the_death_of_only_its_own_processes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[object] = []
 
     async def scene(made: Supervisor) -> None:
@@ -137,5 +142,5 @@ def test_supervisor_confirms_the_death_of_only_its_own_processes(run: RunDir) ->
             await asyncio.to_thread(context.term)
         made.stop("the test is over")
 
-    supervised(run, [SCHEDULER], "sleep 60", scene, 60)
+    supervised(run, monkeypatch, [SCHEDULER], "sleep 60", scene, 60)
     assert answers == [ErrorCode.MISSING, ErrorCode.MISSING, Ack(), Ack()]

@@ -76,7 +76,7 @@ def test_the_run_is_calm_while_every_process_is_ready_and_the_run_is_not_stoppin
     assert world.state.calm
     world.feed(e.DrainAsked([ROLLOUT]))
     assert world.state.calm
-    world.feed(e.StopAsked("enough"))
+    world.feed(e.EndAsked("enough"))
     assert not world.state.calm
 
 
@@ -232,7 +232,7 @@ def test_services_are_drained_in_order_after_the_driver_is_done() -> None:
 
 def test_process_that_dies_while_draining_is_not_restarted() -> None:
     world = World().run()
-    world.feed(e.StopAsked("stopped by the operator"))
+    world.feed(e.EndAsked("stopped by the operator"))
     world.exit(ROLLOUT, SIGKILL)
     world.wait(10.0)
     assert world.spawned == []
@@ -240,7 +240,7 @@ def test_process_that_dies_while_draining_is_not_restarted() -> None:
 
 def test_process_that_does_not_drain_is_killed_only_after_the_limit() -> None:
     world = World().run()
-    world.feed(e.StopAsked("interrupted"))
+    world.feed(e.EndAsked("interrupted"))
     assert world.terminated == [DRIVER]
     world.wait(s.DRAIN_LIMIT_S - 0.1)
     assert world.killed == []
@@ -250,7 +250,7 @@ def test_process_that_does_not_drain_is_killed_only_after_the_limit() -> None:
 
 def test_a_trainer_gets_time_for_a_checkpoint_only_when_the_run_ends() -> None:
     for event, limit_s in (
-        (e.StopAsked("interrupted"), s.DRAIN_LIMIT_S + 90),
+        (e.EndAsked("interrupted"), s.DRAIN_LIMIT_S + 90),
         (e.RestartAsked([DRIVER]), s.DRAIN_LIMIT_S),
     ):
         world = World(save_limit_s=90).run()
@@ -264,7 +264,7 @@ def test_a_trainer_gets_time_for_a_checkpoint_only_when_the_run_ends() -> None:
 
 def test_no_other_process_is_told_to_exit_before_the_driver_has_saved() -> None:
     world = World(save_limit_s=90).run()
-    world.feed(e.StopAsked("interrupted"))
+    world.feed(e.EndAsked("interrupted"))
     world.report(DRIVER, ProcessState.DRAINING, "saving step 19")
     world.wait(80.0)
     assert world.terminated == [DRIVER]
@@ -276,9 +276,9 @@ def test_no_other_process_is_told_to_exit_before_the_driver_has_saved() -> None:
 
 def test_second_interrupt_kills_all_remaining_processes() -> None:
     world = World().run()
-    world.feed(e.StopAsked("interrupted"))
+    world.feed(e.EndAsked("interrupted"))
     world.exit(DRIVER, 0)
-    world.feed(e.KillAsked())
+    world.feed(e.EndAsked("killed", at_once=True))
     assert set(world.killed) == {key for key in PLAN if key != DRIVER}
     for key in world.killed:
         world.exit(key, SIGKILL)
@@ -288,7 +288,7 @@ def test_second_interrupt_kills_all_remaining_processes() -> None:
 def test_stop_during_start_starts_no_further_processes() -> None:
     world = World()
     world.feed(e.TimePassed())
-    world.feed(e.StopAsked("interrupted"))
+    world.feed(e.EndAsked("interrupted"))
     for key in (STORE, MONITOR, SCHEDULER):
         world.exit(key, 0)
     assert world.spawned == [SCHEDULER, STORE, MONITOR]

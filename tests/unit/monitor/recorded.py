@@ -23,8 +23,8 @@ import msgspec
 from proto.messages import TopicRow
 from services.monitor.warnings.facts import Facts
 from services.monitor.warnings.watch import Watch
+from shared.runfiles.warnings import WarningRecord
 from shared.topology import load
-from shared.warnings import WarningRecord
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "warnings"
 AVAILABLE_BYTES = 16 << 30

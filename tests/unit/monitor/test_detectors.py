@@ -11,7 +11,7 @@ import pytest
 from services.monitor.warnings.facts import Facts
 from services.monitor.warnings.live import SETTLE_S
 from services.monitor.warnings.watch import OF_ROWS, Watch
-from shared.warnings import WarningRecord
+from shared.runfiles.warnings import WarningRecord
 from tests.unit.monitor.test_watch import row, telemetry
 
 Values = dict[str, float | None]

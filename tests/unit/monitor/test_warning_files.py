@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from services.monitor.warnings.files import WarningFile
-from shared import warnings
-from shared.warnings import WarningRecord
+from shared.runfiles import warnings
+from shared.runfiles.warnings import WarningRecord
 
 RECORD = WarningRecord(1.5, 12, "truncation", "seen", "do", "heldout")
 

@@ -18,8 +18,8 @@ from services.monitor.warnings.watch import (
     TEXT_CHARS,
     Watch,
 )
-from shared.topology.monitor_warnings import WarningKind
-from shared.warnings import WarningRecord
+from shared.runfiles.warnings import WarningRecord
+from shared.topology.monitor import WarningKind
 
 FACTS = Facts()
 
@@ -84,7 +84,7 @@ def test_episodes_about_different_services_are_reported_separately() -> None:
     assert len(episodes.observe("k", [Sighting("a", "", "store/0")])) == 1
     both = [Sighting("a", "", "store/0"), Sighting("b", "", "store/1")]
     assert [each.about for each in episodes.observe("k", both)] == ["store/1"]
-    assert episodes.held("k") == {"store/0", "store/1"}
+    assert episodes.lasting("k") == {"store/0", "store/1"}
 
 
 def test_a_restarted_monitor_does_not_repeat_its_warnings() -> None:

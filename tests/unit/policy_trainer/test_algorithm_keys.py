@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from proto.messages import (
+    AdamW,
     BatchMeta,
     BatchPart,
     ForwardBackwardDone,
@@ -29,9 +30,9 @@ from proto.messages import (
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.resume import ResumePoint
+from services.policy_trainer.scheduler_calls import StepTasks
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses.own import own_policy_loss
-from services.policy_trainer.worker.losses.tokens import TokenData
 from services.reference.kl_sums import kl_sums
 from services.scheduler.planning import make_plan
 from shared.batch import Batch
@@ -39,6 +40,7 @@ from shared.stages import PROXIMAL, ROLLOUT
 from shared.topology import Topology, TopologyError, load
 from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
 from shared.topology.fields import Section
+from tests.unit.policy_trainer.training import token_data
 from tests.unit.shared.topology.small_topology import make, write
 
 pytestmark = pytest.mark.slow
@@ -190,7 +192,7 @@ class Table:
     def begin_step(self, updates: int, *, snapshot_lineage: int) -> None:
         self.sums.append({"updates": float(updates)})
 
-    async def forward(self, batch: Batch, _: list[str]) -> tuple[Batch, float]:
+    async def forward(self, batch: Batch, _: list[str], __: float) -> tuple[Batch, float]:
         self.prox = self.scores()[0].detach()
         part = BatchPart(PROXIMAL.name, ["prox_logprobs.1-1"])
         return Batch(BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE])), 0.0
@@ -203,7 +205,7 @@ class Table:
         def spread(name: str) -> torch.Tensor:
             return torch.from_numpy(np.repeat(batch.scalars[name].astype(np.float64), lengths))
 
-        data = TokenData(
+        data = token_data(
             rollout=self.rollout[at],
             advantages=spread("advantages"),
             weights=spread("weights"),
@@ -219,7 +221,7 @@ class Table:
         self.sums.append({name: float(value) for name, value in sums.items()})
         return ForwardBackwardDone(sums=self.sums[-1], seconds=0.0)
 
-    async def optim_step(self) -> OptimStepDone:
+    async def optim_step(self, _: AdamW) -> OptimStepDone:
         with torch.no_grad():
             for each in (self.logits, self.shift):
                 assert each.grad is not None
@@ -238,7 +240,7 @@ def trained(topology: Topology, folder: Path) -> list[Any]:
     table: Any = Table(topology)
     nothing: Any = None
     driver = Driver(topology, nothing, table, nothing, ResumePoint(0, 0, 0, -1, False), nothing, export=nothing)
-    asyncio.run(driver.step(table.batch(topology), StepMetrics(step=1)))
+    asyncio.run(driver.step(StepTasks.of(table.batch(topology)), StepMetrics(step=1)))
     plan, _ = make_plan(topology, folder)
     scheduling = (plan.tasks_per_step, plan.group_size, plan.filter_limit, plan.reference_every, plan.stages)
     return [scheduling, table.sums, table.logits.tolist()]

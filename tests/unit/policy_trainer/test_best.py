@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from proto import messages
-from proto.messages import CommitStep, SaveCheckpoint, WaitEvals
+from proto.messages import CheckpointSaved, CommitStep, SaveCheckpoint, WaitEvals
 from proto.registry import Message, Request
 from services.policy_trainer.best import BestCheckpoint
+from services.policy_trainer.checkpoints import Checkpoints
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.publisher import Publisher
@@ -59,7 +60,7 @@ class World:
         self.die_at = math.inf
         self.best: BestCheckpoint
         self.kept: list[list[int]] = []
-        """Checkpoints on disk after each save."""
+        """Checkpoints on disk after each save, as the scheduler is told."""
 
     async def call(self, request: Request, reply: type[Message], *, deadline_s: float) -> Message:
         self.calls += 1
@@ -71,11 +72,14 @@ class World:
                 # If steps took no time, all of them would be complete before the first choice.
                 while any(self.committed >= _end_of(step) for step in self.best.undecided):
                     await asyncio.sleep(0)
+                    if self.calls >= self.die_at:  # another call was the last one
+                        raise Killed
             case SaveCheckpoint():
                 state = SavedState(request.step, {"w": torch.full((2, 2), float(request.step))}, {"o": torch.zeros(1)})
-                checkpoint.save(self.run.checkpoints, state, keep_last=request.keep_last, keep=request.keep)
-                self.kept.append(checkpoint_steps(self.run.checkpoints))
-                return messages.Saved(path="", seconds=0.0, kept=self.kept[-1])
+                checkpoint.save(self.run.checkpoints, state)
+                return messages.Saved(path="", seconds=0.0)
+            case CheckpointSaved():
+                self.kept.append(request.kept)
             case WaitEvals():
                 return await self._evaluated(request.step)
         for _ in range(TURNS):
@@ -108,6 +112,7 @@ class World:
                 checkpoint=self.topology.checkpoint,
                 lineage=0,
                 store="batch-store/0",
+                checkpoints=Checkpoints([self.run.checkpoints], keep_last=1, keep_every=None),
                 newest_checkpoint=newest,
                 last_step=STEPS,
                 best=best,

@@ -83,17 +83,17 @@ def save_up_to(folder: Path, name: str, size: int, monkeypatch: pytest.MonkeyPat
 
 
 def _save(folder: Path) -> None:
-    checkpoint.save(folder, snapshot(2), keep_last=1)
+    checkpoint.save(folder, snapshot(2))
 
 
 @pytest.mark.parametrize("name", [*(pytest.param(each, marks=pytest.mark.long) for each in (MODEL, OPTIMIZER)), STATE])
 def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint_intact(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint.save(tmp_path / "whole", snapshot(2), keep_last=1)
+    checkpoint.save(tmp_path / "whole", snapshot(2))
     size = (tmp_path / "whole" / "step-2" / name).stat().st_size
     folder = tmp_path / "c"
-    checkpoint.save(folder, snapshot(1), keep_last=1)
+    checkpoint.save(folder, snapshot(1))
     assert size > 100
     for at in range(size):
         assert save_up_to(folder, name, at, monkeypatch), f"byte {at} of {size}"
@@ -101,11 +101,11 @@ def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint_intact(
         assert checkpoint_steps(folder) == [1]
         assert is_whole(folder, 1)
     assert not save_up_to(folder, name, max(size, 4096), monkeypatch)
-    assert checkpoint_steps(folder) == [2]
+    assert checkpoint_steps(folder) == [1, 2]
     assert is_whole(folder, 2)
 
 
-def kill_before(call: int, step: int, folder: Path, keep_last: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+def kill_before(call: int, step: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Save `step` in a process that is killed before its `call`-th folder change; return whether the process was
     killed."""
     calls = [0]
@@ -125,7 +125,7 @@ def kill_before(call: int, step: int, folder: Path, keep_last: int, monkeypatch:
         patch.setattr(os, "unlink", counted(os.unlink))
         patch.setattr(os, "rmdir", counted(os.rmdir))
         patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
-        return killed(lambda: void(checkpoint.save(folder, snapshot(step), keep_last=keep_last)))
+        return killed(lambda: void(checkpoint.save(folder, snapshot(step))))
 
 
 def void(_: object) -> None:
@@ -140,13 +140,13 @@ def test_a_save_killed_between_any_two_changes_leaves_a_whole_checkpoint(
     kills = 0
     for call in range(1, 100):
         folder = tmp_path / f"c{call}"
-        checkpoint.save(folder, snapshot(1), keep_last=1)
-        if not kill_before(call, 1 if replaced else 2, folder, 1, monkeypatch):
+        checkpoint.save(folder, snapshot(1))
+        if not kill_before(call, 1 if replaced else 2, folder, monkeypatch):
             break
         kills += 1
         found = checkpoint_steps(folder)
         assert found
         assert all(is_whole(folder, step) for step in found)
         _save(folder)  # The next save removes the leftovers.
-        assert sorted(path.name for path in folder.iterdir()) == ["step-2"]
+        assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
     assert kills >= 3

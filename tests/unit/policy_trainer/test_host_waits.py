@@ -19,7 +19,6 @@ from services.policy_trainer.worker.backend import LocalScores, totals_of
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from shared.model import attention, logprobs
-from shared.topology.algorithm import Optimizer
 from shared.weights.digests import digests_of
 from tests.unit.policy_trainer.training import accumulate, one_rank
 from tests.unit.tiny_models import make_model, ragged
@@ -85,7 +84,7 @@ def test_progress_is_counted_for_every_micro_batch(
     called, and with few logits at a time, only a part of it is."""
     monkeypatch.setattr(logprobs, "MAX_LOGITS", max_logits)
     make_model("qwen3", head_dim=16, dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
-    backend = one_rank(tmp_path, dtype, Optimizer(lr=1e-3), max_tokens=16)
+    backend = one_rank(tmp_path, dtype, max_tokens=16)
     losses, calls = [], []
     own = BatchLoss.__call__
     monkeypatch.setattr(BatchLoss, "__call__", lambda loss, local: losses.append(1) or own(loss, local))
@@ -96,7 +95,7 @@ def test_progress_is_counted_for_every_micro_batch(
 
 def test_no_operation_of_a_micro_batch_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("qwen3", head_dim=16).save_pretrained(tmp_path)
-    backend = one_rank(tmp_path, "float32", Optimizer(lr=1e-3), max_tokens=16)
+    backend = one_rank(tmp_path, "float32", max_tokens=16)
     calls: list[int] = []
     own = BatchLoss.__call__
 
@@ -106,7 +105,6 @@ def test_no_operation_of_a_micro_batch_waits_for_the_device(tmp_path: Path, monk
 
     monkeypatch.setattr(BatchLoss, "__call__", counted)
     monkeypatch.setattr(logprobs, "MAX_LOGITS", 128)
-    monkeypatch.setattr(logprobs, "trains_plainly", lambda model: False)  # a GPU runs the model's own modules
     with Waits() as waits:
         totals = gradient(backend)
     assert len(calls) > 2

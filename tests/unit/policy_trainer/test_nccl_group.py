@@ -19,8 +19,8 @@ import torch
 
 from proto.messages import AskTransfer, TransferOffer
 from services.policy_trainer.worker.weights import nccl, sender
+from services.policy_trainer.worker.weights.channels import OutgoingWeights
 from services.policy_trainer.worker.weights.nccl import NcclGroup
-from services.policy_trainer.worker.weights.outgoing import OutgoingWeights
 from shared.rpc.mailbox import Call
 from shared.weights.gloo import TransferLost
 from tests.unit.policy_trainer.test_weights_sender import FIRST, Trainer

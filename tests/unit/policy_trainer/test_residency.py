@@ -4,11 +4,16 @@ that each call needs.
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import MagicMock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policy_trainer.worker.calls import RUNNERS
+from services.policy_trainer.worker.calls.state import StateCalls
+from services.policy_trainer.worker.calls.training import TrainingCalls
+from services.policy_trainer.worker.calls.weights import WeightsCalls
 from services.policy_trainer.worker.colocation.residency import NEEDS, PARTS, Part, Residency, parts_named
 from shared.rpc.errors import RpcError
 
@@ -30,7 +35,13 @@ def test_a_part_moves_only_when_it_is_elsewhere(moves: list[tuple[str, frozenset
 
 
 def test_the_needs_of_every_call_are_declared() -> None:
-    assert NEEDS.keys() == RUNNERS.keys()
+    nothing: Any = MagicMock()
+    nothing.model.head = "language"
+    subjects = (TrainingCalls(nothing, nothing, None), WeightsCalls(nothing, nothing))
+    runners = [*subjects, StateCalls(nothing, nothing, several_hosts=False)]
+    kinds = [kind for subject in runners for kind in subject.runners]
+    assert NEEDS.keys() == set(kinds)
+    assert len(set(kinds)) == len(kinds)
 
 
 def test_an_unknown_part_is_refused() -> None:

@@ -19,8 +19,7 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.colocation.residency import NEEDS, PARTS
-from shared.topology.algorithm import Optimizer
-from tests.unit.policy_trainer.training import accumulate, one_rank
+from tests.unit.policy_trainer.training import accumulate, adamw, one_rank
 from tests.unit.tiny_models import make_model, ragged
 
 LOSS = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
@@ -53,7 +52,7 @@ def logprobs(made: TorchBackend) -> dict[str, Tensor]:
 
 
 def updated(made: TorchBackend, folder: Path) -> dict[str, Tensor]:
-    return {"norm": torch.tensor(made.step(2).grad_norm)}
+    return {"norm": torch.tensor(made.step(2, adamw(2, lr=1e-2)).grad_norm)}
 
 
 def exported(made: TorchBackend, folder: Path) -> dict[str, Tensor]:
@@ -92,15 +91,15 @@ def test_a_call_gives_the_same_bits_if_only_the_parts_that_it_needs_are_on_the_d
     make_model("qwen3").save_pretrained(tmp_path / "model")
     found = []
     for away in (frozenset(), PARTS - NEEDS[kind]):
-        made = one_rank(tmp_path / "model", dtype, Optimizer(lr=1e-2), max_tokens=4096)
+        made = one_rank(tmp_path / "model", dtype, max_tokens=4096)
         gradient(made)
-        made.step(1)
+        made.step(1, adamw(1, lr=1e-2))
         gradient(made)
         assert bool(made.shelves.offload(away)) == bool(away)
         answer = CALLS[kind](made, tmp_path)
         made.shelves.backload(PARTS)
         gradient(made)
-        made.step(3)
+        made.step(3, adamw(3, lr=1e-2))
         found.append(answer | {f"after {name}": each for name, each in everything(made).items()})
     first, second = found
     assert first.keys() == second.keys()
@@ -114,9 +113,9 @@ def test_memory_falls_by_the_offloaded_bytes_and_the_next_update_is_the_same(tmp
     )
     found = []
     for moves in (False, True):
-        made = one_rank(tmp_path / "model", dtype, Optimizer(lr=1e-2), max_tokens=4096)
+        made = one_rank(tmp_path / "model", dtype, max_tokens=4096)
         gradient(made)
-        made.step(1)
+        made.step(1, adamw(1, lr=1e-2))
         # Publishing shares weights with numpy in the same way.
         lent = made.weights()["model.norm.weight"].float().numpy()
         gradient(made)
@@ -129,7 +128,7 @@ def test_memory_falls_by_the_offloaded_bytes_and_the_next_update_is_the_same(tmp
             assert fallen >= 0.8 * freed
             assert made.shelves.backload(PARTS) == freed
             assert not list((tmp_path / "model").rglob("*.bin"))
-        made.step(2)
+        made.step(2, adamw(2, lr=1e-2))
         assert np.isfinite(lent).all()
         found.append(everything(made))
     first, second = found

@@ -15,7 +15,7 @@ from services.policy_trainer.snapshot_pace import BURST_S, SHARE, SnapshotPace
 from services.policy_trainer.worker import snapshots
 from services.policy_trainer.worker.rank_state import random_states, rank_state, set_random_states
 from services.policy_trainer.worker.snapshots import Snapshots
-from services.policy_trainer.worker.weights.earlier import EarlierVersions
+from services.policy_trainer.worker.weights.publish import EarlierVersions
 from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.topology import load, snapshot_bytes

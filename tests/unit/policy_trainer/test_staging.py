@@ -12,10 +12,10 @@ from torch import Tensor
 
 from proto.messages import ErrorCode, Publish
 from proto.tensors import Array
-from services.policy_trainer.worker.weights.publish import put_and_digested, put_weights
-from services.policy_trainer.worker.weights.staging import Staging
+from services.policy_trainer.worker.weights.publish import Staging, put_and_digested, put_weights
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_torch
+from shared.weights.weight_set import WeightSet
 
 LIMIT_S = 20.0
 
@@ -85,7 +85,7 @@ def test_a_failed_put_is_reported_only_once_the_digests_no_longer_read_the_weigh
         put.set_exception(RpcError(ErrorCode.BUSY, "no room"))
         await asyncio.sleep(0.01)
         assert not both.done()
-        digests.set_result([1])
+        digests.set_result(WeightSet(()))
         with pytest.raises(RpcError, match="no room"):
             await both
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from proto.ids import REVISION
 from proto.messages import (
     BatchMeta,
     BatchPart,
@@ -29,7 +30,7 @@ from proto.tensors import Array
 from services.policy_trainer.resume import ResumePoint, resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.worker import checkpoint
-from services.policy_trainer.worker.backend import TrainingState, learning_rate
+from services.policy_trainer.worker.backend import TrainingState
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.call_queue import CallQueue
 from services.policy_trainer.worker.checkpoint import SavedState
@@ -40,10 +41,10 @@ from shared.batch import Batch
 from shared.rpc.errors import RpcError
 from shared.rundir import checkpoint_steps
 from shared.stages import PROXIMAL, ROLLOUT
-from shared.topology.algorithm import Optimizer
-from tests.unit.policy_trainer.training import accumulate, one_rank
+from tests.unit.policy_trainer.training import accumulate, adamw, one_rank
 from tests.unit.scheduler.bench import CANARY, STORE, Bench, plan
 from tests.unit.tiny_models import make_model, ragged
+from tests.weights_refs import weights_ref
 
 LOSS = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
 
@@ -54,12 +55,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def backend(folder: Path, dtype: str = "float32", **options: Any) -> TorchBackend:
-    optimizer = Optimizer(lr=1e-2, weight_decay=0.01, **options)
-    return one_rank(folder, dtype, optimizer, max_tokens=4096)
+def backend(folder: Path, dtype: str = "float32") -> TorchBackend:
+    return one_rank(folder, dtype, max_tokens=4096)
 
 
-def train(made: TorchBackend, step: int) -> None:
+def train(made: TorchBackend, step: int, lr: float = 1e-2) -> None:
     ids, lengths, mask = ragged(step)
     flat: dict[str, Array] = {
         "token_ids": ids,
@@ -71,7 +71,7 @@ def train(made: TorchBackend, step: int) -> None:
     rng = np.random.default_rng(step)
     advantages = rng.normal(size=len(ids)).astype(np.float32)
     accumulate(made, LOSS, flat, advantages, np.full(len(ids), 1 / mask.sum(), np.float32))
-    made.step(step)
+    made.step(step, adamw(step, lr=lr, weight_decay=0.01))
 
 
 def state(made: TorchBackend, step: int) -> SavedState:
@@ -88,7 +88,7 @@ def test_training_from_a_checkpoint_ends_with_the_same_bits(folder: Path, tmp_pa
     straight = backend(folder, dtype)
     for step in (1, 2, 3):
         train(straight, step)
-    checkpoint.save(tmp_path / "c", state(straight, 3), keep_last=2)
+    checkpoint.save(tmp_path / "c", state(straight, 3))
     resumed = backend(folder, dtype)
     loaded = checkpoint.load(tmp_path / "c", 3)
     resumed.load_state(TrainingState(loaded.weights, loaded.optimizer))
@@ -115,7 +115,7 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint_intact(
     made = backend(folder)
     train(made, 1)
     before = state(made, 1)
-    checkpoint.save(tmp_path, before, keep_last=1)
+    checkpoint.save(tmp_path, before)
     train(made, 2)
     real = checkpoint._sync
 
@@ -133,19 +133,19 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint_intact(
     for calls in range(1, 5):  # The two tensor files, the manifest and the folder are synced before the rename.
         monkeypatch.setattr(checkpoint, "_sync", interrupted_after(calls))
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.save(tmp_path, state(made, 2), keep_last=1)
+            checkpoint.save(tmp_path, state(made, 2))
         assert checkpoint_steps(tmp_path) == [1]
         assert same_bits(checkpoint.load(tmp_path, 1).weights, before.weights)
     monkeypatch.setattr(checkpoint, "_sync", real)
-    checkpoint.save(tmp_path, state(made, 2), keep_last=1)
-    assert [path.name for path in tmp_path.iterdir() if "step" in path.name] == ["step-2"]
+    checkpoint.save(tmp_path, state(made, 2))
+    assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name) == ["step-1", "step-2"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 def test_a_damaged_checkpoint_is_refused_with_a_one_line_error(folder: Path, tmp_path: Path, name: str) -> None:
     made = backend(folder)
     train(made, 1)
-    path = checkpoint.save(tmp_path, state(made, 1), keep_last=1) / name
+    path = checkpoint.save(tmp_path, state(made, 1)) / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0xFF
     path.write_bytes(data)
@@ -159,60 +159,6 @@ def test_a_missing_checkpoint_is_reported_as_missing(tmp_path: Path) -> None:
     with pytest.raises(RpcError, match="existing checkpoints: none") as caught:
         checkpoint.load(tmp_path, 4)
     assert caught.value.code == ErrorCode.MISSING
-
-
-def test_the_newest_checkpoints_and_those_of_every_nth_step_are_kept(folder: Path, tmp_path: Path) -> None:
-    made = backend(folder)
-    for step in range(1, 8):
-        checkpoint.save(tmp_path, state(made, step), keep_last=2, keep_every=3)
-    assert checkpoint_steps(tmp_path) == [3, 6, 7]
-
-
-def test_a_save_reads_no_manifests_of_checkpoints_that_were_kept_long_ago(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, looked = backend(folder), list[str]()
-    for step in range(1, 7):
-        checkpoint.save(tmp_path, state(made, step), keep_last=2, keep_every=1)
-    real = checkpoint._made_at_stop
-
-    def made_at_stop(path: Path) -> bool:
-        looked.append(path.name)
-        return real(path)
-
-    monkeypatch.setattr(checkpoint, "_made_at_stop", made_at_stop)
-    checkpoint.save(tmp_path, state(made, 7), keep_last=2, keep_every=1)
-    assert looked == ["step-7", "step-6"]
-
-
-def test_checkpoints_listed_by_step_are_kept_in_addition(folder: Path, tmp_path: Path) -> None:
-    made = backend(folder)
-    found = []
-    for step, keep in ((1, ()), (2, (1,)), (3, (1,)), (4, (3,)), (5, (1, 3, 9))):
-        checkpoint.save(tmp_path, state(made, step), keep_last=1, keep=keep)
-        found.append(checkpoint_steps(tmp_path))
-    assert found == [[1], [1, 2], [1, 3], [3, 4], [3, 5]]
-
-
-def test_a_checkpoint_made_at_a_stop_does_not_replace_another(folder: Path, tmp_path: Path) -> None:
-    made = backend(folder)
-    found = []
-    for step, at_stop in ((2, False), (4, False), (5, True), (6, False), (7, True), (7, True), (8, True), (10, False)):
-        whole = made.state()
-        checkpoint.save(tmp_path, SavedState(step, whole.weights, whole.optimizer, at_stop=at_stop), keep_last=2)
-        found.append(checkpoint_steps(tmp_path))
-    assert found == [[2], [2, 4], [2, 4, 5], [4, 6], [4, 6, 7], [4, 6, 7], [4, 6, 8], [6, 10]]
-    (tmp_path / "step-10" / "state.json").write_text("not JSON")
-    checkpoint.save(tmp_path, state(made, 12), keep_last=2)
-    assert checkpoint_steps(tmp_path) == [10, 12]  # A damaged checkpoint is counted like any other.
-
-
-def test_a_new_checkpoint_removes_the_checkpoints_of_later_steps(folder: Path, tmp_path: Path) -> None:
-    made = backend(folder)
-    for step in (1, 2, 4, 6):
-        checkpoint.save(tmp_path, state(made, step), keep_last=4)
-    checkpoint.save(tmp_path, state(made, 3), keep_last=2)  # The run returned to step 2 because 4 and 6 were damaged.
-    assert checkpoint_steps(tmp_path) == [2, 3]
 
 
 def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -231,22 +177,16 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_optimizer_state(folde
     weights, optimizer = made.state().weights, made.state().optimizer
     next(iter(made.model.parameters())).grad = torch.full_like(next(iter(made.model.parameters())), torch.nan)
     with pytest.raises(RpcError, match="step 2 refused, weights untouched: gradient norm is nan"):
-        made.step(2)
+        made.step(2, adamw(2))
     assert same_bits(made.weights(), weights)
     assert same_bits(made.state().optimizer, optimizer)
     train(made, 2)
 
 
-def test_warm_up_is_linear_and_then_constant() -> None:
-    options = Optimizer(lr=1e-2, warmup_steps=4)
-    assert [learning_rate(options, step) for step in (1, 2, 4, 9)] == pytest.approx([2.5e-3, 5e-3, 1e-2, 1e-2])
-
-
 def test_small_updates_of_bfloat16_weights_add_up_in_the_masters(folder: Path) -> None:
-    optimizer = Optimizer(lr=1e-6)
-    made = one_rank(folder, "bfloat16", optimizer, max_tokens=4096)
+    made = one_rank(folder, "bfloat16", max_tokens=4096)
     before = made.state().optimizer | {}
-    train(made, 1)
+    train(made, 1, lr=1e-6)
     masters = {name: value for name, value in made.state().optimizer.items() if name.startswith("master/")}
     assert masters
     assert not before or all(not torch.equal(masters[name], before[name]) for name in masters)
@@ -294,17 +234,7 @@ class Workers:
 
     async def publish_weights(self, lineage: int, step: int, *, store: str) -> WeightsRef:
         self.calls.append(f"publish {step}")
-        return WeightsRef(
-            lineage=lineage,
-            step=step,
-            task_id=f"weights/{lineage}/{step}",
-            fence=1,
-            store=store,
-            nbytes=100,
-            canary=CANARY,
-            drill=CANARY,
-            drill_seed=0,
-        )
+        return weights_ref(lineage, step, CANARY, nbytes=100, store=store)
 
 
 class AskBench:
@@ -428,10 +358,12 @@ def test_each_forward_pass_has_its_own_key_and_the_newest_is_read() -> None:
     keys = ["lengths", PROX_KEY]
     with pytest.raises(RpcError, match="run forward first"):
         stored_keys(batch_of(parts), keys)
-    parts += [BatchPart(PROXIMAL.name, [f"{PROX_KEY}.{driver:x}-{order}"]) for driver, order in ((10, 3), (11, 1))]
+    parts += [
+        BatchPart(PROXIMAL.name, [f"{PROX_KEY}{REVISION}{driver:x}-{order}"]) for driver, order in ((10, 3), (11, 1))
+    ]
     assert stored_keys(batch_of(parts), keys) == {
         "lengths": "lengths",
-        PROX_KEY: f"{PROX_KEY}.b-1",
+        PROX_KEY: f"{PROX_KEY}{REVISION}b-1",
     }
     assert stored_keys(batch_of(parts), ["lengths"]) == {"lengths": "lengths"}
 
@@ -447,7 +379,7 @@ class FakeCall:
 
 
 def step_call(driver: int, order: int) -> OptimStep:
-    return OptimStep(driver=driver, order=order, step=1, last=True)
+    return OptimStep(driver=driver, order=order, step=1, last=True, optimizer=adamw())
 
 
 def refused(lane: CallQueue, driver: int, order: int) -> str:

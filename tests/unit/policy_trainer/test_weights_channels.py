@@ -13,11 +13,10 @@ from msgspec import structs
 from torch import Tensor
 
 from proto.messages import DeviceMemory, TransferOffer
-from services.policy_trainer.worker.weights import outgoing
-from services.policy_trainer.worker.weights.channels import MemoryChannel
-from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
+from services.policy_trainer.worker.weights import channels
+from services.policy_trainer.worker.weights.channels import LiveWeights, MemoryChannel, OutgoingWeights
 from shared.weights import memory
-from shared.weights.table import described, in_parts
+from shared.weights.weight_set import described, in_parts
 
 OFFER = TransferOffer(communicator=1, number=1, deadline_s=1.0, parameters=[])
 NOTHING = OutgoingWeights([], dict)
@@ -85,7 +84,7 @@ def unread() -> dict[str, Tensor]:
 
 
 def test_live_weights_are_sent_while_they_are_the_requested_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 32)
+    monkeypatch.setattr(channels, "CHUNK_BYTES", 32)
     live, mine = LiveWeights("cpu"), weights(1.0)
     live.show((1, 5), mine)
     parameters = live.parameters((1, 5))
@@ -101,7 +100,7 @@ def test_live_weights_are_sent_while_they_are_the_requested_version(monkeypatch:
 def test_the_rest_of_a_version_is_read_from_the_store_once_the_live_weights_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(channels, "CHUNK_BYTES", 16)
     live, mine = LiveWeights("cpu"), weights(1.0)
     stored = {name: each.clone() for name, each in mine.items()}
     live.show((1, 5), mine)
@@ -128,7 +127,7 @@ def test_weights_in_host_memory_are_read_from_the_store() -> None:
 
 
 def test_memory_for_an_engine_holds_all_tensors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(channels, "CHUNK_BYTES", 16)
     shown: list[Tensor] = []
     counted = CountedMemory(monkeypatch)
     monkeypatch.setattr(memory, "exported", lambda copy: shown.append(copy) or counted.exported(copy))

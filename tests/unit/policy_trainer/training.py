@@ -4,24 +4,42 @@ worker's calls do."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from proto.messages import LossSpec
+from torch import Tensor
+
+from proto.messages import AdamW, LossSpec
 from proto.tensors import Array
+from services.policy_trainer.learning_rate import optimizer_numbers
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.losses.tokens import TokenData
 from services.policy_trainer.worker.samples import trained
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 
 
-def one_rank(folder: Path, dtype: str, optimizer: Optimizer, *, max_tokens: int) -> TorchBackend:
+def adamw(step: int = 1, **options: Any) -> AdamW:
+    """Return the numbers of an update of `step` with these options of the topology's section `optimizer`."""
+    return optimizer_numbers(Optimizer(**{"lr": 1e-3, **options}), step)
+
+
+def one_rank(folder: Path, dtype: str, *, max_tokens: int) -> TorchBackend:
     """Return a backend on the CPU for the model in `folder`."""
     options = BackendOptions(
         max_tokens=max_tokens, threads=1, device="cpu", scratch=folder / "offloaded", passes=FASTEST
     )
-    return TorchBackend(folder, dtype, optimizer, options, Layout(1).place(0))
+    return TorchBackend(folder, dtype, options, Layout(1).place(0))
+
+
+def token_data(
+    *, rollout: Tensor, versions: Tensor, prox: Tensor | None = None, ref: Tensor | None = None, **others: Any
+) -> TokenData:
+    """Return the data of tokens whose shards have these values. `others` are the other fields of `TokenData`."""
+    named = {"rollout_logprobs": rollout, "versions": versions, "prox_logprobs": prox, "ref_logprobs": ref}
+    return TokenData(shards={key: values for key, values in named.items() if values is not None}, **others)
 
 
 def accumulate(

@@ -6,13 +6,10 @@ import numpy as np
 
 from proto.messages import DropReason, LossReason, Outcome, TaskHandle, TaskResult
 from services.rollout.engine import Generation
-from services.rollout.results.assemble import Assembled, assemble, in_files, task_shards
-from services.rollout.results.named_values import MOST_NAMES, NamedValues, named
-from services.rollout.results.trajectory import Rolled, SequenceTokens, single_turns
+from services.rollout.results.assemble import MOST_NAMES, Assembled, NamedValues, assemble, in_files, named, task_shards
 from services.rollout.rewards.score import Score
-from services.rollout.sampling.partial import answers_of
 from services.rollout.sampling.tasks import ReadyTask
-from services.rollout.weights.versions import BlockVersions
+from services.rollout.sampling.trajectory import BlockVersions, Rolled, SequenceTokens, answers_of, single_turns
 from shared.stages import ROLLOUT
 
 FAILED = Score(None, "my:fn: raised ValueError: no")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared.http_client import HttpClient, Refused
+from shared.http_client import HttpClient, HttpRefused
 from shared.rpc.errors import RpcError
 
 
@@ -76,7 +76,7 @@ def test_a_stream_that_ends_early_is_not_a_complete_response() -> None:
 
 
 def test_a_refusal_produces_a_one_line_error_with_its_status() -> None:
-    with pytest.raises(Refused, match=r"HTTP 404: no such route$") as caught:
+    with pytest.raises(HttpRefused, match=r"HTTP 404: no such route$") as caught:
         ask([whole(b"no such\n route", "404 Not Found")], stream=False)
     assert caught.value.status == 404
 

@@ -15,11 +15,11 @@ import structlog
 from proto.messages import BatchMeta, ErrorCode, LeaseGrant, TaskHandle
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
+from services.rollout.sampling.trajectory import BlockVersions, Made
 from services.rollout.user_code.frames import Failed
-from services.rollout.weights.versions import BlockVersions
 from services.rollout.workflows.attempt import Attempt
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
-from services.rollout.workflows.runner import WATCH_S, Made, WorkflowRunner
+from services.rollout.workflows.runner import WATCH_S, WorkflowRunner
 from shared.lease import Lease, LeaseBook, LeaseLost
 from shared.pipeline import LeasePipeline
 from shared.rpc.errors import RpcError

@@ -15,9 +15,7 @@ from transformers import AutoTokenizer
 from proto.tensors import Array
 from services.rollout.engine import Generation, Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.results.trajectory import single_turns
-from services.rollout.sampling.partial import answers_of
-from services.rollout.weights.versions import BlockVersions
+from services.rollout.sampling.trajectory import BlockVersions, answers_of, single_turns
 from shared.model.load import load_model, named_weights
 from shared.tensors_torch import to_numpy, to_torch
 from shared.weights.drill import perturb

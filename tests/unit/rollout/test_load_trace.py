@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from services.rollout.engine import WeightsMismatch
-from services.rollout.engines.proof.load_trace import LoadTrace, Part, Proof
+from services.rollout.engines.proof.load_trace import LoadTrace, Proof, WeightPart
 from services.rollout.engines.proof.weights import check_proofs
 from shared.weights.digests import digests_of
+from shared.weights.weight_set import WeightSet
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +96,7 @@ def loaded(model: Half, weights: dict[str, Tensor]) -> Proof:
 
 
 def check(proofs: list[Proof], weights: dict[str, Tensor]) -> None:
-    check_proofs(proofs, {name: (each.dtype, each.shape) for name, each in weights.items()}, digests_of(weights))
+    check_proofs(proofs, WeightSet.of(weights), digests_of(weights))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,8 +105,8 @@ def test_digests_of_sliced_fused_replicated_and_padded_weights_add_up_across_ran
     proofs = [loaded(Half(rank, dtype), weights) for rank in (0, 1)]
     check(proofs, weights)
     parts = {part for proof in proofs for part, _ in proof.parts}
-    assert Part("attention.o_proj.weight", 0, INNER // 2, HIDDEN, INNER // 2) in parts
-    assert Part("embed_tokens.weight", 8, 0, 2, HIDDEN) in parts  # Two of the 8 rows are not padding.
+    assert WeightPart("attention.o_proj.weight", 0, INNER // 2, HIDDEN, INNER // 2) in parts
+    assert WeightPart("embed_tokens.weight", 8, 0, 2, HIDDEN) in parts  # Two of the 8 rows are not padding.
     with pytest.raises(WeightsMismatch, match="have wrong bits"):
         check(proofs[:1], weights)
 

@@ -18,9 +18,9 @@ from proto.tensors import Array
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.sampling import partial
 from services.rollout.sampling.answers import AnswerSampler
-from services.rollout.sampling.partial import Completion, PartialJournal, ResumableNotes
+from services.rollout.sampling.partial import PartialJournal, ResumableNotes
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
-from services.rollout.weights.versions import BlockVersions
+from services.rollout.sampling.trajectory import BlockVersions, Completion
 from shared.lease import Lease, LeaseLost
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
@@ -68,8 +68,8 @@ class Rollout:
             lease.cancel = _After(stop_after)
         ready = [ReadyTask(handle, {}, PROMPTS[handle.task_id]) for handle in handles]
         prepared = PreparedTasks(ready, [], sampling(SAMPLES, HOT, NEW_TOKENS), 2)
-        versions = BlockVersions(version, self.engine.swaps)
-        groups = asyncio.run(self.sampler.sample(lease, prepared, versions, lineage))
+        versions = BlockVersions(version, self.engine.swaps, lineage)
+        groups = asyncio.run(self.sampler.sample(lease, prepared, versions))
         return dict(zip(PROMPTS, groups, strict=True))
 
     def noted(self) -> dict[str, list[Completion]]:

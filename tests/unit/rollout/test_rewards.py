@@ -14,18 +14,9 @@ import pytest
 
 from services.rollout.rewards.score import ANSWER, INFO_CHARS, Score, total, weighted
 from shared.rpc.errors import BadInput, RpcError
-from tests.unit.rollout.reward_rig import MODULE, Line, pool, sample, score, values
+from tests.unit.rollout.reward_rig import Line, pool, sample, score, values
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the current directory. The directory contains the module `my_rewards` and is not on Python's path."""
-    (tmp_path / "my_rewards.py").write_text(MODULE.partition("class Broken")[0])
-    (tmp_path / "my_broken.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_a_module_in_the_current_directory_is_found_and_takes_its_params(folder: Path) -> None:

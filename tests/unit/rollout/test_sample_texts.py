@@ -3,6 +3,8 @@ turn's tokens."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +13,15 @@ import pytest
 
 from proto.messages import TaskHandle
 from services.rollout.results.sample_texts import SampleTexts
-from services.rollout.results.trajectory import Rolled, SequenceTokens
 from services.rollout.rewards.score import Score
 from services.rollout.sampling.prompts import PromptBuilder
-from services.rollout.sampling.tasks import ReadyTask
-from services.rollout.workflows.runner import Made
+from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
+from services.rollout.sampling.trajectory import Made, Rolled, SequenceTokens
 from shared.sample import Sample
 from shared.samples.choice import Choice
 from shared.samples.text import SampleText, TaskText, unpack
-from tests.unit.rollout.rollout_engine import MODEL
+from tests.unit.rollout.rollout_engine import MODEL, sampling
+from tests.unit.rollout.versions_rig import lease
 
 FUNCTIONS = ["my_rewards:exact"]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -48,8 +50,21 @@ def made(prompts: PromptBuilder, *parts: tuple[str, bool], **fields: Any) -> Mad
     return Made(Rolled([sequence], False), sample, None)
 
 
+def recorded(
+    choice: Choice, prompts: PromptBuilder, tasks: PreparedTasks, made: list[list[Made]], scores: list[list[Score]]
+) -> dict[str, Any]:
+    """Return the shards of the recorded tasks."""
+
+    async def at_once(work: Callable[[], Any]) -> Any:
+        return work()
+
+    task_ids = [*(task.handle.task_id for task in tasks.ready), *tasks.not_sampled]
+    writer = SampleTexts(choice, prompts, FUNCTIONS, at_once)
+    return asyncio.run(writer.recorded(lease([]), tasks, made, scores, task_ids))
+
+
 def texts(prompts: PromptBuilder, given: ReadyTask, group: list[Made], scores: list[Score]) -> TaskText:
-    shards = SampleTexts(Choice(1, 1, 1), prompts, FUNCTIONS).shards([given], [group], [scores], {})
+    shards = recorded(Choice(1, 1, 1), prompts, PreparedTasks([given], [], sampling(), 1), [group], [scores])
     return unpack(shards[given.handle.task_id])
 
 
@@ -94,10 +109,10 @@ def test_a_failed_sample_keeps_its_text_and_the_reason_apart_from_the_others(pro
 
 def test_only_chosen_tasks_have_text_and_those_that_were_not_sampled_have_their_prompt(prompts: PromptBuilder) -> None:
     group, scores = [made(prompts, ("3", True))], [Score(0.0)]
-    chosen = SampleTexts(Choice(1, 1, 1 << 62), prompts, FUNCTIONS)
     tasks = [task(f"train/0/{number}") for number in range(50)]
     rows: dict[str, Any] = {"held/0/2": {"prompt": "long", "answer": 3}, "train/0/99": {}, "held/0/3": {"prompt": [7]}}
-    shards = chosen.shards([*tasks, task("held/0/1")], [group] * 51, [scores] * 51, rows)
+    prepared = PreparedTasks([*tasks, task("held/0/1")], [], sampling(), 1, rows)
+    shards = recorded(Choice(1, 1, 1 << 62), prompts, prepared, [group] * 51, [scores] * 51)
     assert list(shards) == ["held/0/1", "held/0/2", "held/0/3"]
     assert unpack(shards["held/0/2"]) == TaskText("long", [], 3)
     assert unpack(shards["held/0/3"]) == TaskText("[7]", [])

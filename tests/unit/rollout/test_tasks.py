@@ -118,10 +118,10 @@ def test_rewards_see_the_whole_trained_answer_in_supervised_fine_tuning(prompts:
     trained = supervised.prepare(grant("train", 0, group_size=1))
     (task,) = trained.ready
     assert task.answer_ids is not None
-    assert supervised.texts([task.answer_ids], trained.sampling) == ["3 1 4"]
+    assert prompts.completion(task.answer_ids, trained.sampling.stop) == "3 1 4"
     evaluated = supervised.prepare(grant("same", 0, group_size=1))
     # Sampled text still ends at the stop text.
-    assert supervised.texts([task.answer_ids], evaluated.sampling) == ["3 "]
+    assert prompts.completion(task.answer_ids, evaluated.sampling.stop) == "3 "
 
 
 def test_an_evaluation_uses_its_own_sampling_settings(sets: TaskSets) -> None:
@@ -147,7 +147,7 @@ def test_a_prompt_must_leave_room_for_the_completion(tmp_path: Path, prompts: Pr
 def test_a_completion_is_cut_before_the_first_stop_text(sets: TaskSets, prompts: PromptBuilder) -> None:
     ids = prompts.token_ids({"prompt": "90+12"})
     sampling = sets.prepare(grant("train", 0)).sampling
-    assert sets.texts([ids], sampling) == ["90+"]
+    assert prompts.completion(ids, sampling.stop) == "90+"
 
 
 def test_a_lease_is_prepared_a_few_tasks_at_a_time_and_reports_progress(sets: TaskSets) -> None:

@@ -16,8 +16,9 @@ from msgspec import structs
 
 from proto.messages import Ack, AskTransfer, EndTransfer, ErrorCode, TransferOffer, TransferParameter
 from services.rollout.engine import Engine
-from services.rollout.weights.source import ShardSource, TransferSource
+from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.transfer import EngineTransfers, TransferFailed
+from shared.dataplane.client import DataClient
 from shared.ranks.meeting import Meeting
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
@@ -126,8 +127,8 @@ def test_an_immediate_transfer_overtakes_a_transfer_requested_for_later(answered
 def test_a_load_waits_for_the_answer_to_an_earlier_request_and_takes_it() -> None:
     async def scenario() -> None:
         trainer, transfers, receiver = ends()
-        source = TransferSource(
-            transfers, cast(ShardSource, None), route="nccl", emit=lambda topic, values: None, engine=receiver
+        source = WeightsSource(
+            cast(DataClient, None), transfers=transfers, route="nccl", emit=lambda topic, values: None, engine=receiver
         )
         delivery = await source.fetch(ref_of(1))
         trainer.answers.clear()

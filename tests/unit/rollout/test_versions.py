@@ -14,11 +14,9 @@ import pytest
 
 from proto.messages import ErrorCode
 from services.rollout.engine import GenerationWatch
-from services.rollout.sampling.partial import Completion, PartialJournal, ResumableNotes
+from services.rollout.sampling.partial import PartialJournal, ResumableNotes
 from services.rollout.sampling.tasks import PreparedTasks
-from services.rollout.weights.version_loader import Fetched
-from services.rollout.weights.versions import BlockVersions
-from services.rollout.worker import _Prepared
+from services.rollout.sampling.trajectory import BlockVersions, Completion
 from shared.lease import Lease
 from shared.rpc.errors import RpcError
 from tests.unit.rollout.told_engine import ref_of
@@ -103,11 +101,11 @@ def test_no_token_is_sampled_with_weights_that_fail_verification(tmp_path: Path)
 
             async def before_step(number: int) -> None:
                 if number == 3:
-                    made.in_flight.announce(ref_of(FIRST + 1, canary=FIRST + 1.5))
+                    made.versions.announce(ref_of(FIRST + 1, canary=FIRST + 1.5))
                     await asyncio.wait([made.running])
 
             made.engine.before_step = before_step
-            versions = made.in_flight.begin(FIRST, exact=False)
+            versions = made.begin(exact=False)
             watch = GenerationWatch(0.0, lambda groups: shown.append(len(groups[0][0].token_ids)))
             prompts = [each.prompt() for each in tasks([FRESH]).ready]
             block = asyncio.create_task(made.engine.generate(prompts, tasks([FRESH]).sampling, cancel, watch))
@@ -132,7 +130,7 @@ async def announce_always(made: Rig) -> None:
     """Announce newer weights before each step, and give them time to be loaded."""
 
     async def before_step(_: int) -> None:
-        made.in_flight.announce(ref_of(made.sync.holds.step + 1))
+        made.versions.announce(ref_of(made.sync.holds.step + 1))
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -146,7 +144,7 @@ def test_a_lease_of_one_exact_version_is_sampled_by_that_version_to_the_end(exac
     async def scenario() -> set[int]:
         async with rig() as made:
             await announce_always(made)
-            sampled = await worker_of(made)._sample(lease([FRESH], exact=exact), _Prepared(tasks([FRESH]), Fetched()))
+            sampled = await worker_of(made)._sample(lease([FRESH], exact=exact), tasks([FRESH]))
             assert sampled is not None
             (sequence,) = sampled.made[0][0].rolled.sequences
             assert sequence.versions[3:].tolist() == sequence.token_ids[3:].tolist()
@@ -159,7 +157,7 @@ def test_the_calls_of_a_workflow_are_sampled_by_one_version() -> None:
     class Calls:
         """Two calls to the policy, one after the other."""
 
-        generate_s = 0.0
+        generate_s, lost_processes = 0.0, 0
 
         def __init__(self, made: Rig) -> None:
             self._engine = made.engine
@@ -176,7 +174,7 @@ def test_the_calls_of_a_workflow_are_sampled_by_one_version() -> None:
         async with rig() as made:
             await announce_always(made)
             calls = Calls(made)
-            await worker_of(made, workflow=calls)._sample(lease([FRESH]), _Prepared(tasks([FRESH]), Fetched()))
+            await worker_of(made, workflow=calls)._sample(lease([FRESH]), tasks([FRESH]))
             return calls.versions
 
     assert asyncio.run(scenario()) == [FIRST] * 2 * NEW_TOKENS
@@ -209,10 +207,10 @@ def test_a_lease_that_needs_other_weights_waits_for_running_leases_or_a_swap() -
     async def scenario() -> list[str]:
         async with rig() as made:
             order: list[str] = []
-            versions = made.in_flight.begin(FIRST, exact=False)
+            versions = made.begin(exact=False)
 
             async def waits(what: str, met: Callable[[], bool]) -> None:
-                async with made.in_flight.settled(lambda: made.in_flight.is_quiet or met()):
+                async with made.versions._settled(lambda: not made.versions._sampled or met()):
                     order.append(what)
 
             for_swap = asyncio.create_task(waits("swap", lambda: made.sync.holds.step > FIRST))
@@ -222,7 +220,7 @@ def test_a_lease_that_needs_other_weights_waits_for_running_leases_or_a_swap() -
             await made.swapped(FIRST + 1)
             await for_swap
             assert order == ["swap"]
-            made.in_flight.end(versions)
+            made.end(versions)
             await for_end
             return order
 
@@ -232,14 +230,14 @@ def test_a_lease_that_needs_other_weights_waits_for_running_leases_or_a_swap() -
 def test_newer_weights_wait_for_a_lease_of_one_exact_version_even_if_other_leases_run() -> None:
     async def scenario() -> None:
         async with rig() as made:
-            other = made.in_flight.begin(FIRST, exact=False)
-            exact = made.in_flight.begin(FIRST, exact=True)
-            made.in_flight.announce(ref_of(FIRST + 1))
+            other = made.begin(exact=False)
+            exact = made.begin(exact=True)
+            made.versions.announce(ref_of(FIRST + 1))
             for _ in range(50):
                 await asyncio.sleep(0)
             assert made.sync.holds.step == FIRST
-            made.in_flight.end(exact)
+            made.end(exact)
             await made.swapped(FIRST + 1)
-            made.in_flight.end(other)
+            made.end(other)
 
     asyncio.run(scenario())

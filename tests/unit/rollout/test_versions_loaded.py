@@ -12,11 +12,11 @@ import pytest
 import structlog
 
 from proto.messages import ErrorCode, WeightsRef
-from services.rollout.sampling.partial import Completion, PartialJournal
-from services.rollout.weights.source import Arrays, Entry, Loaded
+from services.rollout.sampling.partial import PartialJournal
+from services.rollout.sampling.tasks import PreparedTasks
+from services.rollout.sampling.trajectory import Completion
+from services.rollout.weights.source import Arrays, LoadedWeights, LoadEntry
 from services.rollout.weights.transfer import TransferFailed
-from services.rollout.weights.version_loader import Fetched
-from services.rollout.worker import _Prepared
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.lease import Lease, LeaseLost
 from shared.rpc.errors import RpcError
@@ -39,7 +39,7 @@ from tests.unit.rollout.versions_rig import (
 class Lost:
     """Weights whose transfer fails."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: LoadEntry) -> None:
         self.entry = entry
 
     async def begin(self) -> None:
@@ -48,14 +48,14 @@ class Lost:
     def decline(self) -> None:
         raise AssertionError("they were wanted")
 
-    async def load(self, engine: Any) -> Loaded:
+    async def load(self, engine: Any) -> LoadedWeights:
         raise TransferFailed("the sender is gone")
 
 
 class Source:
     """A source of weights whose trainer is unreachable and whose store is reachable."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: LoadEntry) -> None:
         self._entry = entry
 
     async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Lost:
@@ -68,7 +68,7 @@ class Source:
 async def announced_at_step_3(made: Rig, folder: Path) -> dict[str, list[Completion]]:
     async def before_step(number: int) -> None:
         if number == 3:
-            made.in_flight.announce(ref_of(FIRST + 1))
+            made.versions.announce(ref_of(FIRST + 1))
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -79,7 +79,7 @@ async def announced_at_step_3(made: Rig, folder: Path) -> dict[str, list[Complet
 def test_a_failed_transfer_falls_back_to_the_store(tmp_path: Path) -> None:
     async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
-            made.in_flight._source = Source(Entry.SET)
+            made.versions._source = Source(LoadEntry.SET)
             return await announced_at_step_3(made, tmp_path)
 
     [versions] = versions_of(asyncio.run(scenario())).values()
@@ -89,7 +89,7 @@ def test_a_failed_transfer_falls_back_to_the_store(tmp_path: Path) -> None:
 def test_an_update_by_an_undrilled_entry_leaves_a_running_lease_unchanged(tmp_path: Path) -> None:
     async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
-            made.in_flight._source = Source(Entry.RECEIVE)
+            made.versions._source = Source(LoadEntry.RECEIVE)
             swaps = made.engine.swaps
             answers = await announced_at_step_3(made, tmp_path)
             assert made.sync.holds.step == FIRST
@@ -103,7 +103,7 @@ class Silent(Lost):
     """Weights from a sender that does not answer."""
 
     def __init__(self) -> None:
-        super().__init__(Entry.SET)
+        super().__init__(LoadEntry.SET)
         self.asked = asyncio.Event()
         self.given_up = asyncio.Event()
 
@@ -117,21 +117,21 @@ def test_sampling_continues_during_a_request_to_the_trainer_which_is_not_repeate
     async def scenario() -> None:
         async with rig() as made:
             silent = Silent()
-            source = Source(Entry.SET)
+            source = Source(LoadEntry.SET)
             source.fetch = lambda ref: _ready(silent)  # type: ignore[assignment,method-assign,return-value]
-            made.in_flight._source = source
+            made.versions._source = source
             held: list[bool] = []
 
             async def before_step(number: int) -> None:
                 if number == 2:
-                    made.in_flight.announce(ref_of(FIRST + 1))
+                    made.versions.announce(ref_of(FIRST + 1))
                     await silent.asked.wait()
                 held.append(made.engine.is_held)
                 if number == 5:
                     silent.given_up.set()
                     await made.swapped_to(FIRST + 1)
                     silent.asked.clear()
-                    made.in_flight.announce(ref_of(FIRST + 2))
+                    made.versions.announce(ref_of(FIRST + 2))
                     await made.swapped_to(FIRST + 2)
 
             made.engine.before_step = before_step
@@ -147,12 +147,12 @@ async def _ready(delivery: Silent) -> Silent:
     return delivery
 
 
-@pytest.mark.parametrize("entry", list(Entry))
-def test_a_lease_whose_weights_are_not_sent_gets_them_from_the_store(entry: Entry) -> None:
+@pytest.mark.parametrize("entry", list(LoadEntry))
+def test_a_lease_whose_weights_are_not_sent_gets_them_from_the_store(entry: LoadEntry) -> None:
     async def scenario() -> None:
         async with rig() as made:
             worker = worker_of(made, source=Source(entry))
-            sampled = await worker._sample(lease_of(FIRST + 2), _Prepared(tasks([FRESH]), Fetched()))
+            sampled = await worker._sample(lease_of(FIRST + 2), tasks([FRESH]))
             assert sampled is not None
             assert (sampled.version, made.sync.holds.step) == (FIRST + 2, FIRST + 2)
 
@@ -162,26 +162,26 @@ def test_a_lease_whose_weights_are_not_sent_gets_them_from_the_store(entry: Entr
 def test_a_lease_that_waits_for_others_shares_their_progress_and_can_be_given_up_at_once() -> None:
     async def scenario() -> None:
         async with rig() as made:
-            worker = worker_of(made, source=Source(Entry.SET))
+            worker = worker_of(made, source=Source(LoadEntry.SET))
             under_way, waits = lease([NOTED], exact=True), lease_of(FIRST + 1)
-            worker.leases._held = {1: under_way, 2: waits}
-            other = made.in_flight.begin(FIRST, exact=True)
-            waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), Fetched())))
+            made.leases._held = {1: under_way, 2: waits}
+            other = made.begin(exact=True)
+            waiting = asyncio.create_task(worker._sample(waits, tasks([FRESH])))
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert worker.leases.queued == {waits}
-            worker.leases.progress()
+            assert made.leases.queued == {waits}
+            made.leases.progress()
             before = waits.progress
-            worker.leases.progress()
+            made.leases.progress()
             assert waits.progress == before  # Neither lease makes progress.
             under_way.advance()
-            worker.leases.progress()
+            made.leases.progress()
             assert waits.progress > before
             waits.give_up()
             with pytest.raises(LeaseLost):
                 await asyncio.wait_for(waiting, 10)
-            assert not worker.leases.queued
-            made.in_flight.end(other)
+            assert not made.leases.queued
+            made.end(other)
 
     asyncio.run(scenario())
 
@@ -189,17 +189,17 @@ def test_a_lease_that_waits_for_others_shares_their_progress_and_can_be_given_up
 def test_a_lease_that_waits_for_a_load_shares_its_progress_and_can_be_given_up_at_once() -> None:
     async def scenario() -> None:
         async with rig() as made:
-            worker = worker_of(made, source=Source(Entry.SET))
+            worker = worker_of(made, source=Source(LoadEntry.SET))
             loads, waits = lease([NOTED]), lease_of(FIRST + 1)
-            worker.leases._held = {1: loads, 2: waits}
-            async with made.in_flight.settled():
-                waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), Fetched())))
+            made.leases._held = {1: loads, 2: waits}
+            async with made.versions._settled():
+                waiting = asyncio.create_task(worker._sample(waits, tasks([FRESH])))
                 for _ in range(20):
                     await asyncio.sleep(0)
-                worker.leases.progress()
+                made.leases.progress()
                 before = waits.progress
                 loads.advance()
-                worker.leases.progress()
+                made.leases.progress()
                 assert waits.progress > before
                 waits.give_up()
                 with pytest.raises(LeaseLost):
@@ -219,8 +219,8 @@ def test_scoring_stops_when_its_lease_is_lost() -> None:
     async def scenario() -> None:
         async with rig() as made:
             worker, lost = worker_of(made), lease([FRESH])
-            worker._rewards = Rewards()  # type: ignore[assignment]
-            scoring = asyncio.create_task(worker._scores(lost, []))
+            worker._results._rewards = Rewards()  # type: ignore[assignment]
+            scoring = asyncio.create_task(worker._results._scores(lost, []))
             await asyncio.sleep(0)
             lost.give_up()
             with pytest.raises(LeaseLost):
@@ -234,7 +234,7 @@ def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service()
 
     async def scenario() -> None:
         async with rig() as made:
-            worker = worker_of(made, source=Source(Entry.SET))
+            worker = worker_of(made, source=Source(LoadEntry.SET))
             worker._service.log = structlog.get_logger()
             held = [lease([NOTED]), lease_of(FIRST + 2)]
             for each in held:
@@ -246,12 +246,12 @@ def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service()
                     await asyncio.Event().wait()
                 return ahead.pop(0)
 
-            async def prepare(lease: Lease) -> _Prepared:
-                return _Prepared(tasks([each.task_id for each in lease.grant.batch.tasks]), Fetched())
+            async def prepare(lease: Lease) -> PreparedTasks:
+                return tasks([task.task_id for task in lease.grant.batch.tasks])
 
             async def before_step(number: int) -> None:
                 if number == 3:
-                    made.in_flight.announce(ref_of(FIRST + 1))
+                    made.versions.announce(ref_of(FIRST + 1))
                     await asyncio.sleep(0)
 
             async def hang(weights: dict[str, Any]) -> None:
@@ -278,18 +278,18 @@ class Cleared(Source):
 def test_a_lease_whose_version_was_collected_is_handed_back_and_the_engine_continues() -> None:
     async def scenario() -> None:
         async with rig() as made:
-            worker = worker_of(made, source=Cleared(Entry.SET))
+            worker = worker_of(made, source=Cleared(LoadEntry.SET))
             back: list[bool] = []
 
             async def hand_back(lease: Lease, why: str, *, untouched: bool = False) -> None:
                 assert "waited longer than its version lasted" in why
                 back.append(untouched)
 
-            worker.leases.hand_back = hand_back  # type: ignore[method-assign]
-            assert await worker._sample(lease_of(FIRST + 2), _Prepared(tasks([FRESH]), Fetched())) is None
+            made.leases.hand_back = hand_back  # type: ignore[method-assign]
+            assert await worker._sample(lease_of(FIRST + 2), tasks([FRESH])) is None
             assert back == [True]
-            worker._versions._source = Source(Entry.SET)
-            sampled = await worker._sample(lease_of(FIRST + 3), _Prepared(tasks([FRESH]), Fetched()))
+            made.versions._source = Source(LoadEntry.SET)
+            sampled = await worker._sample(lease_of(FIRST + 3), tasks([FRESH]))
             assert sampled is not None
             assert sampled.version == FIRST + 3
 
@@ -306,8 +306,8 @@ def test_weights_that_no_drilled_entry_can_load_are_not_fetched_during_sampling(
                     brought.append(ref.step)
                     return await super().from_store(ref, on_progress)
 
-            made.sync._drilled = {Entry.RECEIVE}
-            made.in_flight._source = FromStore(Entry.RECEIVE)
+            made.sync._drilled = {LoadEntry.RECEIVE}
+            made.versions._source = FromStore(LoadEntry.RECEIVE)
             await announced_at_step_3(made, tmp_path)
             assert made.sync.holds.step == FIRST
             assert not brought

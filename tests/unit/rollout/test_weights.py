@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from msgspec import structs
 
-from proto.messages import Canary, ErrorCode, WeightsRef
+from proto.messages import Canary, ErrorCode, WeightsKind, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
@@ -22,14 +23,13 @@ from services.policy_trainer.worker.weights.publish import TOLERANCE as TRAINERS
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines import transformers_engine
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.weights.source import Entry
+from services.rollout.weights.source import LoadEntry
 from services.rollout.weights.sync import CALIBRATION, HeldVersion, WeightsSync
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
-from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
 from shared.weights.digests import as_int, digest_whole
 from shared.weights.drill import (
@@ -41,6 +41,7 @@ from shared.weights.drill import (
     perturb,
 )
 from tests.unit.rollout.rollout_engine import MODEL
+from tests.weights_refs import weights_ref
 
 pytestmark = pytest.mark.slow
 
@@ -87,16 +88,13 @@ def version(step: int, lineage: int = 1, *, announced: bool = False) -> tuple[We
     start = base()
     weights = {name: perturb(name, values, 1000 + step) for name, values in start.items()}
     drill = {name: perturb(name, values, SEED) for name, values in start.items()}
-    ref = WeightsRef(
-        lineage=lineage,
-        step=step,
-        task_id=f"weights/{lineage}/{step}",
-        fence=1,
-        store="batch-store/0",
-        nbytes=sum(values.nbytes for values in weights.values()),
-        canary=canary(weights, announced=announced),
-        drill=canary(drill, announced=announced),
+    ref = weights_ref(
+        lineage,
+        step,
+        canary(weights, announced=announced),
+        canary(drill, announced=announced),
         drill_seed=SEED,
+        nbytes=sum(values.nbytes for values in weights.values()),
     )
     return ref, weights
 
@@ -178,7 +176,7 @@ def test_a_parameter_of_the_wrong_shape_is_reported() -> None:
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)
     weights["model.norm.weight"] = weights["model.norm.weight"][:64]
-    with pytest.raises(RpcError, match=r"model\.norm\.weight: torch\.float32 \[64\] given"):
+    with pytest.raises(RpcError, match=r"model\.norm\.weight: float32 \[64\] given"):
         asyncio.run(sync.load(ref, weights))
     asyncio.run(engine.stop())
 
@@ -198,17 +196,7 @@ def test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested(
     held: HeldVersion, wanted: tuple[int, int], exact: bool, needed: bool
 ) -> None:
     empty = Canary(token_ids=np.zeros(1, np.int32), logprobs=np.zeros(0, np.float32), tolerance=TOLERANCE)
-    ref = WeightsRef(
-        lineage=wanted[0],
-        step=wanted[1],
-        task_id=f"weights/{wanted[0]}/{wanted[1]}",
-        fence=1,
-        store="batch-store/0",
-        nbytes=0,
-        canary=empty,
-        drill=empty,
-        drill_seed=SEED,
-    )
+    ref = weights_ref(wanted[0], wanted[1], empty, drill_seed=SEED, nbytes=0)
     engine = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=True, passes=FASTEST)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     sync.holds = held
@@ -333,6 +321,20 @@ def test_a_version_that_differs_from_the_announced_one_by_a_bit_is_refused() -> 
     asyncio.run(engine.stop())
 
 
+def test_an_engine_refuses_a_kind_of_version_that_it_cannot_load_and_keeps_its_version() -> None:
+    engine = started(deterministic=False)
+    sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
+    ref, weights = version(1)
+    asyncio.run(sync.load(ref, weights))
+    ref, weights = version(2)
+    adapter = msgspec.structs.replace(ref, kind=WeightsKind.ADAPTER, base="weights/1/0")
+    swaps = engine.swaps
+    with pytest.raises(RpcError, match=r"version 2 of lineage 1 is of kind adapter over weights/1/0; .* only full"):
+        asyncio.run(sync.load(adapter, weights))
+    assert (sync.holds, engine.swaps) == (HeldVersion(1, 1), swaps)
+    asyncio.run(engine.stop())
+
+
 def test_a_head_that_is_no_longer_tied_to_its_embedding_is_reported() -> None:
     engine = started(deterministic=False)
     weights = base()
@@ -407,13 +409,13 @@ def test_an_entry_counts_as_drilled_only_after_the_canary_of_the_drill_matched()
     ref, weights = version(1)
     with pytest.raises(RpcError, match="canary mismatch after the start-up drill"):
         judged(sync, engine, ref, weights, np.full(1, 1.0, np.float32))
-    assert not sync.is_drilled(Entry.SET)
+    assert not sync.is_drilled(LoadEntry.SET)
     assert told == []
     asyncio.run(engine.stop())
     engine = scored()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: told.append(topic))
     judged(sync, engine, ref, weights, np.zeros(1, np.float32))
-    assert sync.is_drilled(Entry.SET)
+    assert sync.is_drilled(LoadEntry.SET)
     assert told == ["drill", "weights"]
     asyncio.run(engine.stop())
 
@@ -464,7 +466,7 @@ def test_the_trainers_canary_has_the_production_tolerance_and_its_drill_reveals_
 ) -> None:
     """Log-probs alone reveal all 46 weights in float32 and float16, and all but 4 in bfloat16. Digests reveal all."""
     options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=tmp_path, passes=FASTEST)
-    backend = TorchBackend(MODEL, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
+    backend = TorchBackend(MODEL, dtype, options, Layout(1).place(0))
     canaries = Canaries(backend, MODEL, dtype, SEED, with_digests=True)
     canary, drill = canaries.current(), canaries.drill
     assert drill is not None

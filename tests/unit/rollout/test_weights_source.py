@@ -9,28 +9,28 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from proto.messages import Ack, AskTransfer, TransferOffer, TransferParameter, WeightsRef
+from proto.messages import Ack, AskTransfer, BatchMeta, TransferOffer, TransferParameter, WeightsRef
 from proto.registry import Message
 from proto.tensors import Array
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.weights import source as weights_source
-from services.rollout.weights.source import Arrays, Delivery, ShardSource, TransferSource, own_drill
+from services.rollout.weights.source import Arrays, WeightsSource, own_drill
 from services.rollout.weights.sync import HeldVersion, WeightsSync
 from services.rollout.weights.transfer import EngineTransfers, TransferFailed
-from shared.dataplane.stream import OnProgress
+from shared.dataplane.client import DataClient
 from shared.ranks.meeting import LOOPBACK, Meeting
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.tensors_torch import to_torch
 from shared.weights.drill import perturb
-from shared.weights.table import described
+from shared.weights.weight_set import described
 from tests.unit.rollout.rollout_engine import MODEL
 from tests.unit.rollout.test_weights import SEED, base, version
 
@@ -84,18 +84,18 @@ class Trainer:
 
 
 class Shards:
-    """A store that has all versions of SENT."""
+    """A data plane that has all versions of SENT."""
 
-    async def fetch(self, ref: WeightsRef, moved: OnProgress) -> Delivery:
-        return Arrays(SENT[ref.step])
+    async def fetch(self, meta: BatchMeta, keys: Sequence[str], **_: object) -> list[Mapping[str, Array]]:
+        return [SENT[int(task.task_id.rpartition("/")[2])] for task in meta.tasks]
 
 
-def scene(engine: InPlace) -> tuple[Trainer, TransferSource, WeightsSync, list[tuple[str, dict[str, Any]]]]:
+def scene(engine: InPlace) -> tuple[Trainer, WeightsSource, WeightsSync, list[tuple[str, dict[str, Any]]]]:
     told: list[tuple[str, dict[str, Any]]] = []
     trainer = Trainer()
-    source = TransferSource(
-        cast(EngineTransfers, trainer),
-        cast(ShardSource, Shards()),
+    source = WeightsSource(
+        cast(DataClient, Shards()),
+        transfers=cast(EngineTransfers, trainer),
         route="nccl",
         emit=lambda topic, values: told.append((topic, values)),
         engine=engine,
@@ -103,7 +103,7 @@ def scene(engine: InPlace) -> tuple[Trainer, TransferSource, WeightsSync, list[t
     return trainer, source, WeightsSync(engine, "rollout/0", lambda *each: told.append(each), source), told
 
 
-async def loaded(sync: WeightsSync, source: TransferSource, ref: WeightsRef) -> str:
+async def loaded(sync: WeightsSync, source: WeightsSource, ref: WeightsRef) -> str:
     """Load as the worker does, from the store if the transfer fails; return the route."""
     try:
         return (await sync.load(ref, await source.fetch(ref))).route

@@ -14,7 +14,7 @@ import pytest
 
 from services.rollout.engine import Generation, Prompt, SamplingParams
 from services.rollout.sampling.prompts import PromptBuilder
-from services.rollout.weights.versions import BlockVersions
+from services.rollout.sampling.trajectory import BlockVersions
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.conversation import Conversation
 from shared.workflow import ContextFull, Turn

@@ -14,17 +14,19 @@ import msgspec
 import numpy as np
 
 from proto.messages import BatchMeta, LeaseGrant, TaskHandle
+from services.rollout.results.finish import LeaseResults
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.sampling.answers import AnswerSampler
-from services.rollout.sampling.partial import Completion, PartialJournal
+from services.rollout.sampling.partial import PartialJournal
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
-from services.rollout.weights.in_flight import InFlight
-from services.rollout.weights.source import ShardSource
+from services.rollout.sampling.trajectory import BlockVersions, Completion
+from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
+from services.rollout.weights.versions import EngineVersions
 from services.rollout.worker import RolloutWorker
 from shared.actor.telemetry import TelemetrySender
 from shared.colocation.turns import OwnDevices
-from shared.lease import Lease
+from shared.lease import Lease, LeaseBook
 from shared.topology.schema import RewardRetry
 from tests.unit.rollout.rollout_engine import sampling
 from tests.unit.rollout.told_engine import ToldEngine, ToldWeights, ref_of, weights_of
@@ -45,18 +47,22 @@ class Rig:
         self.engine = ToldEngine()
         self.sync = WeightsSync(self.engine, "rollout/0", lambda topic, values: None)
         self.told: list[str] = []
-        self.in_flight = InFlight(
-            self.engine,
-            self.sync,
-            ShardSource(ToldWeights()),  # type: ignore[arg-type]
-            lambda topic, values: self.told.append(topic),
+        service = SimpleNamespace(telemetry=TelemetrySender("rollout", 0, 1))
+        self.leases = LeaseBook(service, "rollout", lambda: self.engine.progress)  # type: ignore[arg-type]
+        self.versions = EngineVersions(
+            self.leases,
+            engine=self.engine,
+            sync=self.sync,
+            source=WeightsSource(ToldWeights(), emit=lambda topic, values: None),  # type: ignore[arg-type]
+            turns=OwnDevices(),
+            emit=lambda topic, values: self.told.append(topic),
         )
-        self.running = asyncio.create_task(self.in_flight.run())
+        self.running = asyncio.create_task(self.versions.run())
 
     async def swapped(self, step: int) -> None:
         """Swap the engine to version `step`."""
         before = len(self.told)
-        self.in_flight.announce(ref_of(step))
+        self.versions.announce(ref_of(step))
         while len(self.told) == before:
             await asyncio.sleep(0)
         assert self.sync.holds.step == step
@@ -65,11 +71,18 @@ class Rig:
         while self.sync.holds.step != step or self.engine.is_held:
             await asyncio.sleep(0)
 
+    def begin(self, *, exact: bool) -> BlockVersions:
+        """Register a lease that is being sampled with the engine's version."""
+        return self.versions._begin(exact=exact)
+
+    def end(self, versions: BlockVersions) -> None:
+        self.versions._end(versions)
+
     async def sample(self, journal: PartialJournal, ids: list[str]) -> dict[str, list[Completion]]:
         sampler = AnswerSampler(self.engine, journal)
-        versions = self.in_flight.begin(self.sync.holds.step, exact=False)
-        groups = await sampler.sample(lease(ids), tasks(ids), versions, 0)
-        self.in_flight.end(versions)
+        versions = self.begin(exact=False)
+        groups = await sampler.sample(lease(ids), tasks(ids), versions)
+        self.end(versions)
         return dict(zip(ids, groups, strict=True))
 
 
@@ -122,26 +135,35 @@ def versions_of(answers: dict[str, list[Completion]]) -> dict[str, list[int]]:
     return {task_id: group[0].versions.tolist() for task_id, group in answers.items()}
 
 
-def worker_of(made: Rig, *, workflow: Any = None, source: Any = None) -> RolloutWorker:
-    service = SimpleNamespace(telemetry=TelemetrySender("rollout", 0, 1))
-    return RolloutWorker(
-        service,  # type: ignore[arg-type]
-        engine=made.engine,
-        sync=made.sync,
-        tasks=None,  # type: ignore[arg-type]
-        rewards=RewardPool(
-            [], timeout_s=10, memory_bytes=1 << 30, processes=1, retry=RewardRetry(), emit=lambda topic, values: None
-        ),
-        workflow=workflow,
-        answers=AnswerSampler(made.engine, None),
+def rewards() -> RewardPool:
+    return RewardPool(
+        [], timeout_s=10, memory_bytes=1 << 30, processes=1, retry=RewardRetry(), emit=lambda topic, values: None
+    )
+
+
+def worker_of(made: Rig, *, workflow: Any = None, source: Any = None, prepare: Any = None) -> RolloutWorker:
+    service: Any = SimpleNamespace(telemetry=TelemetrySender("rollout", 0, 1))
+    if source is not None:
+        made.versions._source = source
+    results = LeaseResults(
+        service,
+        made.leases,
+        rewards=rewards(),
+        texts=None,  # type: ignore[arg-type]
         data=None,  # type: ignore[arg-type]
-        source=source,
-        in_flight=made.in_flight,
-        turns=OwnDevices(),
         store="batch-store/0",
-        block_tasks=1,
         filters=False,
-        on_text=None,  # type: ignore[arg-type]
+    )
+    return RolloutWorker(
+        service,
+        made.leases,
+        engine=made.engine,
+        versions=made.versions,
+        prepare=prepare,
+        answers=AnswerSampler(made.engine, None),
+        workflow=workflow,
+        results=results,
+        block_tasks=1,
     )
 
 

@@ -14,14 +14,13 @@ import torch
 from proto.messages import BatchMeta, LeaseGrant, TaskHandle
 from services.rollout.engine import SamplingParams
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.results.trajectory import SequenceTokens
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
+from services.rollout.sampling.trajectory import BlockVersions, Made, SequenceTokens
 from services.rollout.user_code.frames import Purpose, Setup
 from services.rollout.user_code.pool import UserPool
-from services.rollout.weights.versions import BlockVersions
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
-from services.rollout.workflows.runner import Made, WorkflowRunner
+from services.rollout.workflows.runner import WorkflowRunner
 from shared.data import open_source
 from shared.lease import Lease
 from shared.model.load import load_model

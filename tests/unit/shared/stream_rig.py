@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from proto import blockfile, bulk
 from proto.blockfile import BlockLayout, Table
@@ -22,18 +21,6 @@ from services.batch_store.stream_source import SealedFile, StreamSource, pin
 from shared.dataplane.bulk_seal import TO_READER, TO_STORE, Seal
 from shared.dataplane.mapping import MappingCache
 from shared.dataplane.write import write_block
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> StreamSource:
-    return source_of(tmp_path)
-
-
-@pytest.fixture(params=["sealed", "plain"])
-def server(request: pytest.FixtureRequest) -> Iterator[StreamServer]:
-    with serving(plain=request.param == "plain") as made:
-        yield made
-
 
 CHUNK = 1 << 16
 

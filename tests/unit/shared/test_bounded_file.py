@@ -15,7 +15,7 @@ import pytest
 from shared import bounded_file
 from shared.actor.logging import log_page
 from shared.bounded_file import HEAD_BYTES, cut, head_of
-from shared.followed_file import FollowedFile
+from shared.runfiles.lines import FollowedFile
 
 LIMIT = 64 << 10
 LINES = 400_000

@@ -28,18 +28,7 @@ from shared.dataplane.memory import Regions
 from shared.dataplane.stream_arrival import Arrival
 from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamGroup, StreamLine, StreamOutcome
 from shared.dataplane.write import write_block
-from tests.unit.shared.stream_rig import CHUNK, SIZE, expected, serving, source_of, table_of, until
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> StreamSource:
-    return source_of(tmp_path)
-
-
-@pytest.fixture(params=["sealed", "plain"])
-def server(request: pytest.FixtureRequest) -> Iterator[StreamServer]:
-    with serving(plain=request.param == "plain") as made:
-        yield made
+from tests.unit.shared.stream_rig import CHUNK, SIZE, expected, serving, table_of, until
 
 
 class Lines:

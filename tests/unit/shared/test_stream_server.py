@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,18 +17,7 @@ from services.batch_store.stream_server import READER_BYTES, StreamServer
 from services.batch_store.stream_source import StreamSource
 from shared.dataplane.bulk_seal import TO_READER, Seal
 from shared.rpc.errors import RpcError
-from tests.unit.shared.stream_rig import CHUNK, Reader, connected, ended, serving, source_of, until
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> StreamSource:
-    return source_of(tmp_path)
-
-
-@pytest.fixture(params=["sealed", "plain"])
-def server(request: pytest.FixtureRequest) -> Iterator[StreamServer]:
-    with serving(plain=request.param == "plain") as made:
-        yield made
+from tests.unit.shared.stream_rig import CHUNK, Reader, connected, ended, serving, until
 
 
 def test_ranges_are_sent_exactly_as_asked_for(server: StreamServer, source: StreamSource) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from proto.messages import DeviceOrder, HoldDevices
+from proto.messages import DeviceOrder, Forward, ForwardBackward, HoldDevices, OptimStep
 from services.policy_trainer.worker.colocation import devices
 from shared.actor.service import UNUSABLE_STATUS, Service
 from shared.colocation.devices import GRADIENTS, OPTIMIZER, PARAMETERS, PARTS_OF, Parts
@@ -76,21 +76,43 @@ def test_a_wait_for_a_turn_continues_when_other_calls_end() -> None:
     asyncio.run(scene())
 
 
+class Turns:
+    """Turns that are always granted."""
+
+    ended = 0
+    acquired: Parts = frozenset()
+
+    async def acquire(self, parts: Parts) -> None:
+        self.acquired |= parts
+
+    def done(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_a_turn_ends_after_a_forward_pass_but_not_within_an_update(
+    followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Turns()
+    monkeypatch.setattr(devices, "take_turns", lambda service, leave: turns)
+    mine = devices.Devices("policy", cast(Any, None), cast(Any, None))
+    mine.share(cast(Any, None))
+    batch: Any = None
+    call = {"driver": 1, "order": 1}
+    mine.after(Forward(**call, batch=batch, keys=["prox_logprobs"], temperature=1.0), followed=followed)
+    assert turns.ended == (not followed)
+    mine.after(ForwardBackward(**call, batch=batch, loss=batch), followed=followed)
+    mine.after(OptimStep(**call, step=1, last=False, optimizer=batch), followed=followed)
+    assert turns.ended == (not followed)
+    mine.after(OptimStep(**call, step=1, last=True, optimizer=batch), followed=followed)
+    assert turns.ended == 2 * (not followed)
+
+
 def test_a_request_from_a_driver_during_loading_does_not_end_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Turns:
-        ended = 0
-        acquired: Parts = frozenset()
-
-        async def acquire(self, parts: Parts) -> None:
-            self.acquired |= parts
-
-        def done(self) -> None:
-            self.ended += 1
-
     async def scene() -> None:
         turns = Turns()
         monkeypatch.setattr(devices, "take_turns", lambda service, leave: turns)
-        mine = devices.Devices(cast(Any, None), cast(Any, None))
+        mine = devices.Devices("policy", cast(Any, None), cast(Any, None))
         mine.share(cast(Any, None))
         await mine.acquire_room()
         assert turns.acquired == PARTS_OF["policy-trainer-worker"]  # all parts exist once the model is loaded
@@ -121,7 +143,7 @@ def test_engines_that_read_the_parameters_may_copy_them_until_they_leave_the_dev
     async def scene() -> None:
         leaves: list[Callable[[Parts], Awaitable[Parts]]] = []
         monkeypatch.setattr(devices, "take_turns", lambda service, leave: leaves.append(leave) or OwnDevices())
-        mine = devices.Devices(on_compute, settled, shows_parameters=shows_parameters)
+        mine = devices.Devices("policy", on_compute, settled, shows_parameters=shows_parameters)
         mine.share(cast(Any, None))
         mine.loaded(cast(Any, SimpleNamespace(shelves=SimpleNamespace(offload=offload))))
         for parts in (frozenset({GRADIENTS, OPTIMIZER}), frozenset({PARAMETERS})):

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.tracker.history import Row
 from services.tracker.samples import COLUMNS, is_due, table_of
+from shared.runfiles.metrics import CommittedRow
 from shared.samples.record import FOLDER, Record, SampleState, file_of
 
 
-def row(step: int, **values: float) -> Row:
-    return Row(position=step, lineage=0, step=step, values=values)
+def row(step: int, **values: float) -> CommittedRow:
+    return CommittedRow(position=step, lineage=0, step=step, values=values)
 
 
 @pytest.mark.parametrize(

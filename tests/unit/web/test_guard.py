@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from services.web.guard import Guard
-from shared.bearer import Secret
+from shared.guest_server import Secret
 
 TOKEN = "a-token-of-24-characters"
 GUARD = Guard(PlainTextResponse("reached"), Secret(TOKEN))

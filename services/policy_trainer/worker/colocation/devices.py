@@ -28,11 +28,17 @@ class Devices:
     are called."""
 
     def __init__(
-        self, on_compute: OnCompute, settled: Callable[[], Awaitable[None]], *, shows_parameters: bool = False
+        self,
+        model: str,
+        on_compute: OnCompute,
+        settled: Callable[[], Awaitable[None]],
+        *,
+        shows_parameters: bool = False,
     ) -> None:
-        """`on_compute` runs a function on the compute thread. `settled` waits until no weights are being read. With
-        `shows_parameters`, engines copy the weights from the parameters themselves, after the optimizer and the
-        gradients have left the device."""
+        """`model` is the name of the model. `on_compute` runs a function on the compute thread. `settled` waits until
+        no weights are being read. With `shows_parameters`, engines copy the weights from the parameters themselves,
+        after the optimizer and the gradients have left the device."""
+        self._model = model
         self._on_compute = on_compute
         self._settled = settled
         self._shows_parameters = shows_parameters
@@ -49,7 +55,7 @@ class Devices:
     async def acquire_room(self) -> None:
         """Wait for a turn in which the model may be loaded. During that turn, the backend also creates masters and
         buffers."""
-        await self._turns.acquire(device_parts(PARTS))
+        await self._turns.acquire(device_parts(self._model, PARTS))
 
     def loaded(self, backend: Backend) -> None:
         """Register `backend`, whose model is on the device, and end the turn of `acquire_room`."""
@@ -59,7 +65,7 @@ class Devices:
     async def backload(self, parts: frozenset[Part]) -> int:
         """Move `parts` to the device, where they stay in use until `after` is called. Return the number of
         bytes moved."""
-        await self._turns.acquire(device_parts(parts))
+        await self._turns.acquire(device_parts(self._model, parts))
         missing = self._residency.backload(parts)
         backend, moved = self._backend, 0
         if missing and backend is not None:
@@ -93,8 +99,12 @@ class Devices:
         self._drop_later = False
 
     def after(self, request: WorkerRequest, *, followed: bool) -> None:
-        """End the turn after `request`, unless a step is under way or the next call is already waiting."""
-        in_step = isinstance(request, messages.Forward | messages.ForwardBackward) or (
+        """End the turn after `request`, unless an update is under way or the next call is already waiting.
+
+        A forward pass leaves nothing on the device that the next call needs. To keep its turn could wait for ever: the
+        next call may come only once another model, which waits for the device, has made its pass, too.
+        """
+        in_step = isinstance(request, messages.ForwardBackward) or (
             isinstance(request, messages.OptimStep | messages.SkipUpdate) and not request.last
         )
         if not in_step and not followed:
@@ -102,18 +112,18 @@ class Devices:
 
     async def _leave(self, parts: Parts) -> Parts:
         """Move `parts` off the device because another service needs the memory, and return `parts`."""
-        own = own_parts(parts)
+        own = own_parts(self._model, parts)
         if "parameters" in own or not self._shows_parameters:
             await self._settled()
         await self.offload(own)
         return parts
 
 
-def device_parts(parts: frozenset[Part]) -> Parts:
-    """Return the names that `shared.colocation.devices` uses for `parts`."""
-    return frozenset(f"policy.{part}" for part in parts)
+def device_parts(model: str, parts: frozenset[Part]) -> Parts:
+    """Return the names that `shared.colocation.devices` uses for `parts` of a trained model."""
+    return frozenset(f"{model}.{part}" for part in parts)
 
 
-def own_parts(parts: Parts) -> frozenset[Part]:
-    """Return the trainer's parts among `parts`: the inverse of `device_parts`."""
-    return frozenset(part for part in PARTS if f"policy.{part}" in parts)
+def own_parts(model: str, parts: Parts) -> frozenset[Part]:
+    """Return the parts of a trained model among `parts`: the inverse of `device_parts`."""
+    return frozenset(part for part in PARTS if f"{model}.{part}" in parts)

@@ -13,16 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from proto.messages import AdamW
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
     OptimizerUpdate,
+    PublishedWeights,
     Sequences,
     TokenLoss,
     TrainingState,
     check_same_model,
-    learning_rate,
     refused_gradient,
     totals_of,
 )
@@ -36,28 +37,25 @@ from shared.model import cpu
 from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import Place
 from shared.tensors_torch import to_numpy
-from shared.topology.algorithm import Optimizer
 
 
 class MegatronBackend:
     """The `backend.Backend` for models of megatron-core."""
 
     @in_megatron
-    def __init__(
-        self, model_dir: Path, dtype: str, optimizer: Optimizer, options: BackendOptions, place: Place
-    ) -> None:
+    def __init__(self, model_dir: Path, dtype: str, options: BackendOptions, place: Place) -> None:
         """Raises RpcError(bad_request) if the model cannot be loaded, and ValueError if the layout does not divide the
         model."""
         cpu.set_up(options.threads)
         self.place = place
-        self._options, self._optimizer_options = options, optimizer
+        self._options = options
         self._source = model_dir
         self._pieces = Pieces(model_dir, dtype, place, device=options.device, max_tokens=options.max_tokens)
         self._groups = self._pieces.groups
         if options.recompute == "layers":
             self._pieces.model.recompute_layers()
-        self._trained = Trained(self._pieces, optimizer)
-        self.shelves = PartShelves(options.scratch / f"rank-{place.rank}", self._tensors)
+        self._trained = Trained(self._pieces)
+        self.shelves = PartShelves(options.scratch, self._tensors)
         self._trained.set_weights(self._pieces.files)
         self._trained.drop_gradients()
 
@@ -123,29 +121,28 @@ class MegatronBackend:
 
     def _on_every_rank(self, scores: Scores, loss: TokenLoss, parts: list[Mapping[str, Tensor]]) -> Tensor:
         """Return a scalar with the gradient of `loss`, which only one rank of a tensor-parallel group computes."""
-        outputs = [scores.logprobs]
+        outputs = [scores.outputs]
         if scores.entropy is not None and scores.entropy.requires_grad:
             outputs.append(scores.entropy)
         grads = torch.zeros((len(outputs), len(scores.tokens)), dtype=outputs[0].dtype, device=outputs[0].device)
         if self.place.counts:
-            leaves = [each.detach().requires_grad_() for each in outputs]
+            leaves = [output.detach().requires_grad_() for output in outputs]
             local = Scores(scores.tokens, leaves[0], leaves[1] if len(leaves) > 1 else scores.entropy)
             total, sums = loss(LocalScores(local, self._groups.sum_over_sequence_ranks))
             parts.append(sums)
             if total.requires_grad:
-                found = torch.autograd.grad(total, leaves, allow_unused=True)
-                for row, grad in zip(grads, found, strict=True):
+                computed = torch.autograd.grad(total, leaves, allow_unused=True)
+                for row, grad in zip(grads, computed, strict=True):
                     if grad is not None:
                         row.copy_(grad)
         self._groups.first_of_tp(grads)
-        return sum((each @ grad for each, grad in zip(outputs, grads, strict=True)), outputs[0].new_zeros(()))
+        return sum((output @ grad for output, grad in zip(outputs, grads, strict=True)), outputs[0].new_zeros(()))
 
     # ---- updates
 
     @in_megatron
-    def step(self, step: int) -> OptimizerUpdate:
-        """Sum the gradients over ranks, clip, step, and zero the gradients. The training step `step`, counted from 1,
-        determines the warm-up.
+    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
+        """Sum the gradients over ranks, clip, step, and zero the gradients.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then remain unchanged.
         """
@@ -154,10 +151,9 @@ class MegatronBackend:
         if not math.isfinite(grad_norm):
             self.drop_gradients()
             raise refused_gradient(step, grad_norm)
-        lr = learning_rate(self._optimizer_options, step)
-        self._trained.update(grad_norm, lr)
+        self._trained.update(grad_norm, optimizer)
         self.drop_gradients()
-        return OptimizerUpdate(grad_norm, lr)
+        return OptimizerUpdate(grad_norm)
 
     @in_megatron
     def drop_gradients(self) -> None:
@@ -171,6 +167,10 @@ class MegatronBackend:
     def weights(self) -> dict[str, Tensor]:
         """Return the full weights on rank 0 and {} elsewhere."""
         return self._trained.weights()
+
+    def published(self) -> PublishedWeights:
+        """Return the full weights on rank 0."""
+        return PublishedWeights(self.weights())
 
     @in_megatron
     def state(self) -> TrainingState:

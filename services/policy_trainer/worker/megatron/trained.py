@@ -17,11 +17,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
-from services.policy_trainer.worker.backend import TrainingState
+from proto.messages import AdamW
+from services.policy_trainer.worker.backend import TrainingState, set_numbers
 from services.policy_trainer.worker.spare_memory import SpareMemory
 from shared.megatron.converter import Weight
 from shared.megatron.pieces import Pieces
-from shared.topology.algorithm import Optimizer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -29,11 +29,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Trained:
     """A model in training. All methods that move weights or state are collectives."""
 
-    def __init__(self, pieces: Pieces, optimizer: Optimizer) -> None:
+    def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._converter = pieces.converter
         self._groups = pieces.groups
-        self._settings = optimizer
         model, config = pieces.model, pieces.model.config
         self._low = bool(config.bf16)
         self._grad_dtype = torch.float32 if self._low else config.params_dtype
@@ -56,24 +55,16 @@ class Trained:
 
     def reset(self) -> None:
         """Create fresh optimizer state for the current weights."""
-        options, params = self._settings, [each for each in self._params.values() if each.requires_grad]
+        params = [param for param in self._params.values() if param.requires_grad]
         # Every parameter decays, as in the torch backend. Megatron's own groups exclude norms and biases.
         group = {"params": params, "is_expert_parallel": False, "wd_mult": 1.0, "lr_mult": 1.0}
-        inner = torch.optim.AdamW(
-            [group],
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
+        inner = torch.optim.AdamW([group], fused=True)  # `update` sets its numbers
         self.optimizer = DistributedOptimizer(
             inner,
             OptimizerConfig(
                 bf16=self._low,
                 use_distributed_optimizer=True,
                 params_dtype=params[0].dtype,
-                clip_grad=options.clip_norm,
             ),
             None,
             None,
@@ -99,12 +90,11 @@ class Trained:
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
-    def update(self, grad_norm: float, lr: float) -> None:
+    def update(self, grad_norm: float, numbers: AdamW) -> None:
         """Clip by `grad_norm` and step. Call it after `norm`."""
         optimizer = self.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._settings.clip_norm, grad_norm)
+        set_numbers(optimizer.param_groups, numbers)
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), numbers.clip_norm, grad_norm)
         optimizer.step_with_ready_grads()
         self._spare.updated()
 
@@ -138,7 +128,7 @@ class Trained:
     @torch.no_grad()
     def state(self) -> TrainingState:
         """Return a copy of the state on rank 0 and an empty state elsewhere."""
-        weights = {name: each.to("cpu", copy=True) for name, each in self.weights().items()}
+        weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
         mains = self._mains()
         optimizer: dict[str, Tensor] = {}
 
@@ -148,7 +138,7 @@ class Trained:
                 return self._filled(name, None if main is None else of(main), torch.float32)
 
             whole = self._whole(read, torch.float32)
-            optimizer.update({f"{slot}/{name}": each for name, each in whole.items()})
+            optimizer.update({f"{slot}/{name}": tensor for name, tensor in whole.items()})
 
         inner: Any = self.optimizer.optimizer
         steps = self._groups.most(max((self._steps(main) for main in mains.values()), default=0.0))
@@ -171,7 +161,7 @@ class Trained:
     ) -> dict[str, Tensor]:
         """Return Hugging Face tensors on rank 0, on device `to` (default: the CPU), assembled from `read(name)` for
         each parameter of each stage."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         place = self._groups.place
         first = place.tp_rank == place.cp_rank == place.dp_rank == 0
         device = next(iter(self._params.values())).device
@@ -182,8 +172,8 @@ class Trained:
             elif place.rank == 0:
                 parts = [torch.empty(shape, dtype=dtype, device=device) for shape in weight.shapes]
             if first and (arrived := self._groups.to_rank_0(parts, weight.stage)) is not None:
-                found |= {name: each.to(to or "cpu") for name, each in zip(weight.parts, arrived, strict=True)}
-        return found
+                tensors |= {name: tensor.to(to or "cpu") for name, tensor in zip(weight.parts, arrived, strict=True)}
+        return tensors
 
     def _filled(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return parameter `name`, merged from the pieces (`part`) of the data-parallel ranks. Some ranks may have no
@@ -200,8 +190,8 @@ class Trained:
         """Return the range of elements of `param` that this data-parallel rank trains, or None if it trains none."""
         if param not in self.optimizer.model_param_gbuf_map:
             return None
-        found = self.optimizer._get_model_param_range_map(param)["param"]
-        return slice(found.start, found.end)
+        elements = self.optimizer._get_model_param_range_map(param)["param"]
+        return slice(elements.start, elements.end)
 
     def _mains(self) -> dict[nn.Parameter, Tensor]:
         """Return the float32 piece of each parameter that the optimizer trains on this rank."""
@@ -243,8 +233,8 @@ class Trained:
             if self._low and master is not None:
                 main.copy_(master)
             step = slots.get(f"step/{weight.parts[0]}")
-            if step is not None and all(each is not None for each in moments.values()):
-                on_device = {slot: each.to(main.device) for slot, each in moments.items() if each is not None}
+            if step is not None and all(moment is not None for moment in moments.values()):
+                on_device = {slot: moment.to(main.device) for slot, moment in moments.items() if moment is not None}
                 inner.state[main] = {"step": step.to(main.device, torch.float32, copy=True), **on_device}
 
     # ---- this rank's part
@@ -252,16 +242,16 @@ class Trained:
     def own_state(self) -> dict[str, Tensor]:
         """Return the live tensors of this rank by name: weights, separate masters, moments and update counts."""
         inner: Any = self.optimizer.optimizer
-        found = {f"weight/{name}": param.detach() for name, param in self._params.items()}
+        state = {f"weight/{name}": param.detach() for name, param in self._params.items()}
         mains = self._mains()
         for name, param in self._params.items():
             main = mains.get(param)
             if main is None:
                 continue
             if self._low:
-                found[f"master/{name}"] = main
-            found |= {f"{slot}/{name}": each for slot, each in inner.state.get(main, {}).items()}
-        return found
+                state[f"master/{name}"] = main
+            state |= {f"{slot}/{name}": tensor for slot, tensor in inner.state.get(main, {}).items()}
+        return state
 
     @torch.no_grad()
     def set_own_state(self, state: Mapping[str, Tensor]) -> None:

@@ -1,32 +1,134 @@
-"""Provides one kind of channel for each route. A channel opens, uses and closes a communicator with one engine. The
-caller decides when.
+"""Sends the tensors of a version to one engine. There is one kind of channel for each route; it opens, uses and closes
+a communicator. The caller decides when.
 
 Except for `give_up`, a channel is used by only one thread. In particular, only that thread destroys the communicator.
+
+While the trainer's own weights are still the version, copies of them are sent from GPU to GPU, in chunks of bounded
+size. Afterwards, the weights in the store are sent. Training waits at most for the copy of one chunk, never for an
+engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
+import torch
+from torch import Tensor
 
-from proto.messages import DeviceMemory, TransferOffer
+from proto.messages import DeviceMemory, TransferOffer, TransferParameter
+from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
 from shared.ranks.meeting import Meeting
 from shared.topology.services import WeightsRoute
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from services.policy_trainer.worker.weights.nccl import NcclGroup
-    from services.policy_trainer.worker.weights.outgoing import OutgoingWeights
-    from shared.weights.gloo import GlooGroup
-
+from shared.weights import memory, weight_set
+from shared.weights.gloo import GlooGroup, TransferLost
 
 PART_BYTES = 1 << 30
 """Maximum number of bytes of a version that are in the memory for CUDA IPC at a time, unless they are a single tensor.
 vLLM copies each part."""
+CHUNK_BYTES = 256 * 1024**2
+"""Maximum size, in bytes, of a chunk that is not a single tensor. A transfer takes up the memory of one chunk in
+addition to the weights."""
+Version = tuple[int, int]
+"""Lineage and step."""
+
+
+class SideStream:
+    """Runs GPU work that must neither wait for the training that other threads issue, nor be waited for by it.
+
+    It has a CUDA stream on each device, created when it is first needed. On a CPU, it does nothing.
+
+    Keep the object: torch keeps freed memory apart for every stream.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+
+    @contextlib.contextmanager
+    def at_once(self, device: torch.device) -> Iterator[None]:
+        """Run the work in the `with` block, and wait until it is done. It may use only finished tensors."""
+        if device.type != "cuda":
+            yield
+            return
+        cuda: Any = torch.cuda  # torch.cuda is partly untyped
+        if device not in self._streams:
+            self._streams[device] = cuda.Stream(device)
+        stream = self._streams[device]
+        try:
+            with cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
+
+    @contextlib.contextmanager
+    def after_training(self, device: torch.device) -> Iterator[None]:
+        """As `at_once`, but begin after the work that has been issued so far."""
+        with self.at_once(device):
+            if device.type == "cuda":
+                cuda: Any = torch.cuda
+                cuda.current_stream(device).wait_stream(cuda.default_stream(device))
+            yield
+
+
+class LiveWeights:
+    """The last published version on the device where it is trained, until its weights change. Any thread may use it."""
+
+    def __init__(self, kind: str = "cuda") -> None:
+        """Weights on devices of another `kind` are not copied from there, because on a CPU the store is just as
+        near."""
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._stream = SideStream()
+        self._version: Version | None = None
+        self._weights: Mapping[str, Tensor] = {}
+
+    def show(self, version: Version, weights: Mapping[str, Tensor]) -> None:
+        """Let transfers copy `weights`, if all of them are on devices of this kind."""
+        here = bool(weights) and all(tensor.device.type == self._kind for tensor in weights.values())
+        with self._lock:
+            self._version, self._weights = (version, weights) if here else (None, {})
+
+    def withdraw(self) -> None:
+        """Prevent new copies, and return once no copy is in progress, so that the weights can be changed."""
+        with self._lock:
+            self._version, self._weights = None, {}
+
+    def parameters(self, version: Version) -> list[TransferParameter] | None:
+        """Return the parameter table of `version`, or None if `version` is not here."""
+        with self._lock:
+            return weight_set.described(self._weights) if version == self._version else None
+
+    def copies(self, version: Version, names: Sequence[str], device: str) -> list[Tensor] | None:
+        """Return finished copies on `device` of the tensors called `names`, or None if `version` is not here."""
+        with self._lock:
+            if version != self._version:
+                return None
+            with self._stream.at_once(torch.device(device)):
+                return [self._weights[name].detach().to(device, copy=True).contiguous() for name in names]
+
+
+@dataclass
+class OutgoingWeights:
+    """The tensors of one version, in the order of `parameters`. Use it only on the thread of one transfer."""
+
+    parameters: list[TransferParameter]
+    stored: Callable[[], Mapping[str, Tensor]]
+    """Function that returns the tensors in host memory. The first call may block; the result is kept. It is called only
+    if the live weights are not (or no longer) this version."""
+    live: LiveWeights = field(default_factory=LiveWeights)
+    version: Version = (-1, -1)
+
+    def chunks(self, device: str) -> Iterator[list[Tensor]]:
+        """Yield the tensors in order: live ones as copies on `device`, stored ones where they are."""
+        for chunk in weight_set.in_parts(self.parameters, CHUNK_BYTES):
+            names = [parameter.name for parameter in self.parameters[chunk]]
+            copies = self.live.copies(self.version, names, device)
+            yield [self.stored()[name] for name in names] if copies is None else copies
 
 
 class Channel(Protocol):
@@ -85,8 +187,6 @@ class GlooChannel:
         return msgspec.structs.replace(offer, meeting=file.name if file is not None else "", store=self._meeting.store)
 
     def send(self, weights: OutgoingWeights) -> None:
-        from shared.weights.gloo import GlooGroup, TransferLost
-
         if self._given_up.is_set():
             raise TransferLost("the transfer was given up before it began")
         if self._group is None:
@@ -118,8 +218,6 @@ class NcclChannel:
         self._group: NcclGroup | None = None
 
     def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
-        from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
-
         if self._group is None:
             self._unique_id = new_unique_id(self._interface)
             self._group = NcclGroup(
@@ -157,8 +255,6 @@ class MemoryChannel:
     part_bytes: int | None = PART_BYTES
 
     def __init__(self, device: str) -> None:
-        from services.policy_trainer.worker.weights.side_stream import SideStream
-
         self._device = device
         self._stream = SideStream()
         self._copy: Tensor | None = None
@@ -167,23 +263,21 @@ class MemoryChannel:
         self._is_last = True
 
     def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
-        import torch
-
-        from shared.weights.memory import exported, pack_into, room
-        from shared.weights.table import in_parts, nbytes
-
         device = torch.device(self._device)
         if self._copy is None or not offer.first:
             if self._offered is not None:
                 self.close()  # the engine has left a version unfinished
-            largest = max(nbytes(offer.parameters[part]) for part in in_parts(offer.parameters, self.part_bytes))
+            largest = max(
+                weight_set.nbytes(offer.parameters[part])
+                for part in weight_set.in_parts(offer.parameters, self.part_bytes)
+            )
             with self._stream.at_once(device):  # the stream that fills the memory must also allocate it
-                self._copy = room(largest, self._device)
-                self._offered = exported(self._copy)
+                self._copy = memory.room(largest, self._device)
+                self._offered = memory.exported(self._copy)
         end = 0
         for chunk in weights.chunks(self._device):
             with self._stream.at_once(device):
-                end += pack_into(self._copy[end:], chunk)
+                end += memory.pack_into(self._copy[end:], chunk)
         self._is_last = not offer.left
         return msgspec.structs.replace(offer, memory=self._offered)
 
@@ -199,9 +293,7 @@ class MemoryChannel:
         """Do nothing: `send` does not wait."""
 
     def close(self) -> None:
-        from shared.weights.memory import give_back, withdraw
-
         self._copy, offered, self._offered = None, self._offered, None
         if offered is not None:
-            withdraw(offered)
-        give_back()
+            memory.withdraw(offered)
+        memory.give_back()

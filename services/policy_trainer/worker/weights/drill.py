@@ -126,5 +126,5 @@ def _effects(model: nn.Module, text: Sequences, seed: int, scales: dict[str, flo
 @torch.no_grad()
 def _logprobs(model: nn.Module, text: Sequences) -> Array:
     logprobs, _ = token_logprobs(model, text.token_ids, text.lengths, text.loss_mask, 1.0, len(text.token_ids))
-    found: Array = to_numpy(logprobs)[1:].astype(np.float32)
-    return found
+    values: Array = to_numpy(logprobs)[1:].astype(np.float32)
+    return values

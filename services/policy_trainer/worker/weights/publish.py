@@ -1,10 +1,18 @@
 """Puts a policy version into a store, with the log-probs and digests that verify its loading. The weights must not
-change in the meantime."""
+change in the meantime.
+
+With `run.deterministic`, the last few versions are kept alongside the version in training: step s is sampled with
+version s - 1 - staleness. A run that goes back to the checkpoint of step c after losing samples needs the versions from
+c - staleness onwards, which later training does not reproduce. They are therefore kept here, saved in the checkpoint,
+and published again.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +23,17 @@ from torch import Tensor
 from proto.ids import make_task_id
 from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
-from services.policy_trainer.worker.backend import Backend, Sequences
+from services.policy_trainer.worker.backend import Backend, PublishedWeights, Sequences
+from services.policy_trainer.worker.weights.channels import SideStream
 from services.policy_trainer.worker.weights.drill import make_drill
-from services.policy_trainer.worker.weights.side_stream import SideStream
-from services.policy_trainer.worker.weights.staging import Staging
+from shared.colocation.locked import LockedMemory
 from shared.dataplane.client import DataClient, Receipt, TaskShards
-from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 from shared.tensors_torch import to_numpy
 from shared.weights.digests import digests_of
 from shared.weights.drill import canary_error, canary_length, canary_tokens
+from shared.weights.weight_set import WeightSet
 
 TOLERANCE = 1e-4
 """Maximum absolute difference between the trainer's and the engine's log-prob of a canary token, for float32 weights.
@@ -39,6 +47,8 @@ MEDIAN = 0.5
 SIGNAL = 2.0
 """Minimum number of tolerances by which the drill moves the median log-prob. This bounds the calibrated tolerance."""
 PUT_S = 300.0
+_CANARY = "canary"
+_EARLIER_NAME = re.compile(r"(\d+)/(.+)")
 
 
 class Canaries:
@@ -68,11 +78,6 @@ class Canaries:
 
     def current(self) -> Canary:
         """Return the canary of the current weights. Every rank must call this; rank 0's result is used."""
-        model = self._backend.model
-        if is_plain(model):  # this rank then holds the whole model
-            with torch.inference_mode():
-                ids = torch.from_numpy(self._text.token_ids.astype(np.int64))
-                return self.of(to_numpy(PlainDecoder(model).logprobs(ids)))
         logprobs = self._backend.forward(self._text, 1.0)
         return self.of(logprobs[1:].astype(np.float32))
 
@@ -80,16 +85,17 @@ class Canaries:
         """Return the canary of a version with known log-probs (from the second token onwards)."""
         return self._canary(self._text, logprobs, [])
 
-    def digests(self, weights: dict[str, Tensor]) -> list[int]:
-        """Return the digests of a version in the order of the sorted names, or [] if engines use the arrays themselves.
+    def weight_set(self, weights: PublishedWeights) -> WeightSet:
+        """Return the record of a version, with digests unless engines use the arrays themselves.
 
         This may run on any thread. It reads all weights on the device where they are.
         """
+        record = WeightSet.of(weights.tensors, weights.kind, weights.base)
         if not self._with_digests:
-            return []
-        with self._stream.after_training(next(iter(weights.values())).device):
-            found = digests_of(weights)
-        return [found[name] for name in sorted(found)]
+            return record
+        with self._stream.after_training(next(iter(weights.tensors.values())).device):
+            digests = digests_of(weights.tensors)
+        return replace(record, digests=[digests[name] for name in sorted(digests)])
 
     def _canary(self, text: Sequences, logprobs: Array, digests: list[int]) -> Canary:
         return Canary(
@@ -106,6 +112,88 @@ def _sequence(vocab_size: int, seed: int, length: int) -> Sequences:
     mask = np.ones(length, np.uint8)
     mask[0] = 0  # the first token has no prediction
     return Sequences(canary_tokens(vocab_size, seed, length), np.array([length], np.int32), mask)
+
+
+@dataclass(frozen=True)
+class EarlierVersion:
+    """A policy version: its weights, on the CPU, and the log-probs with which their loading is
+    verified."""
+
+    weights: PublishedWeights
+    canary: Canary
+
+
+class EarlierVersions:
+    """The newest version and at most `depth` versions before it. Ranks other than 0 hold none."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._versions: dict[int, EarlierVersion] = {}
+
+    def get(self, step: int) -> EarlierVersion | None:
+        return self._versions.get(step)
+
+    def record(self, step: int, weights: PublishedWeights, canary: Canary) -> None:
+        """Store a copy of `weights` as version `step`.
+
+        Drop versions from `step` onwards and those before `step - depth`.
+        """
+        if weights.tensors and self._depth:
+            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.tensors.items()}
+            self._versions = {
+                old: version for old, version in self._versions.items() if step - self._depth <= old < step
+            }
+            self._versions[step] = EarlierVersion(replace(weights, tensors=copies), canary)
+
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        """Return the versions before `step` as tensors `<version>/<name>` and `<version>/canary`, for a checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        for old, version in self._versions.items():
+            if old < step:
+                tensors |= {f"{old}/{name}": tensor for name, tensor in version.weights.tensors.items()}
+                tensors[f"{old}/{_CANARY}"] = torch.from_numpy(version.canary.logprobs.copy())
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor], canaries: Canaries) -> None:
+        """Replace all versions with those in `tensors`, which the method `tensors` returned."""
+        weights: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            match = _EARLIER_NAME.fullmatch(key)
+            if match is not None:
+                weights.setdefault(int(match[1]), {})[match[2]] = tensor
+        self._versions = {
+            step: EarlierVersion(PublishedWeights(named), canaries.of(to_numpy(named.pop(_CANARY))))
+            for step, named in sorted(weights.items())
+        }
+
+
+class Staging:
+    """The weights of a version in host memory, from which they are put into a store.
+
+    Weights are copied from a GPU into page-locked memory, which is kept from version to version.
+
+    Any thread may call it, but only one at a time. The arrays of a version are valid until the next call.
+    """
+
+    def __init__(self) -> None:
+        self._locked: LockedMemory | None = None
+        self._stream = SideStream()
+
+    def arrays(self, weights: dict[str, Tensor]) -> dict[str, Array]:
+        """Return the weights by name, bit for bit unchanged. Arrays of tensors in host memory share that memory."""
+        on_device = {name: tensor for name, tensor in weights.items() if tensor.device.type != "cpu"}
+        if not on_device:
+            return {name: to_numpy(tensor) for name, tensor in weights.items()}
+        sizes = [tensor.nbytes for tensor in on_device.values()]
+        if self._locked is None or self._locked.sizes != sizes:
+            self._locked = None  # frees the old memory first
+            self._locked = LockedMemory(sizes)
+        host = dict(weights)
+        with self._stream.after_training(next(iter(on_device.values())).device):
+            for (name, tensor), piece in zip(on_device.items(), self._locked.pieces, strict=True):
+                host[name] = piece.view(tensor.dtype).view(tensor.shape)
+                host[name].copy_(tensor, non_blocking=True)
+        return {name: to_numpy(tensor) for name, tensor in host.items()}
 
 
 async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Publish, staging: Staging) -> Receipt:
@@ -134,15 +222,15 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
 
 
 async def put_and_digested(
-    put: asyncio.Future[Receipt], digests: asyncio.Future[list[int]]
-) -> tuple[Receipt, list[int]]:
+    put: asyncio.Future[Receipt], record: asyncio.Future[WeightSet]
+) -> tuple[Receipt, WeightSet]:
     """Return the results of both, or raise the error of one, once neither reads the weights any longer."""
-    await asyncio.gather(put, digests, return_exceptions=True)
-    return put.result(), digests.result()
+    await asyncio.gather(put, record, return_exceptions=True)
+    return put.result(), record.result()
 
 
 def weights_ref(
-    receipt: Receipt, canaries: Canaries, canary: Canary, digests: list[int], request: Publish
+    receipt: Receipt, canaries: Canaries, canary: Canary, record: WeightSet, request: Publish
 ) -> WeightsRef:
     """Return the reference by which engines find and verify the version that was put."""
     if canaries.drill is None:
@@ -154,8 +242,10 @@ def weights_ref(
         fence=receipt.fence,
         store=request.store,
         nbytes=receipt.nbytes,
-        canary=structs.replace(canary, digests=digests),
+        canary=structs.replace(canary, digests=list(record.digests)),
         drill=canaries.drill,
         drill_seed=canaries.drill_seed,
         drill_factors=canaries.drill_factors,
+        kind=record.kind,
+        base=record.base,
     )

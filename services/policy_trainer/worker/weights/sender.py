@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,16 +22,10 @@ import structlog
 from proto import messages
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, WeightsRef
-from services.policy_trainer.worker.weights.channels import Channel, open_channel
 from services.policy_trainer.worker.weights.transfers import (
     AbortTransfer,
-    CommunicatorBroke,
-    DeadlinePassed,
-    Event,
     GrantTransfer,
-    RefuseTransfer,
-    TransferAsked,
-    TransferEnded,
+    TransferRefused,
     TransferState,
 )
 from shared.batch import weights_meta
@@ -45,7 +39,7 @@ from shared.topology.services import WeightsRoute
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
+    from services.policy_trainer.worker.weights.channels import Channel, LiveWeights, OutgoingWeights
 
 KEPT = 8
 """Number of published versions to remember. The store has deleted older ones or will delete them."""
@@ -107,7 +101,7 @@ class WeightsSender:
 
     def published(self, ref: WeightsRef, weights: Mapping[str, Tensor]) -> None:
         """Remember a version that engines will request. Its `weights` are live until `changing` is called."""
-        from services.policy_trainer.worker.weights.outgoing import LiveWeights
+        from services.policy_trainer.worker.weights.channels import LiveWeights
 
         self._live = self._live or LiveWeights()
         self._live.show((ref.lineage, ref.step), weights)
@@ -124,15 +118,18 @@ class WeightsSender:
 
     async def ask(self, request: messages.AskTransfer, _: Call) -> messages.TransferOffer:
         """Begin to send the requested version and return the offer. Raises RpcError: missing, conflict."""
+        from services.policy_trainer.worker.weights.channels import open_channel
+
         here = request.host_id == self._run.host_id
         if not here and (self._route == "ipc" or not self._listen()):
             text = f"route {self._route} works only within one host; fetch the shards instead"
             raise RpcError(ErrorCode.MISSING, text)
         whole = self._unfinished(request) or await self._outgoing(request)
-        life = TransferAsked(request.instance, request.incarnation, request.communicator)
-        grant = self._handle(life)
-        if grant is None:
-            raise RpcError(ErrorCode.INTERNAL, f"transfer to rollout/{request.instance} neither granted nor refused")
+        try:
+            aborts, grant = self._transfers.ask(request, asyncio.get_running_loop().time())
+        except TransferRefused as error:
+            raise RpcError(ErrorCode.CONFLICT, str(error)) from None
+        self._carry_out(aborts)
         if grant.new:
             meeting = self._meeting(grant.communicator, here=here)
             channel = open_channel(
@@ -147,7 +144,7 @@ class WeightsSender:
             sending = loop.run_in_executor(line.thread, line.channel.send, weights)
         except Exception as error:
             why = _one_line(error)
-            self._handle(CommunicatorBroke(grant.communicator, why))
+            self._carry_out(self._transfers.broke(grant.communicator, why))
             raise RpcError(ErrorCode.MISSING, f"route {self._route}: {why}") from None
         sending.add_done_callback(functools.partial(self._sent, grant.communicator))
         return offer
@@ -155,16 +152,8 @@ class WeightsSender:
     async def end(self, request: messages.EndTransfer, _: Call) -> messages.Ack:
         """Record that the engine has received everything, or has failed."""
         line = self._lines.get(request.communicator)
-        self._handle(
-            TransferEnded(
-                request.instance,
-                request.incarnation,
-                request.communicator,
-                request.number,
-                request.failure,
-                more=line is not None and line.unfinished is not None,
-            )
-        )
+        more = line is not None and line.unfinished is not None
+        self._carry_out(self._transfers.end(request, asyncio.get_running_loop().time(), more=more))
         line = self._lines.get(request.communicator)
         if line is not None:
             line.thread.submit(line.channel.ended)
@@ -194,8 +183,8 @@ class WeightsSender:
         return weights if same else None
 
     async def _outgoing(self, request: messages.AskTransfer) -> OutgoingWeights:
-        from services.policy_trainer.worker.weights.outgoing import OutgoingWeights
-        from shared.weights.table import described
+        from services.policy_trainer.worker.weights.channels import OutgoingWeights
+        from shared.weights.weight_set import described
 
         ref = self._published.get((request.lineage, request.step))
         if ref is None:
@@ -216,8 +205,8 @@ class WeightsSender:
             loop = asyncio.get_running_loop()
             stored = functools.cache(lambda: self._on_loop(self._stored(ref), loop))
             return OutgoingWeights(parameters, stored, self._live, version)
-        found = await self._stored(ref)
-        return OutgoingWeights(described(found), lambda: found)
+        weights = await self._stored(ref)
+        return OutgoingWeights(described(weights), lambda: weights)
 
     def _on_loop(
         self, reading: Coroutine[Any, Any, dict[str, Tensor]], loop: asyncio.AbstractEventLoop
@@ -228,33 +217,25 @@ class WeightsSender:
     async def _stored(self, ref: WeightsRef) -> dict[str, Tensor]:
         from shared.tensors_torch import to_torch
 
-        (found,) = await self._data.fetch(weights_meta(ref), (), deadline_s=self._deadline_s)
-        return {name: to_torch(values) for name, values in found.items()}
+        (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=self._deadline_s)
+        return {name: to_torch(values) for name, values in weights.items()}
 
     # ---- decisions
 
-    def _handle(self, event: Event) -> GrantTransfer | None:
-        """Apply the effects of `event`, but send nothing. Return the grant, if any. Raises RpcError(conflict)."""
-        granted: GrantTransfer | None = None
-        loop = asyncio.get_running_loop()
-        for effect in self._transfers.handle(event, loop.time()):
-            match effect:
-                case GrantTransfer():
-                    granted = effect
-                case AbortTransfer():
-                    self._abort(effect)
-                case RefuseTransfer():
-                    raise RpcError(ErrorCode.CONFLICT, effect.why)
+    def _carry_out(self, aborts: Sequence[AbortTransfer]) -> None:
+        """Close the communicators of aborted transfers, and wait for the next deadline."""
+        for abort in aborts:
+            self._log.warning("transfer aborted", engine=abort.engine, route=self._route, why=abort.why)
+            self._emit("weights/aborted", {"engine": abort.engine, "route": self._route, "why": abort.why[:200]})
+            self._drop(abort.communicator)
         if self._timer is not None:
             self._timer.cancel()
         deadline = self._transfers.next_deadline()
-        self._timer = None if deadline is None else loop.call_at(deadline, self._handle, DeadlinePassed())
-        return granted
+        loop = asyncio.get_running_loop()
+        self._timer = None if deadline is None else loop.call_at(deadline, self._give_up_late)
 
-    def _abort(self, effect: AbortTransfer) -> None:
-        self._log.warning("transfer aborted", engine=effect.engine, route=self._route, why=effect.why)
-        self._emit("weights/aborted", {"engine": effect.engine, "route": self._route, "why": effect.why[:200]})
-        self._drop(effect.communicator)
+    def _give_up_late(self) -> None:
+        self._carry_out(self._transfers.expired(asyncio.get_running_loop().time()))
 
     def _drop(self, communicator: int) -> None:
         self._lines.pop(communicator).close()
@@ -265,7 +246,7 @@ class WeightsSender:
             return
         error = sending.exception()
         if error is not None:
-            self._handle(CommunicatorBroke(communicator, _one_line(error)))
+            self._carry_out(self._transfers.broke(communicator, _one_line(error)))
 
 
 def _part(
@@ -276,10 +257,10 @@ def _part(
     deadline_s: float,
 ) -> tuple[messages.TransferOffer, OutgoingWeights]:
     """Return the offer of the part that begins with tensor `request.first`, and the weights in that part."""
-    from shared.weights.table import in_parts
+    from shared.weights.weight_set import in_parts
 
     table = weights.parameters
-    part = next((each for each in in_parts(table, limit_bytes) if each.start == request.first), None)
+    part = next((part for part in in_parts(table, limit_bytes) if part.start == request.first), None)
     if part is None:
         raise ValueError(f"no transfer of the {len(table)} tensors begins with tensor {request.first}")
     offer = messages.TransferOffer(

@@ -9,49 +9,15 @@ and gets a new communicator. It has no version until it has verified one, so the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from proto.messages import AskTransfer, EndTransfer
 
 MOST_ENGINES = 1024
 """Maximum number of engines. Each has a communicator and a thread."""
 MOST_REPLACED = 64
 """Maximum number of replaced lives of an engine that are remembered. The oldest are forgotten first."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferAsked:
-    """A life of an engine asks for a transfer. `communicator` is the one that the engine holds, or 0 for
-    none."""
-
-    engine: int
-    incarnation: int
-    communicator: int
-
-
-@dataclass(frozen=True, slots=True)
-class TransferEnded:
-    """A life of an engine reports how transfer `number` ended there. `more` is whether the version has more parts, for
-    which it must ask."""
-
-    engine: int
-    incarnation: int
-    communicator: int
-    number: int
-    failure: str
-    more: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CommunicatorBroke:
-    """The trainer could not open `communicator` or send over it."""
-
-    communicator: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
-    """A deadline may have passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +39,9 @@ class AbortTransfer:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseTransfer:
-    """Refuse a life of an engine if a later life has replaced it."""
-
-    why: str
-
-
-Event = TransferAsked | TransferEnded | CommunicatorBroke | DeadlinePassed
-Effect = GrantTransfer | AbortTransfer | RefuseTransfer
+class TransferRefused(Exception):
+    """A life of an engine may not take weights, for example because a later life has replaced it. The message is one
+    line."""
 
 
 @dataclass
@@ -108,66 +68,63 @@ class TransferState:
     """Lives of each engine that have been replaced by later lives."""
     _lives: dict[int, int] = field(default_factory=dict)
 
-    def handle(self, event: Event, now: float) -> Sequence[Effect]:
-        """Return the effects of `event` in order."""
-        match event:
-            case TransferAsked():
-                return self._ask(event, now)
-            case TransferEnded():
-                return self._end(event, now)
-            case CommunicatorBroke():
-                broken = [engine for engine, link in self._links.items() if link.communicator == event.communicator]
-                return [self._abort(engine, event.why) for engine in broken]
-            case DeadlinePassed():
-                late = [
-                    engine for engine, link in self._links.items() if link.deadline is not None and now >= link.deadline
-                ]
-                return [self._abort(engine, f"not finished within {self.deadline_s:g} s") for engine in late]
-
     def next_deadline(self) -> float | None:
-        """Return the time at which `DeadlinePassed` is due next, or None if no transfer is under way."""
+        """Return the time at which `expired` is due next, or None if no transfer is under way."""
         return min((link.deadline for link in self._links.values() if link.deadline is not None), default=None)
 
-    def _ask(self, event: TransferAsked, now: float) -> Sequence[Effect]:
-        if event.engine not in self._lives and len(self._lives) >= MOST_ENGINES:
-            return [RefuseTransfer(f"engine {event.engine}: {MOST_ENGINES} engines take weights, which is the limit")]
-        replaced = self._replaced.setdefault(event.engine, {})
-        if event.incarnation in replaced:
-            return [RefuseTransfer(f"life {event.incarnation:x} of engine {event.engine} was replaced; it must exit")]
-        known = self._lives.get(event.engine)
-        if known is not None and known != event.incarnation:
-            replaced[known] = None
+    def ask(self, request: AskTransfer, now: float) -> tuple[list[AbortTransfer], GrantTransfer]:
+        """Grant a transfer to the life of an engine that asks, after these aborts. Raises TransferRefused."""
+        engine, incarnation = request.instance, request.incarnation
+        life = self._lives.get(engine)
+        if life is None and len(self._lives) >= MOST_ENGINES:
+            raise TransferRefused(f"engine {engine}: {MOST_ENGINES} engines take weights, which is the limit")
+        replaced = self._replaced.setdefault(engine, {})
+        if incarnation in replaced:
+            raise TransferRefused(f"life {incarnation:x} of engine {engine} was replaced; it must exit")
+        if life is not None and life != incarnation:
+            replaced[life] = None
             if len(replaced) > MOST_REPLACED:
                 del replaced[next(iter(replaced))]
-        self._lives[event.engine] = event.incarnation
-        effects: list[Effect] = []
-        link = self._links.get(event.engine)
+        self._lives[engine] = incarnation
+        aborts: list[AbortTransfer] = []
+        link = self._links.get(engine)
         usable = (
             link is not None
-            and link.incarnation == event.incarnation
-            and link.communicator == event.communicator
+            and (link.incarnation, link.communicator) == (incarnation, request.communicator)
             and (link.deadline is None or link.expects)  # otherwise the engine has given up the transfer under way
         )
         if link is None or not usable:
             if link is not None:
-                effects.append(self._abort(event.engine, "the engine starts over"))
-            link = self._links[event.engine] = _EngineLink(event.incarnation, self.new_communicator(), 0, None)
+                aborts.append(self._abort(engine, "the engine starts over"))
+            link = self._links[engine] = _EngineLink(incarnation, self.new_communicator(), 0, None)
         link.number += 1
         link.deadline, link.expects = now + self.deadline_s, False
-        return [*effects, GrantTransfer(event.engine, link.communicator, link.number, new=not usable)]
+        return aborts, GrantTransfer(engine, link.communicator, link.number, new=not usable)
 
-    def _end(self, event: TransferEnded, now: float) -> Sequence[Effect]:
-        link = self._links.get(event.engine)
+    def end(self, request: EndTransfer, now: float, *, more: bool) -> list[AbortTransfer]:
+        """Record how a transfer ended at its engine. `more` is whether the version has more parts, for which the engine
+        must ask."""
+        link = self._links.get(request.instance)
         if (
             link is None
-            or (link.incarnation, link.communicator) != (event.incarnation, event.communicator)
-            or link.number != event.number
+            or (link.incarnation, link.communicator) != (request.incarnation, request.communicator)
+            or link.number != request.number
         ):
             return []
-        if event.failure:
-            return [self._abort(event.engine, event.failure)]
-        link.deadline, link.expects = (now + self.deadline_s if event.more else None), event.more
+        if request.failure:
+            return [self._abort(request.instance, request.failure)]
+        link.deadline, link.expects = (now + self.deadline_s if more else None), more
         return []
+
+    def broke(self, communicator: int, why: str) -> list[AbortTransfer]:
+        """Record that the trainer could not open `communicator` or send over it."""
+        broken = [engine for engine, link in self._links.items() if link.communicator == communicator]
+        return [self._abort(engine, why) for engine in broken]
+
+    def expired(self, now: float) -> list[AbortTransfer]:
+        """Abort the transfers whose deadline has passed."""
+        late = [engine for engine, link in self._links.items() if link.deadline is not None and now >= link.deadline]
+        return [self._abort(engine, f"not finished within {self.deadline_s:g} s") for engine in late]
 
     def _abort(self, engine: int, why: str) -> AbortTransfer:
         link = self._links.pop(engine)

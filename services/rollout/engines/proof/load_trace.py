@@ -38,7 +38,7 @@ _NEW = ("aten::empty", "aten::new_empty")
 _FILLS = frozenset(["aten::fill_", "aten::zero_"])
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """Elements [row, row + rows) x [column, column + columns) of weight `name`, seen as a matrix (`matrix_shape`)."""
 
     name: str
@@ -48,7 +48,7 @@ class Part(NamedTuple):
     columns: int
 
 
-Digested = tuple[Part, int]
+Digested = tuple[WeightPart, int]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Proof:
 
     @classmethod
     def of(cls, plain: Mapping[str, Sequence[Any]]) -> Proof:
-        return cls([(Part(*row[:-1]), row[-1]) for row in plain["parts"]], list(plain["faults"]))
+        return cls([(WeightPart(*row[:-1]), row[-1]) for row in plain["parts"]], list(plain["faults"]))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Contents:
 
     begin: int
     end: int
-    part: Part | None
+    part: WeightPart | None
     dtype: torch.dtype
 
 
@@ -87,28 +87,28 @@ class _Memory:
 
     def forget(self, begin: int, end: int) -> None:
         """Forget what these addresses hold. A part that overlaps them is no longer whole and is also forgotten."""
-        for each in self.within(begin, end):
-            self._begins.remove(each.begin)
-            del self._held[each.begin]
-            if each.part is None:  # the rest of a constant is still constant
-                for rest in ((each.begin, begin), (end, each.end)):
+        for contents in self.within(begin, end):
+            self._begins.remove(contents.begin)
+            del self._held[contents.begin]
+            if contents.part is None:  # the rest of a constant is still constant
+                for rest in ((contents.begin, begin), (end, contents.end)):
                     if rest[0] < rest[1]:
-                        self._put(replace(each, begin=rest[0], end=rest[1]))
+                        self._put(replace(contents, begin=rest[0], end=rest[1]))
 
-    def hold(self, held: _Contents) -> None:
-        self.forget(held.begin, held.end)
-        self._put(held)
+    def hold(self, contents: _Contents) -> None:
+        self.forget(contents.begin, contents.end)
+        self._put(contents)
 
     def within(self, begin: int, end: int) -> list[_Contents]:
         """Return all contents that overlap these addresses, in order."""
         first = bisect.bisect_right(self._begins, begin) - 1
-        found = []
+        within = []
         for at in self._begins[max(first, 0) :]:
             if at >= end:
                 break
             if self._held[at].end > begin:
-                found.append(self._held[at])
-        return found
+                within.append(self._held[at])
+        return within
 
     def copied(self, target: Tensor, source: Tensor) -> None:
         if _nowhere(target):
@@ -124,22 +124,22 @@ class _Memory:
             at, size = begin + offset * target.element_size(), length * target.element_size()
             self.hold(_Contents(at, at + size, part, dtype))
 
-    def _parts(self, source: Tensor) -> Iterator[tuple[int, int, Part | None, torch.dtype]]:
+    def _parts(self, source: Tensor) -> Iterator[tuple[int, int, WeightPart | None, torch.dtype]]:
         """Yield (first element, number of elements, part, part dtype) for everything that `source` holds, in element
         order."""
         size = source.element_size()
-        held = self.within(*_span(source))
+        sources = self.within(*_span(source))
         if source.is_contiguous():
             first, last = _span(source)
-            for each in held:
-                begin, end = max(each.begin, first), min(each.end, last)
-                part = _flat_part(each, (begin - each.begin) // size, (end - begin) // size)
-                if each.part is None or part is not None:
-                    yield (begin - first) // size, (end - begin) // size, part, each.dtype
-        elif len(held) == 1 and held[0].part is not None:
-            part = _box(held[0].part, (source.data_ptr() - held[0].begin) // size, source)
+            for contents in sources:
+                begin, end = max(contents.begin, first), min(contents.end, last)
+                part = _flat_part(contents, (begin - contents.begin) // size, (end - begin) // size)
+                if contents.part is None or part is not None:
+                    yield (begin - first) // size, (end - begin) // size, part, contents.dtype
+        elif len(sources) == 1 and sources[0].part is not None:
+            part = _box(sources[0].part, (source.data_ptr() - sources[0].begin) // size, source)
             if part is not None:
-                yield 0, source.numel(), part, held[0].dtype
+                yield 0, source.numel(), part, sources[0].dtype
 
     def filled(self, target: Tensor) -> None:
         if _nowhere(target):
@@ -149,9 +149,9 @@ class _Memory:
         if target.is_contiguous():
             self.hold(_Contents(begin, end, None, target.dtype))
 
-    def _put(self, held: _Contents) -> None:
-        bisect.insort(self._begins, held.begin)
-        self._held[held.begin] = held
+    def _put(self, contents: _Contents) -> None:
+        bisect.insort(self._begins, contents.begin)
+        self._held[contents.begin] = contents
 
 
 class _Operations(TorchDispatchMode):
@@ -222,7 +222,7 @@ class LoadTrace:
         """Return the proof for every parameter, loaded buffer and handle that a module of `model` now holds."""
         parts: list[Digested] = []
         faults: list[str] = []
-        found: list[tuple[Part, Tensor]] = []
+        digests: list[tuple[WeightPart, Tensor]] = []
         names = _Names(model)
         for path, module in model.named_modules():
             handle = handle_of(module)
@@ -238,23 +238,23 @@ class LoadTrace:
                 if tensor.numel() == 0 and handle is not None:
                     continue  # the module's weight is in the handle
                 digested, whole = self._digested(tensor)
-                found += digested
+                digests += digested
                 faults += names.misplaced(module, name, [part for part, _ in digested])
                 if not whole:
                     faults.append(f"{name}: not all of it was loaded")
             for _, buffer in module.named_buffers(recurse=False):
                 digested, whole = self._digested(buffer)
-                found += digested if whole else []  # most buffers are computed and hold no weights
-        if found:
-            values = torch.stack([value.to(found[0][1].device) for _, value in found]).tolist()
-            parts += [(part, value & (1 << 64) - 1) for (part, _), value in zip(found, values, strict=True)]
+                digests += digested if whole else []  # most buffers are computed and hold no weights
+        if digests:
+            values = torch.stack([value.to(digests[0][1].device) for _, value in digests]).tolist()
+            parts += [(part, value & (1 << 64) - 1) for (part, _), value in zip(digests, values, strict=True)]
         return Proof(parts, faults)
 
     def _announced(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             rows, columns = matrix_shape(tensor.shape)
             if tensor.is_contiguous() and tensor.numel():
-                self._memory.hold(_Contents(*_span(tensor), Part(name, 0, 0, rows, columns), tensor.dtype))
+                self._memory.hold(_Contents(*_span(tensor), WeightPart(name, 0, 0, rows, columns), tensor.dtype))
             yield name, tensor
 
     def _pack(self, weight: Tensor, result: Any) -> None:
@@ -267,27 +267,28 @@ class LoadTrace:
         handle = result.data_ptr() if isinstance(result, Tensor) else int(result)
         self._packed[handle] = Proof(parts, faults)
 
-    def _digested(self, tensor: Tensor) -> tuple[list[tuple[Part, Tensor]], bool]:
+    def _digested(self, tensor: Tensor) -> tuple[list[tuple[WeightPart, Tensor]], bool]:
         """Return the digests of the parts in contiguous `tensor`, and whether all of its contents are known."""
         first, last = _span(tensor)
-        size, known = tensor.element_size(), 0
-        flat, found = tensor.detach().reshape(-1), []
-        for each in self._memory.within(first, last):
-            if each.begin < first or each.end > last:
+        size, size_known = tensor.element_size(), 0
+        flat, digests = tensor.detach().reshape(-1), []
+        for contents in self._memory.within(first, last):
+            if contents.begin < first or contents.end > last:
                 continue
-            known += each.end - each.begin
-            if each.part is None:
+            size_known += contents.end - contents.begin
+            if contents.part is None:
                 # Reused memory might be mistaken for a constant. Constants are padding, which must be zeros.
-                known -= int(flat[(each.begin - first) // size : (each.end - first) // size].count_nonzero() > 0)
+                zeros = flat[(contents.begin - first) // size : (contents.end - first) // size]
+                size_known -= int(zeros.count_nonzero() > 0)
                 continue
-            values = flat[(each.begin - first) // size : (each.end - first) // size]
-            if values.dtype != each.dtype:
-                narrow = values.to(each.dtype)
-                known -= 0 if torch.equal(narrow.to(values.dtype), values) else 1
+            values = flat[(contents.begin - first) // size : (contents.end - first) // size]
+            if values.dtype != contents.dtype:
+                narrow = values.to(contents.dtype)
+                size_known -= 0 if torch.equal(narrow.to(values.dtype), values) else 1
                 values = narrow
-            part = each.part
-            found.append((part, digest(values.reshape(part.rows, part.columns), part.row, part.column)))
-        return found, known == last - first
+            part = contents.part
+            digests.append((part, digest(values.reshape(part.rows, part.columns), part.row, part.column)))
+        return digests, size_known == last - first
 
 
 class _Names:
@@ -301,7 +302,7 @@ class _Names:
         """The first module with a parameter at each address. Later modules with a parameter at that address are tied to
         the first one."""
 
-    def misplaced(self, module: nn.Module, name: str, parts: Sequence[Part]) -> list[str]:
+    def misplaced(self, module: nn.Module, name: str, parts: Sequence[WeightPart]) -> list[str]:
         """Return the faults in the placement of `parts`, given in order, in parameter `name` of `module`."""
         weight = module._parameters.get("weight")
         if weight is not None and weight.numel() and self._first.setdefault(weight.data_ptr(), module) is not module:
@@ -311,8 +312,8 @@ class _Names:
         order = []
         for part in parts:
             leaf, its_kind = _leaf(part.name)
-            known = leaf in self._modules or any(leaf in each for each in self._fused.values())
-            strange = known and leaf != holder and leaf not in fused
+            is_loaded = leaf in self._modules or any(leaf in fused for fused in self._fused.values())
+            strange = is_loaded and leaf != holder and leaf not in fused
             if strange or kind != its_kind or _numbers(part.name) != _numbers(name):
                 return [f"{name}: holds {part.name}"]
             order.append(fused.index(leaf) if leaf in fused else 0)
@@ -327,7 +328,7 @@ def _leaf(name: str) -> tuple[str, str]:
 
 def _numbers(name: str) -> list[str]:
     """Return the layer numbers in a name."""
-    return [each for each in name.split(".") if each.isdigit()]
+    return [piece for piece in name.split(".") if piece.isdigit()]
 
 
 def _nowhere(tensor: Any) -> bool:
@@ -343,20 +344,20 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + reach * tensor.element_size()
 
 
-def _flat_part(held: _Contents, offset: int, count: int) -> Part | None:
+def _flat_part(contents: _Contents, offset: int, count: int) -> WeightPart | None:
     """Return `count` consecutive elements of `held` from `offset` on as a part, or None if they do not form a box."""
-    part = held.part
+    part = contents.part
     if part is None:
         return None
     row, column = divmod(offset, part.columns)
     if column == 0 and count % part.columns == 0:
         return part._replace(row=part.row + row, rows=count // part.columns)
     if column + count <= part.columns:
-        return Part(part.name, part.row + row, part.column + column, 1, count)
+        return WeightPart(part.name, part.row + row, part.column + column, 1, count)
     return None
 
 
-def _box(part: Part, offset: int, view: Tensor) -> Part | None:
+def _box(part: WeightPart, offset: int, view: Tensor) -> WeightPart | None:
     """Return the elements of `part` that `view` shows, as a part, or None if they do not form a box.
 
     `view` begins `offset` elements into `part`.
@@ -367,7 +368,7 @@ def _box(part: Part, offset: int, view: Tensor) -> Part | None:
         axes.append((1, 1))
     if len(axes) != 2 or axes[0][1] != part.columns or axes[1][1] != 1 or column + axes[1][0] > part.columns:
         return None
-    return Part(part.name, part.row + row, part.column + column, axes[0][0], axes[1][0])
+    return WeightPart(part.name, part.row + row, part.column + column, axes[0][0], axes[1][0])
 
 
 def _reads_back(handle: int, weight: Tensor) -> bool:
@@ -383,9 +384,9 @@ def _reads_back(handle: int, weight: Tensor) -> bool:
     for some in rows.split(_READ_BACK_ROWS):  # type: ignore[no-untyped-call]
         units = torch.zeros(len(some), inputs, dtype=weight.dtype)
         units[range(len(some)), some] = 1
-        found = torch.empty(len(some), outputs, dtype=weight.dtype)
-        torch.ops._C.onednn_mm(found, units, None, torch.tensor(handle))
-        if not torch.equal(found, weight[some]):
+        products = torch.empty(len(some), outputs, dtype=weight.dtype)
+        torch.ops._C.onednn_mm(products, units, None, torch.tensor(handle))
+        if not torch.equal(products, weight[some]):
             return False
     return True
 

@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +17,10 @@ from torch import Tensor
 
 from proto.tensors import Array
 from services.rollout.engine import WeightsMismatch
-from services.rollout.engines.proof.load_trace import Part, Proof
+from services.rollout.engines.proof.load_trace import Proof, WeightPart
 from shared.tensors_torch import to_torch
+from shared.weights.weight_set import WeightSet, shown
 
-Expected = dict[str, tuple[torch.dtype, torch.Size]]
-"""Type and shape of every weight by name. A tied weight occurs once, under its first name."""
-_NAMED = 4  # maximum number of names in an error
 _ALIGNMENT = 8
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -31,62 +30,58 @@ _SAFETENSORS_DTYPES = {
 }
 
 
-def expected_weights(path: Path, dtype: str) -> Expected:
-    """Return the type (`dtype`) and shape of every weight in a model directory, without allocating the weights."""
+def expected_weights(path: Path, dtype: str) -> WeightSet:
+    """Return the weights of type `dtype` in a model directory, without allocating them."""
     from shared.model.load import empty_model
 
     model = empty_model(path, dtype)
-    expected: Expected = {}
-    seen: set[int] = set()
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            expected[name] = (value.dtype, value.shape)
-    return expected
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), (name, tensor))
+    return WeightSet.of(dict(tensors.values()))
 
 
-def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tensor]:
+def fitting(expected: WeightSet, weights: Mapping[str, Array]) -> dict[str, Tensor]:
     """Return `weights` as tensors that share their memory, in the order of `expected`.
 
     Raises WeightsMismatch if a name, a type or a shape differs.
     """
-    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected)
-    if missing or unexpected:
-        raise WeightsMismatch(
-            f"{len(weights)} parameters given for the engine's {len(expected)}: missing {shown(missing)}, "
-            f"unexpected {shown(unexpected)}; is policy.model the one being trained?"
-        )
-    tensors = {name: to_torch(weights[name]) for name in expected}
-    for name, (dtype, shape) in expected.items():
-        if tensors[name].dtype != dtype or tensors[name].shape != shape:
-            raise WeightsMismatch(
-                f"parameter {name}: {tensors[name].dtype} {list(tensors[name].shape)} given, but the engine's model "
-                f"has {dtype} {list(shape)}; is policy.model the one being trained?"
-            )
-    return tensors
+    check_fits(expected, WeightSet.of(weights))
+    return {name: to_torch(weights[name]) for name in expected.names}
 
 
-def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[str, int]) -> None:
+def check_fits(expected: WeightSet, given: WeightSet) -> None:
+    """Raise WeightsMismatch if a name, a type or a shape of the `given` weights differs from the engine's."""
+    try:
+        expected.check_fits(given)
+    except ValueError as error:
+        raise WeightsMismatch(str(error)) from None
+
+
+def check_proofs(proofs: Sequence[Proof], expected: WeightSet, digests: Mapping[str, int]) -> None:
     """Check against `digests` (by name) that an engine's ranks hold all `expected` weights, bit for bit.
 
     Ranks may hold the same part (replicated heads, a tied head), but then its contents must be identical on all of
     them. Raises WeightsMismatch.
     """
     faults = sorted({fault for proof in proofs for fault in proof.faults})
-    held: dict[str, dict[Part, int]] = {name: {} for name in expected}
-    wrong = set(expected.keys() ^ digests.keys())
-    for part, digest in (each for proof in proofs for each in proof.parts):
-        if held.setdefault(part.name, {}).setdefault(part, digest) != digest:
+    parts_of: dict[str, dict[WeightPart, int]] = {name: {} for name in expected.names}
+    wrong = parts_of.keys() ^ digests.keys()
+    for part, digest in (pair for proof in proofs for pair in proof.parts):
+        if parts_of.setdefault(part.name, {}).setdefault(part, digest) != digest:
             wrong.add(part.name)
-    for name, (_, shape) in expected.items():
-        elements = sum(part.rows * part.columns for part in held[name])
-        if elements != shape.numel() or sum(held[name].values()) % (1 << 64) != digests.get(name):
-            wrong.add(name)
-    found = [shown(faults)] if faults else []
+    for parameter in expected.parameters:
+        parts = parts_of[parameter.name]
+        elements = sum(part.rows * part.columns for part in parts)
+        if elements != math.prod(parameter.shape) or sum(parts.values()) % (1 << 64) != digests.get(parameter.name):
+            wrong.add(parameter.name)
+    problems = [shown(faults)] if faults else []
     if wrong:
-        found.append(f"{len(wrong)} of {len(expected)} parameters have wrong bits: {shown(sorted(wrong))}")
-    if found:
-        raise WeightsMismatch("; ".join(found))
+        problems.append(
+            f"{len(wrong)} of {len(expected.parameters)} parameters have wrong bits: {shown(sorted(wrong))}"
+        )
+    if problems:
+        raise WeightsMismatch("; ".join(problems))
 
 
 @contextmanager
@@ -126,9 +121,3 @@ def _write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
     for tensor in tensors.values():
         file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     file.flush()
-
-
-def shown(names: list[str]) -> str:
-    """Return the first few names and the number of the others."""
-    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return (", ".join(names[:_NAMED]) or "none") + rest

@@ -8,15 +8,10 @@ import pytest
 
 from services.policy_trainer.loss_spec import loss_spec
 from shared.topology import Topology, load
-from tests.unit.shared.topology.small_topology import make, problems, write
+from tests.unit.shared.topology.small_topology import problems, write
 
 TWO_UPDATES = "algorithm.num_iterations=2"
 SFT = ["algorithm.loss={name: cross_entropy}", "algorithm.group_size=1"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
 
 
 def loaded(folder: Path, *overrides: str) -> Topology:

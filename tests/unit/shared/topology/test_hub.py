@@ -8,7 +8,7 @@ import pytest
 
 from shared.topology import distribution, hub, hub_names, load
 from shared.topology.hub import HubName
-from tests.unit.shared.topology.small_topology import edited, make, problems
+from tests.unit.shared.topology.small_topology import edited, problems
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -18,11 +18,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     folder = tmp_path_factory.mktemp("hub")
     monkeypatch.setenv("HF_HUB_CACHE", str(folder))
     return folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
 
 
 def snapshot(cache: Path, repository: str, *files: str) -> Path:

@@ -12,23 +12,23 @@ from launch.checks import preflight
 from launch.checks.memory import memory_lines
 from launch.checks.preflight import Findings
 from launch.commands.console import show_plan
-from launch.supervisor.gpus import visible_gpus
+from launch.processes.gpus import visible_gpus
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from shared.ranks.layout import Layout
 from shared.topology import Topology, load
-from shared.topology.algorithm import Optimizer
-from shared.topology.memory_plan import Phase, Place, by_place, gpus_that_fit, peak, uses
+from shared.topology.memory_plan import MemoryPlace, Phase, by_place, gpus_that_fit, peak, uses
 from shared.topology.model_files import parameter_count
-from shared.topology.model_memory import Part, keeps_whole_gradients, per_process, saved_bytes, training_parts
+from shared.topology.model_memory import TrainingPart, keeps_whole_gradients, per_process, saved_bytes, training_parts
 from shared.topology.passes import FASTEST
 from tests.unit.policy_trainer.test_host_waits import gradient
+from tests.unit.policy_trainer.training import adamw
 from tests.unit.tiny_models import make_model
 
 TOPOLOGIES = Path(__file__).resolve().parents[4] / "launch" / "topologies"
 DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "gpus.md"
 GIB = 1 << 30
-HOME = Place(None, "")
+HOME = MemoryPlace(None, "")
 
 
 def write_header(file: Path, shapes: dict[str, list[int]]) -> None:
@@ -73,7 +73,7 @@ def elements(given: Topology) -> int:
     return parameter_count(given.policy.model)
 
 
-def most(given: Topology, phase: Phase) -> dict[Place, int]:
+def most(given: Topology, phase: Phase) -> dict[MemoryPlace, int]:
     """Return the memory that the run needs in each place in `phase`."""
     places = by_place(uses(given, elements(given), visible_gpus(given)))
     return {place: peak(held, frozenset({phase})).nbytes for place, held in places.items()}
@@ -102,19 +102,19 @@ def test_the_calculated_parts_of_one_rank_equal_those_that_the_backend_holds(tmp
         made = make_model("qwen3", head_dim=16).to(getattr(__import__("torch"), dtype))
         made.save_pretrained(model)
         options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded", passes=FASTEST)
-        backend = TorchBackend(model, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
+        backend = TorchBackend(model, dtype, options, Layout(1).place(0))
         loaded = sum(each.nbytes for each in [*backend.model.parameters(), *backend._trained.own_masters()])
         scores = load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}", "run.evaluate=true"])
-        assert loaded == backend.parameters * sum(training_parts(scores).values())
+        assert loaded == backend.parameters * sum(training_parts(scores.policy_model, evaluate=True).values())
         gradient(backend)
         gradients = sum(each.grad.nbytes for each in backend._trained.masters.values() if each.grad is not None)
-        backend.step(1)
+        backend.step(1, adamw())
         held = sum(each.nbytes for each in backend.model.parameters())
         held += sum(each.nbytes for each in backend._trained.own_masters())
         held += sum(
             each.nbytes for state in backend._optimizer.state.values() for each in state.values() if each.numel() > 1
         )
-        parts = training_parts(load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}"]))
+        parts = training_parts(load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}"]).policy_model)
         assert held + gradients == pytest.approx(backend.parameters * sum(parts.values()))
 
 
@@ -143,19 +143,19 @@ def test_whole_gradients_are_kept_only_where_they_and_the_pieces_fit_half_of_the
 def test_ranks_divide_the_parts_that_they_do_not_replicate(
     half_b: Path, overrides: list[str], bytes_per_parameter: float
 ) -> None:
-    assert sum(training_parts(topology(half_b, *overrides)).values()) == bytes_per_parameter
+    assert sum(training_parts(topology(half_b, *overrides).policy_model).values()) == bytes_per_parameter
 
 
 def test_services_that_take_turns_need_room_for_the_largest_and_the_trainer_waits_in_host_memory(half_b: Path) -> None:
     gpus = [f"services.{name}.gpus=1" for name in ("policy-trainer", "reference", "rollout")]
     given = topology(half_b, "policy.dtype=bfloat16", *gpus, file="colocate.yaml")
-    parts = training_parts(given)
-    assert parts[Part.MASTERS] == 4
+    parts = training_parts(given.policy_model)
+    assert parts[TrainingPart.MASTERS] == 4
     trainer = per_process(given, elements(given))["policy-trainer-worker", 0]
     parameters = trainer / sum(parts.values())
-    waiting = parameters * (sum(parts.values()) - parts[Part.GRADIENTS])
+    waiting = parameters * (sum(parts.values()) - parts[TrainingPart.GRADIENTS])
     published = 2 * parameters
-    assert most(given, Phase.STEPS) == {Place(None, "0"): trainer, HOME: waiting + published}
+    assert most(given, Phase.STEPS) == {MemoryPlace(None, "0"): trainer, HOME: waiting + published}
     assert most(given, Phase.CHECKPOINTS)[HOME] == waiting + published + (2 + 4 + 8) * parameters
 
 
@@ -191,10 +191,10 @@ def test_a_model_that_cannot_fit_is_refused_with_its_size(
 ) -> None:
     monkeypatch.setattr(preflight, "host_bytes", lambda: 24 * GIB)
     more = ("policy.dtype=bfloat16", "algorithm.kl=null", "services.reference=null")
-    found = Findings()
-    preflight._check_model_memory(topology(half_b, *more), "t.yaml", found)
+    found = Findings("t.yaml")
+    preflight._check_model_memory(topology(half_b, *more), found)
     assert found.errors == []
-    preflight._check_model_memory(topology(one_and_a_half_b, *more), "t.yaml", found)
+    preflight._check_model_memory(topology(one_and_a_half_b, *more), found)
     assert found.errors == [
         "t.yaml: policy.model: its training takes 25.9 GiB of the memory of this machine, which has 24.0 GiB "
         "(policy-trainer-worker/0: weights 2.9 GiB, masters 5.8 GiB, gradients 5.8 GiB, optimizer 11.5 GiB), and 40.3 "
@@ -214,8 +214,8 @@ def test_a_model_of_which_only_a_checkpoint_does_not_fit_is_refused(
 
 
 def refusals(given: Topology) -> list[str]:
-    found = Findings()
-    preflight._check_model_memory(given, "t.yaml", found)
+    found = Findings("t.yaml")
+    preflight._check_model_memory(given, found)
     return found.errors
 
 
@@ -278,13 +278,13 @@ def test_the_copy_for_a_checkpoint_is_as_large_as_the_plan_says(tmp_path: Path) 
     for dtype in ("float32", "bfloat16"):
         make_model("qwen3", head_dim=16).to(getattr(__import__("torch"), dtype)).save_pretrained(tmp_path)
         options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded", passes=FASTEST)
-        backend = TorchBackend(tmp_path, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
+        backend = TorchBackend(tmp_path, dtype, options, Layout(1).place(0))
         gradient(backend)
-        backend.step(1)
+        backend.step(1, adamw())
         state = backend.state()
         held = [each for each in (*state.weights.values(), *state.optimizer.values()) if each.numel() > 1]
         given = load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}"])
-        assert sum(each.nbytes for each in held) == backend.parameters * saved_bytes(given)
+        assert sum(each.nbytes for each in held) == backend.parameters * saved_bytes(given.policy_model)
 
 
 def test_the_table_has_a_row_for_every_device_of_every_host(half_b: Path) -> None:
@@ -292,7 +292,7 @@ def test_the_table_has_a_row_for_every_device_of_every_host(half_b: Path) -> Non
     where = ["services.policy-trainer.host=a", "services.rollout.host=b", "services.policy-trainer.gpus=1"]
     given = on_gpus(half_b, "services.rollout.engine=vllm", *hosts, *where)
     places = by_place(uses(given, elements(given), visible_gpus(given)))
-    lines = memory_lines(given, places, {Place("a", ""): 64 * GIB})
+    lines = memory_lines(given, places, {MemoryPlace("a", ""): 64 * GIB})
     rows = [line.split("  ")[0].strip() for line in lines]
     assert [row for row in rows if row] == ["memory of", "this machine", "host b", "GPU 0", "GPU 0 of host b"]
     text = "\n".join(lines)
@@ -333,8 +333,8 @@ def test_the_documented_formula_gives_the_planned_bytes(
         above, _, below = cell.partition("/")
         factors = {"": 1, "n": ranks, "(tp·pp)": megatron or 1}
         found[column] = int(above) / factors[below]
-    parts = {str(part): share for part, share in training_parts(given).items()}
+    parts = {str(part): share for part, share in training_parts(given.policy_model).items()}
     assert found == {column: parts.get(column, 0) for column in COLUMNS}
     saved = next(row for row in rows if row and row[0] == "saving")
     assert saved[1] == ("weights, masters and moments: 14 with 16 bits, 12 with float32")
-    assert saved_bytes(given) == (14 if dtype == "bfloat16" else 12)
+    assert saved_bytes(given.policy_model) == (14 if dtype == "bfloat16" else 12)

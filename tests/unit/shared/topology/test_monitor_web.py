@@ -9,12 +9,7 @@ import pytest
 
 from launch.checks import preflight
 from shared.topology import load
-from tests.unit.shared.topology.small_topology import make, problems, write
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
+from tests.unit.shared.topology.small_topology import problems, write
 
 
 def token_file(folder: Path, name: str, text: str = "a-token-of-24-characters", mode: int = 0o600) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.topology import load
-from tests.unit.shared.topology.small_topology import make, problems, write
+from tests.unit.shared.topology.small_topology import problems, write
 
 PARALLEL = "services.policy-trainer.parallel"
 MEGATRON = "services.policy-trainer.backend=megatron"
@@ -20,11 +20,6 @@ QWEN = {
     "num_hidden_layers": 6,
     "max_position_embeddings": 64,
 }
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
 
 
 def model(folder: Path, **changes: object) -> Path:

@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 
 from launch.checks import preflight
-from launch.supervisor.plan import listen_endpoint
+from launch.processes.plan import listen_endpoint
 from shared.topology import load
-from tests.unit.shared.topology.small_topology import BASE, make, problems, write
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
+from tests.unit.shared.topology.small_topology import BASE, problems, write
 
 
 def with_transport(folder: Path, text: str) -> Path:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from proto.messages import History, TopicRow
+from shared.runfiles.warnings import WarningRecord
 from shared.view import RunView
 from shared.view.curves import MAX_POINTS, PANELS, Curves
 from shared.view.notices import MAX_WARNINGS, LogLine
 from shared.view.services import RESTARTED_S, SILENT_S, Health
 from shared.view.timeline import KEPT_S, MAX_HISTORY, StepEnd, Wait, covered_s, thinned
-from shared.warnings import WarningRecord
 
 NOW = 1_000_000.0
 

@@ -1,0 +1,213 @@
+"""Executes the calls of a training step: forward passes, gradients and updates."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from functools import partial
+
+from msgspec import structs
+
+from proto.ids import REVISION
+from proto.messages import (
+    AdamW,
+    BatchMeta,
+    BatchPart,
+    ErrorCode,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardDone,
+    ForwardDone,
+    OptimStep,
+    OptimStepDone,
+    SkipUpdate,
+    TaskHandle,
+    WorkerReady,
+    WorkerRequest,
+)
+from proto.tensors import Array
+from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS
+from services.policy_trainer.worker import samples
+from services.policy_trainer.worker.backend import OptimizerUpdate, Sequences
+from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.calls.loaded import Loaded
+from services.policy_trainer.worker.losses.own import own_policy_loss
+from services.policy_trainer.worker.rank import Rank, Runner
+from services.policy_trainer.worker.rank_state import rank_state
+from services.policy_trainer.worker.sample_records import SampleRecords
+from shared.dataplane.client import TaskShards
+from shared.ranks.group import GroupEnded
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call
+from shared.samples.choice import Choice
+from shared.stages import PROXIMAL, Stage
+from shared.topology.models import Head
+
+PUT_S = 120.0
+STAGES: Mapping[Head, Stage] = {"language": PROXIMAL}
+"""The stage whose shards a forward pass makes, by the head of the model."""
+
+
+class TrainingCalls:
+    """Changes the gradients and the weights of one rank."""
+
+    def __init__(self, rank: Rank, loaded: Loaded, choice: Choice | None) -> None:
+        """`choice` selects the tasks whose samples are recorded."""
+        self._rank, self._loaded, self._backend = rank, loaded, loaded.backend
+        self._makes = STAGES[rank.model.head]
+        self._own_loss = own_policy_loss(rank.model.loss)
+        self._records = SampleRecords(choice, rank.data, rank.own_store)
+        rank.resources.push_async_callback(self._records.close)
+
+    @property
+    def runners(self) -> dict[type[WorkerRequest], Runner]:
+        return {
+            Forward: self._forward,
+            ForwardBackward: self._forward_backward,
+            OptimStep: self._optim_step,
+            SkipUpdate: self._skip_update,
+        }
+
+    async def _forward(self, request: Forward, _: Call) -> ForwardDone:
+        began, rank, (key,) = time.perf_counter(), self._rank, self._makes.makes
+
+        async def read() -> samples.BatchTokens:
+            if request.keys != [key]:
+                wanted = ", ".join(request.keys) or "nothing"
+                raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted}: only {key} can be computed")
+            return await rank.reader.tokens(request)
+
+        tokens = await rank.ready(request, read())
+        work = partial(self._backend.forward, _sequences(tokens), request.temperature)
+        outputs = await rank.together("Forward", work)
+        ends = tokens.tokens_of_task.cumsum()
+        pieces = [outputs[end - size : end] for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
+        made = list(zip(request.batch.tasks, pieces, strict=True)) if rank.place.leads else []
+        # The key is unique to this call: an earlier life may have put different bits for these tasks and fences.
+        revision = f"{key}{REVISION}{request.driver:x}-{request.order}"
+        stores = [""]  # of a rank that has put nothing
+        if made:
+            stores = [await rank.own_store()]
+            shards = [TaskShards(task.task_id, task.fence, {revision: piece}) for task, piece in made]
+            await rank.data.put(shards, store=stores[0], deadline_s=PUT_S)
+        handles = [
+            TaskHandle(task.task_id, task.fence, task.samples, task.tokens, piece.nbytes, [0]) for task, piece in made
+        ]
+        meta = BatchMeta(tasks=handles, parts=[BatchPart(self._makes.name, [revision])], stores=stores)
+        return ForwardDone(meta=meta, seconds=time.perf_counter() - began)
+
+    async def _forward_backward(self, request: ForwardBackward, _: Call) -> ForwardBackwardDone:
+        began, rank = time.perf_counter(), self._rank
+        recorded = self._records.wanted(request.batch, rank.step) if rank.place.leads else []
+        # With cp, this rank computes only its part of each sequence.
+        keeps = bool(recorded) and request.loss.anchor != "proximal" and rank.place.layout.cp == 1
+
+        async def bind() -> tuple[samples.BatchTokens, BatchLoss]:
+            tokens = await rank.reader.tokens(request)
+            counts = [task.samples for task in request.batch.tasks]
+
+            def spread() -> BatchLoss:
+                advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
+                weights = samples.spread(tokens, counts, _scalar(request.batch, WEIGHTS))
+                tokens.flat["loss_mask"] = samples.trained(tokens.flat["loss_mask"], weights)
+                device = rank.model.settings.device
+                # With anchor rollout the trainer's log-probs are current; after an update they belong to no version.
+                version = -1 if rank.dirty and request.loss.anchor == "rollout" else rank.step
+                return BatchLoss(
+                    request.loss, tokens.flat, advantages, weights, device, self._own_loss, version, keeps=keeps
+                )
+
+            return tokens, await rank.on_compute_thread(spread)
+
+        tokens, loss = await rank.ready(request, bind())
+        sequences, temperature = _sequences(tokens), request.loss.temperature
+
+        def work() -> dict[str, float]:
+            return self._backend.forward_backward(sequences, temperature, loss, entropy=loss.entropy)
+
+        sums = await rank.together("ForwardBackward", work)
+        if recorded:
+            self._records.put(request.batch, recorded, tokens, loss)
+        rank.accumulated += [task.task_id for task in request.batch.tasks]
+        return ForwardBackwardDone(sums=sums, seconds=time.perf_counter() - began)
+
+    async def _optim_step(self, request: OptimStep, _: Call) -> OptimStepDone:
+        rank = self._rank
+
+        async def may_change() -> None:
+            rank.require_next(request.step, "take an optimizer step for")
+            check_optimizer(request.optimizer)
+            await rank.weights_settled()
+
+        await rank.ready(request, may_change())
+        began = time.perf_counter()
+        was_dirty, rank.dirty = rank.dirty, True
+        try:
+            update = await rank.together("OptimStep", lambda: self._update(request))
+        except GroupEnded:
+            raise
+        except RpcError as error:
+            rank.dirty = was_dirty  # the step was refused before anything changed
+            tasks, rank.accumulated = rank.accumulated, []
+            some = ", ".join(tasks[:8]) + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
+            raise RpcError(error.code, f"{error}; its tasks: {some}", names=tasks) from None
+        rank.accumulated = []
+        rank.pristine, rank.dirty = False, not request.last
+        if request.last:
+            rank.step = request.step
+            rank.reader.end_step()
+        seconds, snapshot_s = time.perf_counter() - began, 0.0
+        if request.last and request.snapshot_lineage >= 0:
+            state = partial(rank_state, self._backend, self._loaded.earlier, request.step)
+            take = partial(rank.snapshots.take, request.snapshot_lineage, request.step, state)
+            snapshot_s = await rank.on_compute_thread(take)
+        return OptimStepDone(
+            grad_norm=update.grad_norm, lr=request.optimizer.lr, seconds=seconds, snapshot_s=snapshot_s
+        )
+
+    def _update(self, request: OptimStep) -> OptimizerUpdate:
+        update = self._backend.step(request.step, request.optimizer)
+        if request.last:
+            self._loaded.record(request.step)
+        return update
+
+    async def _skip_update(self, request: SkipUpdate, _: Call) -> WorkerReady:
+        rank = self._rank
+
+        async def may_count() -> None:
+            rank.require_next(request.step, "skip the update of")
+
+        await rank.ready(request, may_count())
+
+        def work() -> None:
+            self._backend.drop_gradients()
+            if request.last:
+                self._loaded.record(request.step)
+
+        await rank.together("SkipUpdate", work)
+        rank.accumulated = []
+        if request.last:
+            rank.reader.end_step()
+            rank.step, rank.dirty = request.step, False
+        return WorkerReady(step=rank.step, parameters=self._backend.parameters)
+
+
+def check_optimizer(optimizer: AdamW) -> None:
+    """Raise RpcError(bad_request) if a number of the update is negative or not finite, or a beta is not below 1."""
+    for name, value in structs.asdict(optimizer).items():
+        limit = 1.0 if name.startswith("beta") else math.inf
+        if not 0 <= value < limit:  # a NaN is refused, too
+            upper = " and below 1" if limit == 1 else " and finite"
+            raise RpcError(ErrorCode.BAD_REQUEST, f"OptimStep.optimizer.{name} is {value}: it must be 0 or more{upper}")
+
+
+def _sequences(tokens: samples.BatchTokens) -> Sequences:
+    return Sequences(tokens.flat["token_ids"], tokens.flat["lengths"], tokens.flat["loss_mask"])
+
+
+def _scalar(batch: BatchMeta, name: str) -> Array:
+    if name not in batch.scalars:
+        present = ", ".join(sorted(batch.scalars)) or "none"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"the batch has no per-sample {name} (its scalars: {present}); add them")
+    return batch.scalars[name]

@@ -1,0 +1,96 @@
+"""Executes the calls that give the weights to others: publishing a version, and exporting the model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from proto.messages import Canary, ErrorCode, Publish, Published, Saved, SaveModel, WorkerRequest
+from services.policy_trainer.worker.backend import PublishedWeights
+from services.policy_trainer.worker.calls.loaded import Loaded
+from services.policy_trainer.worker.export import export
+from services.policy_trainer.worker.publishing import Publishing
+from services.policy_trainer.worker.rank import Rank, Runner
+from services.policy_trainer.worker.weights.publish import Staging, put_and_digested, put_weights, weights_ref
+from shared.dataplane.client import Receipt
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import DEFERRED, Call, Deferred
+from shared.weights.weight_set import WeightSet
+
+
+class WeightsCalls:
+    """Reads the weights of one rank. Every rank takes part in gathering them; one of them has a `Publishing`."""
+
+    def __init__(self, rank: Rank, loaded: Loaded) -> None:
+        self._rank, self._loaded, self._staging = rank, loaded, Staging()
+
+    @property
+    def runners(self) -> dict[type[WorkerRequest], Runner]:
+        return {Publish: self._publish, SaveModel: self._save_model}
+
+    async def _publish(self, request: Publish, call: Call) -> Published | Deferred:
+        """Gather the weights and run the canary in call order. Send the bytes while the canary and the next gradient
+        are computed."""
+        rank, loaded, publishing = self._rank, self._loaded, self._rank.publishing
+        is_earlier = request.step < rank.step and rank.model.deterministic and not rank.dirty
+        version = loaded.earlier.get(request.step) if is_earlier else None
+
+        async def may_publish() -> None:
+            if not is_earlier:
+                rank.require_step(request.step, "publish")
+            elif publishing is not None and version is None:
+                raise RpcError(
+                    ErrorCode.CONFLICT, f"version {request.step} is not kept; the worker is at step {rank.step}"
+                )
+            await rank.weights_settled()
+
+        await rank.ready(request, may_publish())
+        began = time.perf_counter()
+        weights = PublishedWeights({})
+        if version is not None:
+            weights = version.weights
+        elif not is_earlier:
+            weights = await rank.together("Publish", loaded.backend.published)
+        if publishing is None:
+            if not is_earlier:
+                await rank.together("Publish", loaded.canaries.current)
+            return Published(seconds=time.perf_counter() - began)
+        put = asyncio.ensure_future(put_weights(rank.data, weights.tensors, request, self._staging))
+        record = asyncio.ensure_future(asyncio.to_thread(loaded.canaries.weight_set, weights))
+        try:
+            canary = version.canary if version else await rank.together("Publish", loaded.canaries.current)
+        except BaseException:
+            await asyncio.wait([put, record])
+            raise
+        publishing.begin(self._answer(publishing, request, call, weights, put, record, canary, began))
+        return DEFERRED
+
+    async def _answer(
+        self,
+        publishing: Publishing,
+        request: Publish,
+        call: Call,
+        weights: PublishedWeights,
+        put: asyncio.Future[Receipt],
+        record: asyncio.Future[WeightSet],
+        canary: Canary,
+        began: float,
+    ) -> None:
+        """Answer `call` once the weights are in the store."""
+        try:
+            receipt, weight_set = await put_and_digested(put, record)
+            ref = weights_ref(receipt, self._loaded.canaries, canary, weight_set, request)
+        except Exception as error:
+            # The weights have not changed, so later calls may proceed.
+            self._rank.refuse(request, call, error)
+        else:
+            publishing.published(ref, weights.tensors)
+            call.reply(Published(ref=ref, seconds=time.perf_counter() - began))
+
+    async def _save_model(self, request: SaveModel, _: Call) -> Saved:
+        began, rank = time.perf_counter(), self._rank
+        await rank.ready(request, asyncio.sleep(0))
+        target = Path(request.path)
+        await rank.together("SaveModel", lambda: export(self._loaded.backend, rank.model.folder, target))
+        return Saved(path=request.path, seconds=time.perf_counter() - began)

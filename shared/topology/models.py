@@ -1,0 +1,108 @@
+"""Describes the models of a run, one record each. A process that runs a model gets its record instead of the topology.
+
+`Topology.trained` and `Topology.frozen` derive the records. The module imports neither torch nor the whole topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from shared.topology.algorithm import Loss, Optimizer
+from shared.topology.passes import Passes
+from shared.topology.services import Reference, TrainerSettings, WeightsRoute
+
+Head = Literal["language"]
+"""What a model computes for each token: `language` is the log-prob of the token."""
+POLICY, REFERENCE = "policy", "reference"
+POLICY_WORKER = "policy-trainer-worker"
+WORKERS: Mapping[str, str] = MappingProxyType({POLICY: POLICY_WORKER})
+"""For each trained model, by name, the service whose processes are its ranks."""
+DEVICE_SERVICE: Mapping[str, str] = MappingProxyType(
+    {"policy-trainer": POLICY_WORKER, "reference": "reference", "rollout": "rollout"}
+)
+"""Services that can be colocated, each with the service whose processes hold its devices."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """How engines get the versions of a trained model."""
+
+    route: WeightsRoute
+    transfer_s: float | None
+    """Maximum seconds for a transfer from the trainer, or None if engines read the versions from a store."""
+    mapped: bool
+    """Whether engines compute with the arrays in the store, and can prove without digests that they do."""
+    earlier: int
+    """Number of versions before the newest one that must be published again after a rollback."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model in training, and everything that its ranks and the driver need to know about it."""
+
+    name: str
+    service: str
+    """The service whose processes are the model's ranks."""
+    settings: TrainerSettings
+    folder: Path
+    """Folder of the model at version 0, in the format of Hugging Face."""
+    dtype: str
+    passes: Passes | None
+    head: Head
+    optimizer: Optimizer
+    loss: Loss
+    mini_batch_tasks: int
+    """Tasks of one optimizer step."""
+    publishes: Publication | None
+    """How its versions are published, or None if no process but its ranks needs them."""
+    seed: int
+    deterministic: bool
+    snapshots: bool
+    """Whether its ranks keep snapshots of their state in shared memory."""
+    shares_devices: bool
+    """Whether its ranks take turns on their devices with other services."""
+
+    def checkpoints(self, folder: Path) -> Path:
+        """Return the folder of its checkpoints. `folder` holds those of all models; the policy's are at the top."""
+        return folder if self.name == POLICY else folder / self.name
+
+    def snapshots_in(self, shm: Path) -> Path:
+        """Return the folder of its snapshots. `shm` is the run's folder in the shared memory of this host."""
+        return shm / "trainer" / self.name
+
+    def offloaded(self, run: Path, rank: int) -> Path:
+        """Return the folder of the parts of `rank` that have left its device. `run` is the run directory."""
+        return run / "offloaded" / self.name / f"rank-{rank}"
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that only scores tokens, and everything that its ranks need to know about it."""
+
+    name: str
+    service: str
+    """The service whose processes are the model's ranks."""
+    settings: Reference
+    folder: Path
+    """Folder of the model at version 0, in the format of Hugging Face."""
+    dtype: str
+    passes: Passes | None
+    temperature: float
+    """The logits are divided by this: the temperature at which training samples are drawn."""
+    stage: str
+    """Name of the stage whose shards it makes (`shared.stages`)."""
+    refreshed: bool
+    """Whether later versions of the policy take its place during the run."""
+    reward_kl: str
+    """Estimator of the KL term in the reward, or "" if the reward has none."""
+    deterministic: bool
+    shares_devices: bool
+    """Whether its ranks take turns on their devices with other services."""
+
+    def offloaded(self, run: Path, instance: int) -> Path:
+        """Return the file with the weights of an instance that have left its device. `run` is the run directory."""
+        return run / "offloaded" / self.name / f"{instance}.bin"
