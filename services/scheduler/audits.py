@@ -23,19 +23,19 @@ _HOLDING = frozenset({TaskState.ROLLED_OUT, TaskState.READY, TaskState.BATCHED, 
 def claims(ledger: TaskLedger, store: str, tasks: Iterable[PutTask]) -> list[ShardClaim]:
     """Return a claim on the store for each of these tasks whose fence is current."""
     current: list[ShardClaim] = []
-    for each in tasks:
-        if ledger.history.is_live_version(store, each):
-            current.append(ShardClaim(each))
+    for entry in tasks:
+        if ledger.history.is_live_version(store, entry):
+            current.append(ShardClaim(entry))
             continue
-        task = ledger.tasks.find(each.task_id)
-        if task is not None and task.fence == each.fence and task.state in _HOLDING and not task.clears:
+        task = ledger.tasks.find(entry.task_id)
+        if task is not None and task.fence == entry.fence and task.state in _HOLDING and not task.clears:
             current.append(_claim(ledger, store, task))
     return current
 
 
 def whole_steps(ledger: TaskLedger, tasks: Iterable[PutTask]) -> list[PutTask]:
     """Return these tasks and all other tasks of their steps, so that all damage to a step is found at once."""
-    reported = {each.task_id: each for each in tasks}
+    reported = {entry.task_id: entry for entry in tasks}
     for members in ledger.history.batches.values():
         if any(member.task_id in reported for member in members):
             reported |= {member.task_id: PutTask(member.task_id, member.fence) for member in members}
@@ -98,7 +98,7 @@ class Audits:
         if audit is None:
             return
         audit.held.update(
-            ((task.task_id, task.fence), each) for task, each in zip(page.tasks, page.hashes, strict=True)
+            ((task.task_id, task.fence), hashes) for task, hashes in zip(page.tasks, page.hashes, strict=True)
         )
         if page.last:
             self._complete[page.store] = self._read.pop(page.store)

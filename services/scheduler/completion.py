@@ -66,17 +66,17 @@ def _check(ledger: TaskLedger, request: Complete, stage: int) -> None:
     strange = sorted(request.scalars.keys() - ledger.plan.stages[stage].scalars) if stage > 0 else []
     if strange:
         raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage}: it does not produce the scalar {strange[0]!r}")
-    for each in request.results:
+    for result in request.results:
         numbers = (
-            (each.samples, 16),
-            (each.samples_failed, 16),
-            (each.tokens, 32),
-            (each.nbytes, 48),
-            (each.content_hash, 64),
-            *((count, 16) for count in each.lost.values()),
+            (result.samples, 16),
+            (result.samples_failed, 16),
+            (result.tokens, 32),
+            (result.nbytes, 48),
+            (result.content_hash, 64),
+            *((count, 16) for count in result.lost.values()),
         )
         if any(not 0 <= number < 1 << bits for number, bits in numbers):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number in its result is out of range")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{result.task_id}: a number in its result is out of range")
     layout = scalars.layout_of(request.scalars)
     if len(ledger.layouts) >= MOST_LAYOUTS and layout not in ledger.layouts:
         text = f"scalars {', '.join(request.scalars)[:200]}: a run may have at most {MOST_LAYOUTS} different sets"

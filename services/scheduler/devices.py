@@ -74,9 +74,9 @@ class DeviceTurns:
 
     def begin(self, registry: Mapping[Holder, Register], now: float) -> None:
         """Handle the start of the scheduler: registered processes may hold anything until they report otherwise."""
-        for holder, known in registry.items():
+        for holder, row in registry.items():
             if holder in self._limits_s:
-                self._members[holder] = _Member(known.incarnation, known.pid, now, known=False)
+                self._members[holder] = _Member(row.incarnation, row.pid, now, known=False)
 
     def registered(self, request: Register, now: float) -> None:
         """Register a new life of a process, which holds nothing yet.
@@ -185,11 +185,11 @@ class DeviceTurns:
         return sorted(waiting, key=lambda holder: (self._places[holder[0]], holder))
 
     def _in_the_way(self, holder: Holder, wants: Parts) -> dict[Holder, Parts]:
-        found = self._ledger.in_the_way(holder, wants)
+        blocking = self._ledger.in_the_way(holder, wants)
         for other, member in self._members.items():
             if not member.known and other[0] != holder[0]:
-                found[other] = PARTS_OF[other[0]] & barred_by(wants)
-        return {other: parts for other, parts in found.items() if parts}
+                blocking[other] = PARTS_OF[other[0]] & barred_by(wants)
+        return {other: parts for other, parts in blocking.items() if parts}
 
     def _waits(self, holder: Holder) -> bool:
         return bool(self._members[holder].wants)
@@ -220,9 +220,9 @@ class DeviceTurns:
     def _answer(self, holder: Holder, member: _Member, recalled: Parts, granted: set[Holder], now: float) -> None:
         if member.call is None:
             return
-        held = self._ledger.of(holder)
-        if holder in granted or recalled & held:
-            order = DeviceOrder(parts=sorted(held - (recalled - member.using)), granted=holder in granted)
+        parts = self._ledger.of(holder)
+        if holder in granted or recalled & parts:
+            order = DeviceOrder(parts=sorted(parts - (recalled - member.using)), granted=holder in granted)
             self._out.append(Answer(member.call, order))
         elif member.answer_by <= now:
             self._out.append(Fail(member.call, ErrorCode.NOT_READY, "scheduler: nothing to change on the devices"))

@@ -75,7 +75,9 @@ class Losses:
         """
         over = [admission for admission in self.open_drops if is_over(admission)]
         self.counted_drops = {admission: self.open_drops.pop(admission) for admission in over}
-        self.counted_lost = {each: self.open_lost.pop(each) for each in (*taken, *over) if each in self.open_lost}
+        self.counted_lost = {
+            admission: self.open_lost.pop(admission) for admission in (*taken, *over) if admission in self.open_lost
+        }
         self.batch_filtered, self.filtered = self.filtered, Filtered()
 
     def put_back(self) -> None:

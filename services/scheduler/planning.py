@@ -135,14 +135,14 @@ def device_limits(topology: Topology) -> dict[Holder, float]:
         if model.settings.parallel.model_ranks > 1:
             longest[model.service] = max(lease_s, model.settings.collective_s)
     return {
-        (each.service, each.instance): longest.get(each.service, lease_s)
-        for each in topology.services_plan()
-        if each.service in services
+        (planned.service, planned.instance): longest.get(planned.service, lease_s)
+        for planned in topology.services_plan()
+        if planned.service in services
     }
 
 
 def _usable(source: Source, first: int | None) -> list[int]:
-    bad = {each.index for each in source.validate()}
+    bad = {error.index for error in source.validate()}
     most = len(source) if first is None else min(first, len(source))
     return [index for index in range(most) if index not in bad]
 

@@ -47,12 +47,12 @@ def flatten(layouts: Sequence[Layout], packed: Sequence[tuple[int, int, bytes]])
     names = [column for column in used[0] if all(column in layout for layout in used)] if packed else []
     gappy = {column: None for layout in used for column in layout if NAMED in column[0] and column[1] in _FLOATS}
     tasks = [(samples, unpack(layouts[layout], samples, data)) for layout, samples, data in packed]
-    found: dict[str, Array] = {}
+    merged: dict[str, Array] = {}
     for name, dtype in dict.fromkeys([*names, *sorted(gappy)]):
         missing = np.dtype(dtype)
         parts = [
             columns[name] if name in columns and columns[name].dtype == missing else np.full(samples, np.nan, missing)
             for samples, columns in tasks
         ]
-        found[name] = np.concatenate(parts)
-    return found
+        merged[name] = np.concatenate(parts)
+    return merged

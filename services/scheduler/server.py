@@ -353,9 +353,11 @@ class SchedulerService(Service):
         try:
             for at in range(0, len(order.claims), CHECKED_AT_ONCE):
                 tasks = [claim.task for claim in order.claims[at : at + CHECKED_AT_ONCE]]
-                found = await client.call(GetInventory(tasks=tasks), Inventory, deadline_s=CHECK_CALL_S)
-                hashes = _hashes(found, order.store)
-                held.update(((task.task_id, task.fence), each) for task, each in zip(found.tasks, hashes, strict=True))
+                page = await client.call(GetInventory(tasks=tasks), Inventory, deadline_s=CHECK_CALL_S)
+                hashes = _hashes(page, order.store)
+                held.update(
+                    ((task.task_id, task.fence), of_task) for task, of_task in zip(page.tasks, hashes, strict=True)
+                )
         except RpcError as error:
             self.log.warning("shards not checked", store=order.store, error=str(error))
             self._happened(Checked(order, None))

@@ -351,11 +351,11 @@ class Scheduler:
 
     def waits(self, now: float) -> list[WaitRow]:
         """Return rows that tell human readers what the run is waiting for at `now`."""
-        asked = [each.asked.request for each in self._polls if each.open]
+        asked = [waiting.asked.request for waiting in self._polls if waiting.open]
         awaited = {
-            (type(each).__name__, each.step): now - self._awaited.get((type(each).__name__, each.step), now)
-            for each in asked
-            if isinstance(each, NextBatch | WaitEvals)
+            (type(request).__name__, request.step): now - self._awaited.get((type(request).__name__, request.step), now)
+            for request in asked
+            if isinstance(request, NextBatch | WaitEvals)
         }
         clearing = {store: now - since for store, since in self._clearing.items()}
         return view.waits(self.run, self._seen, awaited, dict(self._paces.idle(now)), self.lease_s, clearing)
@@ -445,16 +445,16 @@ class Scheduler:
 
     def where(self, service: str, instance: int) -> Resolved:
         """Return the registered endpoint of an instance. Raises RpcError(missing) if it has not registered."""
-        known = self.run.shards.registry.get((service, instance))
-        if known is None:
+        row = self.run.shards.registry.get((service, instance))
+        if row is None:
             raise RpcError(ErrorCode.MISSING, f"{service_name(service, instance)} has not registered (yet)")
-        return Resolved(endpoint=known.endpoint, host_id=known.host_id, incarnation=known.incarnation)
+        return Resolved(endpoint=row.endpoint, host_id=row.host_id, incarnation=row.incarnation)
 
     def _heartbeat(self, asked: Asked, beat: Heartbeat) -> None:
         check_numbers(beat)
         holder = (beat.service, beat.instance)
-        known = self.run.shards.registry.get(holder)
-        if known is None or known.incarnation != beat.incarnation:
+        row = self.run.shards.registry.get(holder)
+        if row is None or row.incarnation != beat.incarnation:
             self._answer(asked, HeartbeatAck(scheduler_incarnation=self.incarnation, registered=False))
             return
         troubles = list(beat.troubles)
@@ -482,7 +482,7 @@ class Scheduler:
 
     def _see(self, holder: Holder, seen: Seen) -> None:
         self._seen[holder] = seen
-        ends = next((each.text for each in seen.troubles if each.ends_run), None)
+        ends = next((trouble.text for trouble in seen.troubles if trouble.ends_run), None)
         if ends is None:
             self._ending.pop(holder, None)
         else:
@@ -494,8 +494,8 @@ class Scheduler:
         A life counts as ended if another life of the process has registered, or if the life has been silent for
         `GONE_S`.
         """
-        known, seen = self.run.shards.registry.get((service, instance)), self._seen.get((service, instance))
-        return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S
+        row, seen = self.run.shards.registry.get((service, instance)), self._seen.get((service, instance))
+        return row is None or row.incarnation != incarnation or seen is None or now - seen.at > GONE_S
 
     def _newer(self, beat: Heartbeat) -> WeightsRef | None:
         """Return the newest version if the engine holds an older one and has no evaluation lease, else None.
@@ -553,8 +553,8 @@ class Scheduler:
 
     def _lease(self, asked: Asked, request: LeaseRequest) -> None:
         holder = (request.service, request.instance)
-        known = self.run.shards.registry.get(holder)
-        if known is not None and known.incarnation != request.incarnation:
+        row = self.run.shards.registry.get(holder)
+        if row is not None and row.incarnation != request.incarnation:
             raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: another life of this process is registered")
         before = self.run.ledger.leases.answering(holder, asked.call)
         if before is not None:
@@ -564,7 +564,7 @@ class Scheduler:
         if self._leasing[stage] or not self._try_lease(asked, request):
             waiting = Waiting(asked, partial(self._try_lease, asked, request), self._answer_by(asked))
             self._leasing[stage].append(waiting)
-            self._deferred[holder] = [*(each for each in self._deferred.get(holder, ()) if each.open), waiting]
+            self._deferred[holder] = [*(earlier for earlier in self._deferred.get(holder, ()) if earlier.open), waiting]
 
     def _try_lease(self, asked: Asked, request: LeaseRequest) -> bool:
         applied = self.run.lease(request, asked.call)
@@ -610,9 +610,9 @@ class Scheduler:
             self._held_since.clear()
             return
         silent = self._now - self._recorder_at > HOLD_S
-        held = {(each.task_id, each.fence): each for each, _ in self.run.ledger.records.held}
+        held = {(ended.task_id, ended.fence): ended for ended, _ in self.run.ledger.records.held}
         self._held_since = {key: self._held_since.get(key, self._now) for key in held}
-        late = [each for key, each in held.items() if silent or self._now - self._held_since[key] > HOLD_S]
+        late = [ended for key, ended in held.items() if silent or self._now - self._held_since[key] > HOLD_S]
         if late:
             self._durable(SamplesTaken(late, lost=True))
 

@@ -35,8 +35,8 @@ class Seen:
 
 def stores_of(seen: Mapping[Holder, Seen]) -> tuple[int, int]:
     """Return the number of bytes and of shards in all stores."""
-    held = [each for (service, _), each in seen.items() if service == STORE]
-    return sum(each.store_bytes for each in held), sum(each.store_shards for each in held)
+    stores = [store for (service, _), store in seen.items() if service == STORE]
+    return sum(store.store_bytes for store in stores), sum(store.store_shards for store in stores)
 
 
 def status(run: RunState, seen: Mapping[Holder, Seen], last_row: dict[str, float], now: float) -> Status:
@@ -80,9 +80,9 @@ def status(run: RunState, seen: Mapping[Holder, Seen], last_row: dict[str, float
 def troubles(seen: Mapping[Holder, Seen]) -> list[TroubleRow]:
     """Return the problems that services report, ordered by service and instance."""
     return [
-        TroubleRow(service, instance, each.kind, each.text)
+        TroubleRow(service, instance, trouble.kind, trouble.text)
         for (service, instance), one in sorted(item for item in seen.items() if item[1].troubles)
-        for each in one.troubles
+        for trouble in one.troubles
     ]
 
 
@@ -99,12 +99,12 @@ def waits(
     Three mappings hold elapsed seconds: `awaited` since the driver first made a deferred request, by (request, step);
     `idle` since the last progress of a lease, by id; and `clearing` since an unacknowledged clear was sent, by store.
     """
-    found: list[WaitRow] = []
+    rows: list[WaitRow] = []
     for (request, step), since_s in awaited.items():
         if request == NextBatch.__name__:
-            found += _step_waits(run, step, since_s)
+            rows += _step_waits(run, step, since_s)
         else:
-            found += _evaluation_waits(run, step, since_s)
+            rows += _evaluation_waits(run, step, since_s)
     for lease_id, idle_s in idle.items():
         lease = run.ledger.leases.get(lease_id)
         if lease is not None:
@@ -112,22 +112,22 @@ def waits(
                 f"lease {lease_id} ({run.plan.stages[lease.stage].name}, {len(lease.tasks)} tasks) "
                 "is making no progress"
             )
-            found.append(WaitRow(WaitKind.LEASE, what, idle_s, lease_s, service_name(*lease.holder)))
+            rows.append(WaitRow(WaitKind.LEASE, what, idle_s, lease_s, service_name(*lease.holder)))
     for store, since_s in clearing.items():
         what = f"{run.shards.clears.pending_at(store)} clears are not acknowledged"
-        found.append(WaitRow(WaitKind.CLEAR, what, since_s, 0.0, store))
+        rows.append(WaitRow(WaitKind.CLEAR, what, since_s, 0.0, store))
     for holder, one in sorted(seen.items()):
-        for each in one.troubles:
-            if each.kind == TroubleKind.JUDGE:
-                text = f"nothing is leased: {each.text}"
-                found.append(WaitRow(WaitKind.OUTAGE, text, 0.0, 0.0, service_name(*holder)))
+        for trouble in one.troubles:
+            if trouble.kind == TroubleKind.JUDGE:
+                text = f"nothing is leased: {trouble.text}"
+                rows.append(WaitRow(WaitKind.OUTAGE, text, 0.0, 0.0, service_name(*holder)))
     room, wanted = run.ledger.room_for_tasks(), run.plan.max_live - len(run.history.open_batch)
     if run.plan.task_bytes and room < wanted:
         text = f"the stores have room for {max(room, 0)} of the {wanted} tasks that may be live"
         if run.shards.uncovered_bytes:
             text += f"; a checkpoint frees {run.shards.uncovered_bytes} bytes"
-        found.append(WaitRow(WaitKind.ROOM, f"{text} (services.batch-store.memory)", 0.0))
-    return found
+        rows.append(WaitRow(WaitKind.ROOM, f"{text} (services.batch-store.memory)", 0.0))
+    return rows
 
 
 def _step_waits(run: RunState, step: int, since_s: float) -> Iterator[WaitRow]:

@@ -96,7 +96,7 @@ class AdmissionWindow:
     def restore(self, head: int, tail: int, tasks: Iterable[Task], finished: Iterable[int]) -> None:
         """Replace the whole content. Evaluation tasks, and tasks that have already been batched or have ended, are
         skipped."""
-        open_ = [each for each in tasks if each.admission != EVALUATION and each.state not in _BATCHED_OR_OVER]
+        open_ = [task for task in tasks if task.admission != EVALUATION and task.state not in _BATCHED_OR_OVER]
         self.tasks = {task.admission: task for task in sorted(open_, key=lambda task: task.admission)}
         self.head, self.tail, self._settled = head, tail, head
         self.finished = dict.fromkeys(finished)
