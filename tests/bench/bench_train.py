@@ -6,10 +6,10 @@ nothing.
 
 Rows: forward + backward tokens/s of the torch backend and of TRL's trainer on the same samples with lengths spread 1:8
 (in separate processes, per CPU second of one thread, alternating); the trainer's matrix products, and oneDNN alone on
-the same shapes; dividing 10,000 samples among 8 ranks; the driver's share of a step's CPU time beside 8 real workers;
-peak memory with the output layer computed in chunks compared with computing it as a whole, with a vocabulary of 150,000
-(both are this project's code: the baseline computes all logits at once, as most trainers do); with CUDA, the model
-FLOPs utilisation of forward + backward, in both conventions (`model_flops`).
+the same shapes; dividing 10,000 samples among 8 ranks; peak memory with the output layer computed in chunks compared
+with computing it as a whole, with a vocabulary of 150,000 (both are this project's code: the baseline computes all
+logits at once, as most trainers do); with CUDA, the model FLOPs utilisation of forward + backward, in both conventions
+(`model_flops`).
 """
 
 from __future__ import annotations
@@ -109,9 +109,6 @@ def table(batch: Path, turns: int) -> None:
         f"| 10,000 samples divided among 8 ranks (imbalance {uneven:.4f}), median of 7 | {milliseconds:.1f} ms | <= "
         "50 ms |"
     )
-    driver = last_line([sys.executable, "-m", "tests.bench.driver_share"], "the driver's share", LIMIT_S)
-    each = f"{1e3 * driver['driver_s']:.0f} ms of {driver['workers_s']:.1f} s of CPU a step"
-    print(f"| the driver beside 8 ranks ({each}), one run | {100 * driver['share']:.2f} % | <= 2 % |", flush=True)
     peaks = by_turns({how: partial(peak_bytes, how) for how in ("chunked", "whole")}, turns)
     megabytes = {how: spread(peak / 1e6 for peak in found) for how, found in peaks.items()}
     print(f"| peak memory, output layer in chunks | {megabytes['chunked'].text(',.0f')} MB | |")

@@ -47,8 +47,9 @@ from shared.rpc.client import Client
 from shared.rundir import RunDir
 from shared.security import keys
 from shared.security.roles import Role
-from tests.bench.scheduler_load import lease_request, make_run, result_of, weights_ref
+from tests.bench.scheduler_load import CANARY, lease_request, make_run, result_of
 from tests.bench.turns import heading, versions
+from tests.weights_refs import weights_ref
 
 CLIENTS = 1000
 ADDRESS = "tcp://127.0.0.1:17493"
@@ -132,7 +133,7 @@ async def measure(run: RunDir, process: psutil.Process, count: int) -> None:
         registration = _register(*STORE, life, limit_bytes=1 << 50)
         await first.call(registration, Registered, deadline_s=CALL_S)
         await first.call(GetRunInfo(driver=life), RunInfo, deadline_s=CALL_S)
-        await first.call(PublishWeights(driver=life, ref=weights_ref(0)), Ack, deadline_s=CALL_S)
+        await first.call(PublishWeights(driver=life, ref=weights_ref(0, 0, CANARY)), Ack, deadline_s=CALL_S)
         crowd.connect(count)
         await crowd.ask([Resolve(service="batch-store", instance=0)] * count, Resolved)
         more = count - 1

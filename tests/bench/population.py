@@ -60,7 +60,8 @@ from services.scheduler.server import TICK_S
 from services.scheduler.state import Scheduler
 from shared.rundir import service_name
 from shared.topology import Topology, load
-from tests.bench.scheduler_load import SCALARS, weights_ref
+from tests.bench.scheduler_load import CANARY, SCALARS
+from tests.weights_refs import weights_ref
 
 GROUP = 8
 ROLLOUTS = 10
@@ -161,7 +162,7 @@ def make_topology(folder: Path, hosts: int) -> Topology:
     )
     path = folder / "t.yaml"
     path.write_text(text)
-    return load(path, check_supported=False)
+    return load(path)
 
 
 class Population:
@@ -462,7 +463,7 @@ class Population:
         self._next_batch()
 
     def _publish(self) -> None:
-        ref = weights_ref(self.steps)
+        ref = weights_ref(0, self.steps, CANARY)
         self._stores[ref.store].held[ref.task_id, ref.fence] = 0
         self.ask(PublishWeights(driver=1, ref=ref))
 

@@ -50,7 +50,6 @@ from proto.messages import (
     Status,
     StepBatch,
     TaskResult,
-    WeightsRef,
 )
 from services.scheduler.events import Answer, Asked, ClearDone, Configure, Effect, SendClear
 from services.scheduler.plan import Plan
@@ -62,6 +61,7 @@ from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
 from shared.stages import REFERENCE, ROLLOUT
 from tests.bench.turns import heading, versions
+from tests.weights_refs import weights_ref
 
 GROUP = 8
 STEP_TASKS = 1250
@@ -124,20 +124,6 @@ def result_of(grant: LeaseGrant, incarnation: int, chance: np.random.Generator) 
     )
 
 
-def weights_ref(step: int) -> WeightsRef:
-    return WeightsRef(
-        lineage=0,
-        step=step,
-        task_id=f"weights/0/{step}",
-        fence=1,
-        store="batch-store/0",
-        nbytes=1,
-        canary=CANARY,
-        drill=CANARY,
-        drill_seed=0,
-    )
-
-
 def lease_request(life: int, most: int, stage: str = STAGES[0]) -> LeaseRequest:
     return LeaseRequest(stage=stage, service=stage, instance=0, incarnation=life, max_tasks=most)
 
@@ -173,7 +159,7 @@ class StateLoad:
         for service in ("batch-store", *STAGES):
             self.ask(registration(service, 1))
         self.ask(GetRunInfo(driver=1))
-        self.ask(PublishWeights(driver=1, ref=weights_ref(0)))
+        self.ask(PublishWeights(driver=1, ref=weights_ref(0, 0, CANARY)))
 
     def take(self, effects: list[Effect]) -> Any:
         self.clears += [effect for effect in effects if isinstance(effect, SendClear)]
@@ -321,7 +307,7 @@ class SocketLoad:
         for service in ("batch-store", *STAGES):
             await self.ask(registration(service, self.life), Registered)
         await self.ask(GetRunInfo(driver=self.life), RunInfo)
-        await self.ask(PublishWeights(driver=self.life, ref=weights_ref(0)), Ack)
+        await self.ask(PublishWeights(driver=self.life, ref=weights_ref(0, 0, CANARY)), Ack)
 
     async def close(self) -> None:
         await self.store.close()

@@ -43,12 +43,12 @@ from proto.messages import (
     StoreStats,
     TaskHandle,
     TaskResult,
-    WeightsRef,
 )
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
+from tests.weights_refs import weights_ref
 
 STORE = "batch-store/0"
 REPOSITORY = Path(__file__).parents[2]
@@ -278,17 +278,7 @@ class DriverActor(Actor):
         [receipt] = await self.data.put(
             [TaskShards(name, 1, {"w": np.full((4, 4), step, np.float32)})], store=STORE, deadline_s=PUT_S
         )
-        ref = WeightsRef(
-            lineage=lineage,
-            step=step,
-            task_id=name,
-            fence=1,
-            store=STORE,
-            nbytes=receipt.nbytes,
-            canary=CANARY,
-            drill=CANARY,
-            drill_seed=0,
-        )
+        ref = weights_ref(lineage, step, CANARY, nbytes=receipt.nbytes)
         await self.ask(PublishWeights(driver=self.life, ref=ref), Ack)
 
     async def train(self, step: int) -> StepBatch:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.mutants.promises import Promise
+
 
 @dataclass(frozen=True)
 class Mutation:
-    """`name` describes what the changed code does wrong.
+    """`name` describes what the changed code does wrong, and `promise` is what it breaks.
 
     `file` is relative to the repository; `old` occurs in it exactly once and is replaced by `new`. `test` is the node
     id of a test that fails with the change and passes without it.
     """
 
     name: str
+    promise: Promise
     file: str
     old: str
     new: str

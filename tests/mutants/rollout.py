@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
+from tests.mutants.promises import Promise
 
 SYNC = "services/rollout/weights/sync.py"
 SCORE = "services/rollout/rewards/score.py"
@@ -15,6 +16,7 @@ SHARDS = "tests/unit/rollout/test_assemble.py::test_shards_are_ragged_and_mark_t
 ROLLOUT = [
     Mutation(
         "the drill counts before it is verified",
+        Promise.SYNCED,
         SYNC,
         "        error = await self._prove(ref.drill, ref.drill.tolerance",
         "        self._drilled.add(loaded.entry)\n        error = await self._prove(ref.drill, ref.drill.tolerance",
@@ -22,6 +24,7 @@ ROLLOUT = [
     ),
     Mutation(
         "the start-up drill is left out",
+        Promise.SYNCED,
         SYNC,
         "            await self._drill(coming.ref, entry)\n",
         "            self._drilled.add(entry)\n",
@@ -29,6 +32,7 @@ ROLLOUT = [
     ),
     Mutation(
         "a version counts as held before its canary has matched",
+        Promise.SYNCED,
         SYNC,
         "        error = await self._prove(ref.canary, self._tolerance",
         "        self.holds = Version(ref.lineage, ref.step)\n"
@@ -37,6 +41,7 @@ ROLLOUT = [
     ),
     Mutation(
         "the engine's weights are not compared with those it was given",
+        Promise.SYNCED,
         SYNC,
         "            await self._engine.verify(loaded.given, announced)\n",
         "            pass\n",
@@ -44,6 +49,7 @@ ROLLOUT = [
     ),
     Mutation(
         "the canary's tolerance is a thousand times wider",
+        Promise.SYNCED,
         "services/policy_trainer/worker/weights/publish.py",
         "\nTOLERANCE = 1e-4\n",
         "\nTOLERANCE = 0.1\n",
@@ -51,6 +57,7 @@ ROLLOUT = [
     ),
     Mutation(
         "a canary that is NaN passes",
+        Promise.SYNCED,
         SYNC,
         "        if not error <= tolerance:",
         "        if error > tolerance:",
@@ -58,6 +65,7 @@ ROLLOUT = [
     ),
     Mutation(
         "an engine behind its lease samples with its old version",
+        Promise.STALENESS,
         SYNC,
         "return held != wanted if exact else held < wanted",
         "return held != wanted if exact else False",
@@ -65,41 +73,23 @@ ROLLOUT = [
     ),
     Mutation(
         "an engine ahead of an exact lease samples with its newer version",
+        Promise.SAME_BITS,
         SYNC,
         "return held != wanted if exact else held < wanted",
         "return held < wanted",
         f"{WEIGHTS}::test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested",
     ),
     Mutation(
-        "an update with parameters that the engine does not have is accepted",
-        "services/rollout/engines/proof/weights.py",
-        "if missing or unexpected:",
-        "if False:",
-        f"{WEIGHTS}::test_missing_and_unexpected_parameters_are_reported_and_no_weight_changes",
-    ),
-    Mutation(
-        "a parameter of a different type or shape is accepted",
-        "services/rollout/engines/proof/weights.py",
-        "if tensors[name].dtype != dtype or tensors[name].shape != shape:",
-        "if False:",
-        f"{WEIGHTS}::test_a_parameter_of_the_wrong_shape_is_reported",
-    ),
-    Mutation(
         "a token of unverified weights gets a version",
+        Promise.SYNCED,
         "services/rollout/weights/versions.py",
         "if (known[at] != swaps).any():",
         "if False:",
         f"{VERSIONS}::test_no_token_is_sampled_with_weights_that_fail_verification",
     ),
     Mutation(
-        "the drill does not change parameters that are zero",
-        "shared/weights/drill.py",
-        "RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE",
-        "RELATIVE_SCALE * mean",
-        "tests/unit/shared/test_drill.py::test_a_parameter_of_zeros_also_changes",
-    ),
-    Mutation(
         "the prompt is trained on",
+        Promise.LOSS,
         TRAJECTORY,
         "not_sampled, no_logprobs = np.zeros(given, np.uint8)",
         "not_sampled, no_logprobs = np.ones(given, np.uint8)",
@@ -107,34 +97,23 @@ ROLLOUT = [
     ),
     Mutation(
         "the last token, which ends the answer, is not trained on",
+        Promise.LOSS,
         TRAJECTORY,
         "np.ones(len(answer.token_ids), np.uint8)",
         "np.arange(len(answer.token_ids)) < len(answer.token_ids) - 1",
         SHARDS,
     ),
     Mutation(
-        "log-probs are attributed to the previous token",
-        TRAJECTORY,
-        "np.concatenate((no_logprobs, answer.logprobs))",
-        "np.roll(np.concatenate((no_logprobs, answer.logprobs)), -1)",
-        SHARDS,
-    ),
-    Mutation(
         "every sample gets the versions of the first one",
+        Promise.STALENESS,
         "services/rollout/sampling/partial.py",
         "known[end - len(each) : end]",
         "known[: len(each)]",
         "tests/unit/rollout/test_in_flight.py::test_every_token_carries_the_version_that_sampled_it",
     ),
     Mutation(
-        "tokens of the prompt count for a sample's oldest version",
-        "services/rollout/results/assemble.py",
-        "np.where(mask == 1, versions, _NEWEST)",
-        "versions",
-        "tests/unit/rollout/test_assemble.py",
-    ),
-    Mutation(
         "a failed sample is trained on",
+        Promise.FAILED_SAMPLE,
         "services/rollout/results/assemble.py",
         "made = task_shards([sample for sample, _ in alive])",
         "made = task_shards(group)",
@@ -142,16 +121,10 @@ ROLLOUT = [
     ),
     Mutation(
         "a reward that is not a number counts as a score",
+        Promise.FAILED_SAMPLE,
         SCORE,
         '    if not abs(value) <= LIMIT:\n        return Score(None, f"returned',
         '    if abs(value) > LIMIT:\n        return Score(None, f"returned',
         f"{REWARDS}::test_the_result_of_a_function_becomes_one_number_or_a_failure",
-    ),
-    Mutation(
-        "rewards are added up without their weights",
-        SCORE,
-        "value += weight * score.value",
-        "value += score.value",
-        f"{REWARDS}::test_terms_are_summed_by_weight",
     ),
 ]

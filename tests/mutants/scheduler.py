@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from tests.mutants.mutation import Mutation
+from tests.mutants.promises import Promise
 
 ADMISSION = "services/scheduler/admission.py"
 COLLECTION = "services/scheduler/collection.py"
 COMPLETING = "services/scheduler/completion.py"
-EVALUATIONS = "services/scheduler/evaluations.py"
 LEASING = "services/scheduler/leasing.py"
 STEPPING = "services/scheduler/steps.py"
 LEASES = "tests/unit/scheduler/test_leases.py"
 ADMITTED = "tests/unit/scheduler/test_admission.py"
 STEPS = "tests/unit/scheduler/test_steps.py"
 COLLECTED = "tests/unit/scheduler/test_collection.py"
-EVALUATED = "tests/unit/scheduler/test_evaluations.py"
 REPLAY = "tests/unit/scheduler/test_replay.py"
 COMPLETION = "tests/unit/scheduler/test_completion.py"
 STORES = "tests/unit/scheduler/test_stores.py"
@@ -26,71 +25,32 @@ STATE = "services/scheduler/state.py"
 
 SCHEDULER = [
     Mutation(
-        "steps that the journal forgot without a note count as forgotten",
-        JOURNAL,
-        "if wrong := found ^ {step for step in rows if step >= first}:",
-        "if wrong := found - {*rows}:",
-        "tests/unit/scheduler/test_forgotten_steps.py::test_a_missing_row_that_was_not_forgotten_is_reported",
-    ),
-    Mutation(
-        "the journal does not note that a run has returned to before the steps that it forgot",
-        JOURNAL,
-        "if effect.step < self.forgotten:",
-        "if False:",
-        "tests/unit/scheduler/test_forgotten_steps.py"
-        "::test_a_run_that_returns_to_before_the_forgotten_steps_writes_their_rows_again",
-    ),
-    Mutation(
-        "a completion is accepted under a lease that does not hold the task",
-        COMPLETING,
-        "lease is None or task.lease != lease.lease_id or lease.stage",
-        "lease is None or lease.stage",
-        f"{LEASES}::test_a_result_counts_only_under_the_lease_that_holds_its_task",
-    ),
-    Mutation(
         "a completion is accepted from another life of the lease holder",
+        Promise.ONCE,
         COMPLETING,
         "if lease is not None and lease.incarnation != request.incarnation:",
         "if False:",
         f"{LEASES}::test_a_result_from_an_earlier_incarnation_of_the_holder_is_refused",
     ),
     Mutation(
-        "a completion is accepted for a stage other than its lease's",
-        COMPLETING,
-        " or lease.stage != stage:",
-        ":",
-        f"{LEASES}::test_a_result_counts_only_for_the_stage_of_its_lease",
-    ),
-    Mutation(
         "a late result under a lower fence is accepted",
+        Promise.ONCE,
         COMPLETING,
         "if result.fence < task.fence:",
         "if False:",
         f"{LEASES}::test_loss_of_a_lease_raises_the_fence_deletes_the_old_result_and_refuses_a_late_one",
     ),
     Mutation(
-        "a result under a fence that was never granted is accepted",
-        COMPLETING,
-        "if result.fence > task.fence:",
-        "if False:",
-        f"{LEASES}::test_a_fence_that_was_never_granted_is_a_conflict",
-    ),
-    Mutation(
         "different content under an accepted fence is a no-op instead of a conflict",
+        Promise.ONCE,
         COMPLETING,
         " and accepted.content_hash == result.content_hash:",
         ":",
         f"{LEASES}::test_a_repeated_result_is_a_no_op_and_a_different_result_is_a_conflict",
     ),
     Mutation(
-        "a group with only one survivor is trained on",
-        COMPLETING,
-        "result.samples < min(2, run.plan.group_size)",
-        "result.samples < 1",
-        f"{LEASES}::test_a_training_task_with_only_one_surviving_sample_is_dropped",
-    ),
-    Mutation(
         "the next attempt of a task keeps the previous fence",
+        Promise.ONCE,
         "services/scheduler/tasks.py",
         "task.fence = max(task.fence + 1, self.least_fence)",
         "task.fence = max(task.fence, self.least_fence)",
@@ -98,6 +58,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a heartbeat without progress renews a lease",
+        Promise.DEADLINES,
         "services/scheduler/pace.py",
         "if report.progress > pace.progress:",
         "if report.progress >= pace.progress:",
@@ -105,6 +66,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a retried lease request is given a second lease",
+        Promise.ONCE,
         "services/scheduler/state.py",
         "if before is not None:",
         "if False:",
@@ -112,6 +74,7 @@ SCHEDULER = [
     ),
     Mutation(
         "admission forgets the tasks of the open step",
+        Promise.STALENESS,
         ADMISSION,
         "min(run.plan.max_live - len(run.open_batch), left)",
         "min(run.plan.max_live, left)",
@@ -119,6 +82,7 @@ SCHEDULER = [
     ),
     Mutation(
         "admission goes one step further than staleness allows",
+        Promise.STALENESS,
         "services/scheduler/plan.py",
         "return (self.staleness + 1) * self.tasks_per_step",
         "return (self.staleness + 2) * self.tasks_per_step",
@@ -126,6 +90,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a task may be sampled with a version that is one step too old",
+        Promise.STALENESS,
         LEASING,
         "task.admission) - 1 - run.plan.staleness",
         "task.admission) - 2 - run.plan.staleness",
@@ -133,6 +98,7 @@ SCHEDULER = [
     ),
     Mutation(
         "`consume: completion` trains on tokens that are older than staleness allows",
+        Promise.STALENESS,
         "services/scheduler/staleness.py",
         "if staleness <= run.plan.staleness:",
         "if staleness <= run.plan.staleness + 1:",
@@ -140,6 +106,7 @@ SCHEDULER = [
     ),
     Mutation(
         "weights that a lease names are deleted",
+        Promise.COLLECTED,
         "services/scheduler/versions.py",
         "            and version not in named\n",
         "",
@@ -147,6 +114,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a block spans two steps",
+        Promise.SAME_BITS,
         LEASING,
         "if group not in (-1, key):",
         "if False:",
@@ -154,6 +122,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a step that was committed is committed again",
+        Promise.ONCE,
         STEPPING,
         "if step <= run.committed_step:",
         "if step < run.committed_step:",
@@ -161,6 +130,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a step that is requested again gets different tasks",
+        Promise.ONCE,
         STEPPING,
         "if step > run.batched_step:\n        if step",
         "if step >= run.batched_step:\n        if step",
@@ -168,6 +138,7 @@ SCHEDULER = [
     ),
     Mutation(
         "calls of a replaced driver are executed",
+        Promise.ONCE,
         STEPPING,
         "if driver != run.driver:",
         "if False:",
@@ -175,20 +146,15 @@ SCHEDULER = [
     ),
     Mutation(
         "tasks are collected before the oldest kept checkpoint covers them",
+        Promise.COLLECTED,
         STEPPING,
         "collect_steps(run, kept[0])",
         "collect_steps(run, kept[-1])",
         f"{COLLECTED}::test_trained_tasks_wait_for_the_oldest_kept_checkpoint",
     ),
     Mutation(
-        "a checkpoint of a step that is not committed collects its tasks",
-        STEPPING,
-        "if not 0 <= request.step <= run.committed_step:",
-        "if False:",
-        "tests/unit/scheduler/test_refusals.py::test_checkpoint_of_a_step_that_is_not_committed_is_refused",
-    ),
-    Mutation(
         "reconciliation clears leased or accepted shards",
+        Promise.READABLE,
         COLLECTION,
         "task is None or entry.fence < task.fence",
         "task is None or entry.fence <= task.fence",
@@ -196,6 +162,7 @@ SCHEDULER = [
     ),
     Mutation(
         "a task counts as collected before every store has acknowledged",
+        Promise.COLLECTED,
         COLLECTION,
         "            if not task.clears:\n",
         "            if True:\n",
@@ -203,6 +170,7 @@ SCHEDULER = [
     ),
     Mutation(
         "free space in one store is counted for another",
+        Promise.BYTES,
         "services/scheduler/stores.py",
         "free = min(",
         "free = max(",
@@ -210,27 +178,15 @@ SCHEDULER = [
     ),
     Mutation(
         "a change to the state is not journaled",
+        Promise.KILLED,
         "services/scheduler/state.py",
         "self._answer(asked, self._durable(request) or Ack())",
         "self._answer(asked, self.run.apply(request) or Ack())",
         f"{REPLAY}::test_replay_restores_the_same_state",
     ),
     Mutation(
-        "a row is written before the evaluation of its version",
-        EVALUATIONS,
-        " and evaluated(run, run.next_row) is not None:",
-        ":",
-        f"{EVALUATED}::test_rows_are_written_in_step_order_and_wait_for_their_evaluation",
-    ),
-    Mutation(
-        "metrics.jsonl gets the row of a step twice",
-        "services/scheduler/metrics_file.py",
-        "if step > self.step:",
-        "if step >= self.step:",
-        "tests/unit/scheduler/test_refusals.py::test_an_existing_row_is_not_written_again",
-    ),
-    Mutation(
         "a reply is sent before its decision is in the journal",
+        Promise.KILLED,
         "services/scheduler/server.py",
         """\
             self._journal.commit()
@@ -247,63 +203,32 @@ SCHEDULER = [
         "tests/integration/scheduler/test_scheduler_disk.py",
     ),
     Mutation(
-        "a task changes its state along an edge that is not in the table",
-        "services/scheduler/tasks.py",
-        "if state not in TRANSITIONS[before]:",
-        "if False:",
-        "tests/unit/scheduler/test_run_state.py::test_a_task_changes_state_only_as_the_table_of_transitions_allows",
-    ),
-    Mutation(
         "an inventory does not reveal missing shards",
+        Promise.READABLE,
         STATE,
         "        if audit.missing:\n",
         "        if False:\n",
         f"{LOSS}::test_an_inventory_reveals_missing_shards_and_the_store_is_asked_about_them_again",
     ),
     Mutation(
-        "a reader's report alone is enough for a task to count as lost",
-        STATE,
-        "if held is not None and not claim.met(held)]",
-        "]",
-        f"{LOSS}::test_a_report_that_the_store_does_not_confirm_changes_nothing",
-    ),
-    Mutation(
-        "lost shards count as a failed attempt",
-        "services/scheduler/shard_loss.py",
-        'run.order.retry(run, task, 0, f"',
-        'run.order.retry(run, task, 4, f"',
-        f"{LOSS}::test_a_ready_task_whose_shards_are_lost_is_sampled_again_without_counting_an_attempt",
-    ),
-    Mutation(
         "an open step is served again although some of its shards are lost",
+        Promise.READABLE,
         STEPPING,
         "if any(task.lost for task in run.open_batch):",
         "if False:",
         f"{LOSS}::test_an_open_step_is_served_again_with_the_same_tasks_in_the_same_order",
     ),
     Mutation(
-        "a step is replayed although some of its shards are lost",
-        "services/scheduler/stores.py",
-        "if tasks is None or any(task.lost for task in tasks):",
-        "if tasks is None:",
-        f"{LOSS}::test_a_trainer_that_needs_the_lost_shard_for_a_replay_returns_to_its_checkpoint",
-    ),
-    Mutation(
         "a snapshot shows a change that was made after the snapshot began",
+        Promise.KILLED,
         "services/scheduler/tasks.py",
         "if self._copies is not None and task not in self._copies:",
         "if False:",
         "tests/property/test_scheduler_model.py::test_a_snapshot_shows_the_run_as_it_was_when_the_snapshot_began",
     ),
     Mutation(
-        "the chain does not cover the body of an event",
-        "services/scheduler/tables.py",
-        "_EVENT.pack(seq, kind, at), body)",
-        "_EVENT.pack(seq, kind, at))",
-        f"{DAMAGE}::test_one_changed_value_anywhere_is_reported",
-    ),
-    Mutation(
         "the chain of a journal is not compared with its events",
+        Promise.KILLED,
         JOURNAL,
         """\
                 if chain != found:
@@ -314,35 +239,16 @@ SCHEDULER = [
         f"{DAMAGE}::test_one_changed_value_anywhere_is_reported",
     ),
     Mutation(
-        "rows of the readable tables are not checked",
-        JOURNAL,
-        "WHERE sum IS NOT checksum(",
-        "WHERE sum IS NULL AND sum IS NOT checksum(",
-        f"{DAMAGE}::test_one_changed_value_anywhere_is_reported",
-    ),
-    Mutation(
-        "a missing row of a table is not noticed",
-        JOURNAL,
-        "if wrong := found ^ {step for step in rows if step >= first}:",
-        "if wrong := found - {step for step in rows if step >= first}:",
-        f"{DAMAGE}::test_a_missing_row_is_reported",
-    ),
-    Mutation(
         "the mark is not compared with the journal",
+        Promise.KILLED,
         JOURNAL,
         "if self.seq < seq:",
         "if False:",
         f"{DAMAGE}::test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_incomplete",
     ),
     Mutation(
-        "another history is mistaken for the marked one",
-        JOURNAL,
-        "if known not in ([], [(chain,)]) else",
-        "if False else",
-        f"{DAMAGE}::test_another_history_of_the_same_length_is_not_mistaken_for_the_marked_one",
-    ),
-    Mutation(
         "the mark names events before they are in the journal",
+        Promise.KILLED,
         JOURNAL,
         """\
             self._end()
@@ -356,30 +262,10 @@ SCHEDULER = [
     ),
     Mutation(
         "tasks admitted after the loss of the journal's end get fences that stores may already know",
+        Promise.ONCE,
         "services/scheduler/tasks.py",
         "fence = max(fence, self.least_fence)",
         "fence = max(fence, 1)",
         f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
-    ),
-    Mutation(
-        "waiting tasks keep their fences when the end of the journal is lost",
-        "services/scheduler/store_loss.py",
-        "if task.state == TaskState.PENDING:",
-        "if False:",
-        f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
-    ),
-    Mutation(
-        "lease numbers do not jump when the end of the journal is lost",
-        "services/scheduler/store_loss.py",
-        "run.leases.next_id += MARGIN",
-        "run.leases.next_id += 0",
-        f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
-    ),
-    Mutation(
-        "the run keeps steps whose rows contradict metrics.jsonl when the end of the journal is lost",
-        "services/scheduler/store_loss.py",
-        "step = min(max(run.checkpoint_step, 0), event.agreed)",
-        "step = max(run.checkpoint_step, 0)",
-        f"{LOST_END}::test_steps_whose_rows_are_from_another_history_are_also_rolled_back",
     ),
 ]

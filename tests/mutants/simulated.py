@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from tests.mutants.bus import BUS
 from tests.mutants.mutation import Mutation
+from tests.mutants.promises import Promise
 from tests.mutants.scheduler import SCHEDULER
 from tests.mutants.store import STORE
 from tests.mutants.trainer import TRAINER
 
 SEEDS = "tests/sim/test_simulation.py::test_every_promise_is_kept_in_every_simulated_run"
-WORKER = "services/policy_trainer/worker"
 
 _ALSO = frozenset(
     {
@@ -44,6 +44,7 @@ SIMULATED = [
     ),
     Mutation(
         "a clear is acknowledged without a tombstone",
+        Promise.COLLECTED,
         "services/batch_store/server.py",
         "files.tombstones.append(self.index.entomb(request.tasks))",
         "self.index.entomb(request.tasks)",
@@ -51,20 +52,15 @@ SIMULATED = [
     ),
     Mutation(
         "the batch of a step is not journaled",
+        Promise.ONCE,
         "services/scheduler/state.py",
         "found = batch(self.run, request) or self._durable(request)",
         "found = batch(self.run, request) or self.run.apply(request)",
         SEEDS,
     ),
     Mutation(
-        "an optimizer step runs without the optimizer's state on the device",
-        f"{WORKER}/colocation/residency.py",
-        "messages.OptimStep: PARTS,",
-        "messages.OptimStep: _PARAMETERS,",
-        SEEDS,
-    ),
-    Mutation(
         "a driver continues with workers that are not at the committed step",
+        Promise.ONCE,
         "services/policy_trainer/resume.py",
         "    if not state.dirty and state.step == info.committed_step:\n",
         "    if not state.dirty:\n",
@@ -72,6 +68,7 @@ SIMULATED = [
     ),
     Mutation(
         "a rank that withdraws from a round gets no answer to its pending request",
+        Promise.DEADLINES,
         "shared/ranks/rendezvous.py",
         "current.waiting.setdefault(request.rank, []).append(answer)",
         "current.waiting[request.rank] = [answer]",

@@ -26,7 +26,6 @@ from proto.messages import (
     RunInfo,
     StepBatch,
     TaskResult,
-    WeightsRef,
 )
 from services.scheduler import snapshot
 from services.scheduler.events import (
@@ -46,6 +45,7 @@ from services.scheduler.plan import EpochOrder, EvalPlan, Plan
 from services.scheduler.state import Scheduler
 from shared.stages import REFERENCE, ROLLOUT
 from tests.property import scheduler_view as view
+from tests.weights_refs import weights_ref
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 STORE = "batch-store/0"
@@ -229,17 +229,7 @@ class Run:
 
     def publish(self, step: int) -> None:
         lineage = self.machine.run.lineage
-        ref = WeightsRef(
-            lineage=lineage,
-            step=step,
-            task_id=f"weights/{lineage}/{step}",
-            fence=1,
-            store=STORE,
-            nbytes=1,
-            canary=CANARY,
-            drill=CANARY,
-            drill_seed=0,
-        )
+        ref = weights_ref(lineage, step, CANARY)
         self.ask(PublishWeights(driver=self.driver, ref=ref))
 
     def clear(self) -> None:

@@ -27,7 +27,6 @@ from proto.messages import (
     Register,
     StepBatch,
     TaskResult,
-    WeightsRef,
 )
 from services.scheduler import snapshot
 from services.scheduler.events import (
@@ -54,6 +53,7 @@ from services.scheduler.state import GONE_S, Scheduler
 from shared.stages import REFERENCE, ROLLOUT
 from shared.topology.capacity import live_versions
 from tests.property import scheduler_view as view
+from tests.weights_refs import weights_ref
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 ACTIONS = (
@@ -164,17 +164,7 @@ class Model:
         """
         written = 1  # The shards are put into the store before the version is published.
         assert len(self.machine.run.versions) + written <= live_versions(self.plan.staleness) + spare
-        ref = WeightsRef(
-            lineage=self.lineage,
-            step=step,
-            task_id=f"weights/{self.lineage}/{step}",
-            fence=1,
-            store=HOME,
-            nbytes=1,
-            canary=CANARY,
-            drill=CANARY,
-            drill_seed=0,
-        )
+        ref = weights_ref(self.lineage, step, CANARY, store=HOME)
         self.ask(PublishWeights(driver=1, ref=ref))
 
     def lease(self, stage: str = "rollout") -> None:

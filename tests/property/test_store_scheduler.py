@@ -40,10 +40,9 @@ from proto.messages import (
     RunInfo,
     StepBatch,
     TaskResult,
-    WeightsRef,
 )
 from services.batch_store import spares
-from services.batch_store.room import Retire, Tier, held_bytes
+from services.batch_store.room import Removal, Tier, held_bytes
 from services.batch_store.state import GRANT_S, StoreState
 from services.scheduler import snapshot
 from services.scheduler.events import (
@@ -69,6 +68,7 @@ from services.scheduler.stores import replayable
 from shared.rpc.errors import RpcError
 from shared.stages import REFERENCE, ROLLOUT
 from tests.property import scheduler_view as view
+from tests.weights_refs import weights_ref
 
 pytestmark = pytest.mark.slow
 
@@ -212,7 +212,7 @@ class Both(RuleBasedStateMachine):
     def register_store(self) -> None:
         self.register("batch-store", self.life, self.store.room.limit_bytes)
 
-    def retire(self, effects: list[Retire]) -> None:
+    def retire(self, effects: list[Removal]) -> None:
         for effect in effects:
             put_id, _, kind = effect.source.partition(".")
             if kind == "tmp":
@@ -315,17 +315,7 @@ class Both(RuleBasedStateMachine):
         if self.put([(name, 1)], "w") == ErrorCode.BUSY:
             self.deliver_all()  # There is room once the ordered clears are done and no reader maps the files.
             assert self.put([(name, 1)], "w") == ""
-        ref = WeightsRef(
-            lineage=self.machine.run.lineage,
-            step=step,
-            task_id=name,
-            fence=1,
-            store=STORE,
-            nbytes=1,
-            canary=CANARY,
-            drill=CANARY,
-            drill_seed=0,
-        )
+        ref = weights_ref(self.machine.run.lineage, step, CANARY)
         self.ask(PublishWeights(driver=1, ref=ref))
 
     def deliver_all(self) -> None:

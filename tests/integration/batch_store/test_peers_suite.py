@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -29,20 +27,13 @@ from shared.dataplane import client as data_client
 from shared.dataplane import mapping
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import MAX_NAMES, RpcError
-from tests.integration.store_process import STORE, Peer, StoreProcess, ending, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, StoreProcess, peer_of
 from tests.integration.stream_line import remote
 
 MEMORY = 64 << 20
 STEPS = 1000
 GROWTH_BYTES = 5 << 20
 """Maximum growth of a process over 900 steps: less than a thousandth of the bytes that have passed through it."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
-        process.start()
-        yield process
 
 
 def meta_of(tasks: list[TaskShards], keys: list[str]) -> BatchMeta:

@@ -36,7 +36,7 @@ from services.batch_store.room import held_bytes
 from services.batch_store.state import GRANT_S
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
-from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, ending, make_run, peer_of
+from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, peer_of
 
 ELEMENTS = 32 << 20
 FILE = held_bytes(4 * ELEMENTS + 200)
@@ -44,13 +44,6 @@ MEMORY = 2 * FILE + (1 << 20)
 CALL_S = 20.0
 ROUNDS = 30
 """Maximum number of attempts. More than one may be needed, because a put may complete before it can be stopped."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
-        process.start()
-        yield process
 
 
 @dataclass

@@ -6,8 +6,7 @@ import asyncio
 import gc
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -45,14 +44,7 @@ from tests.integration.batch_store.blocks import (
     put,
     stats,
 )
-from tests.integration.store_process import STORE, Peer, StoreProcess, ending, make_run, peer_of
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
-        process.start()
-        yield process
+from tests.integration.store_process import STORE, Peer, StoreProcess, peer_of
 
 
 def test_every_dtype_and_shape_comes_back_byte_exact(store: StoreProcess) -> None:

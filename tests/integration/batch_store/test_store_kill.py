@@ -7,7 +7,6 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,17 +34,10 @@ from shared.dataplane.client import TaskShards
 from shared.dataplane.mapping import lock_named
 from shared.dataplane.write import write_block
 from shared.rpc.errors import RpcError
-from tests.integration.store_process import STORE, Peer, StoreProcess, ending, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, StoreProcess, peer_of
 
 MEMORY = 96 << 20
 KILLS = 8
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
-        process.start()
-        yield process
 
 
 def shards_of(number: int) -> TaskShards:

@@ -10,10 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from proto.messages import (
     Locate,
@@ -32,14 +29,7 @@ from tests.integration.batch_store.blocks import (
     stats,
     until,
 )
-from tests.integration.store_process import REPOSITORY, StoreProcess, ending, make_run, peer_of
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
-        process.start()
-        yield process
+from tests.integration.store_process import REPOSITORY, StoreProcess, make_run, peer_of
 
 
 def test_batch_of_more_files_than_the_usual_descriptor_limit_can_be_mapped_and_cleared(store: StoreProcess) -> None:

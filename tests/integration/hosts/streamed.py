@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from proto.messages import (
     Ack,
@@ -19,15 +17,8 @@ from proto.messages import (
     TaskHandle,
 )
 from shared.dataplane.client import DataClient, TaskShards
-from tests.integration.store_process import STORE, Peer, ending, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, peer_of
 from tests.integration.stream_line import TcpLine, TcpStoreProcess
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
-    with ending(TcpStoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
-        yield process
-
 
 MEMORY = 192 << 20
 

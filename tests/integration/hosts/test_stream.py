@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,15 +21,9 @@ from proto.messages import (
 from shared.dataplane import stream
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import RpcError
-from tests.integration.hosts.streamed import MEMORY, assert_same, block, clear, fetch, meta_of, slowed, until, with_peer
-from tests.integration.store_process import STORE, Peer, ending, make_run
+from tests.integration.hosts.streamed import assert_same, block, clear, fetch, meta_of, slowed, until, with_peer
+from tests.integration.store_process import STORE, Peer
 from tests.integration.stream_line import Tap, TcpLine, TcpStoreProcess, remote
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
-    with ending(TcpStoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
-        yield process
 
 
 @pytest.mark.parametrize("plain", [False, True])

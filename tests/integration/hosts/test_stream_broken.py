@@ -7,7 +7,6 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,14 +21,8 @@ from proto.messages import (
 from shared.dataplane import stream
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from tests.integration.hosts.streamed import MEMORY, assert_same, block, fetch, meta_of, slowed, until, with_peer
-from tests.integration.store_process import STORE, Peer, ending, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, make_run, peer_of
 from tests.integration.stream_line import Message, TcpStoreProcess, meddled, remote
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
-    with ending(TcpStoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
-        yield process
 
 
 def test_a_fetch_over_a_cut_connection_continues_where_it_stopped(store: TcpStoreProcess) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,7 +12,7 @@ import pytest
 
 from proto.messages import Ack, BatchMeta, BatchPart, Clear, GetStoreStats, PutTask, StoreStats, TaskHandle
 from shared.dataplane.client import TaskShards
-from tests.integration.store_process import STORE, Peer, ending, make_run, peer_of
+from tests.integration.store_process import STORE, Peer, peer_of
 from tests.integration.stream_line import TcpStoreProcess, remote
 
 MEMORY = 64 << 20
@@ -29,12 +27,6 @@ WARM_STEPS = 40
 """Number of steps during which streams, copies and kept replies may still allocate memory for the first time."""
 GROWTH_BYTES = {"reader": 24 << 20, "store": 8 << 20}
 """Maximum growth after the warm-up. Each step moves 8 MB and adds 8 tombstones to the store, up to 8,192."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
-    with ending(TcpStoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
-        yield process
 
 
 async def clear(peer: Peer, tasks: list[TaskShards]) -> None:

@@ -29,7 +29,6 @@ from proto.messages import (
     Register,
     Registered,
     RunInfo,
-    WeightsRef,
 )
 from services.scheduler import metrics_file
 from services.scheduler.events import Answer, Fail
@@ -41,6 +40,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from tests.integration.scheduler.test_scheduler_service import CANARY, Scheduler, World
 from tests.unit.scheduler.bench import STORE, Bench
+from tests.weights_refs import weights_ref
 
 TOPOLOGY = """\
 run: {name: rows, steps: 100000, seed: 7}
@@ -313,17 +313,7 @@ class Driving:
 
 
 async def publish(client: Client, driver: int, lineage: int, step: int) -> None:
-    ref = WeightsRef(
-        lineage=lineage,
-        step=step,
-        task_id=f"weights/{lineage}/{step}",
-        fence=1,
-        store=STORE,
-        nbytes=64,
-        canary=CANARY,
-        drill=CANARY,
-        drill_seed=1,
-    )
+    ref = weights_ref(lineage, step, CANARY, drill_seed=1, nbytes=64, store=STORE)
     await client.call(PublishWeights(driver=driver, ref=ref), Ack, deadline_s=20)
 
 

@@ -41,6 +41,7 @@ from shared.tensors_torch import to_torch
 from shared.weights import gloo
 from tests.integration.store_process import STORE
 from tests.unit.rollout.told_engine import ToldEngine
+from tests.weights_refs import weights_ref
 
 DEADLINE_S = 4.0
 HEARTBEAT_S = 0.2
@@ -99,17 +100,7 @@ def client_of(run: RunDir, context: zmq.Context[zmq.Socket[bytes]], service: str
 def reference(step: int, nbytes: int = 0) -> WeightsRef:
     digests = [0] * len(NAMES)  # The engine here has no parameters to digest.
     canary = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0, digests=digests)
-    return WeightsRef(
-        lineage=1,
-        step=step,
-        task_id=f"weights/1/{step}",
-        fence=1,
-        store=STORE,
-        nbytes=nbytes,
-        canary=canary,
-        drill=canary,
-        drill_seed=7,
-    )
+    return weights_ref(1, step, canary, drill_seed=7, nbytes=nbytes, store=STORE)
 
 
 async def trainer(run: RunDir) -> None:

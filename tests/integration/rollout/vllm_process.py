@@ -36,6 +36,7 @@ from services.rollout.weights.sync import WeightsSync
 from shared.colocation.devices import KV_CACHE, WEIGHTS
 from shared.rpc.errors import RpcError
 from shared.weights.drill import perturb
+from tests.weights_refs import weights_ref
 
 SEED = 7
 TOLERANCE = 1e-4
@@ -309,16 +310,13 @@ class Scenario:
 
     def _version(self, step: int) -> tuple[WeightsRef, dict[str, Array]]:
         weights = {name: perturb(name, values, 1000 + step) for name, values in self._base.items()}
-        ref = WeightsRef(
-            lineage=1,
-            step=step,
-            task_id=f"weights/1/{step}",
-            fence=1,
-            store="batch-store/0",
-            nbytes=sum(values.nbytes for values in weights.values()),
-            canary=self._canary(f"version {step}"),
-            drill=self._canary("drill"),
+        ref = weights_ref(
+            1,
+            step,
+            self._canary(f"version {step}"),
+            self._canary("drill"),
             drill_seed=SEED,
+            nbytes=sum(values.nbytes for values in weights.values()),
         )
         return ref, weights
 

@@ -57,13 +57,13 @@ from proto.messages import (
     StepBatch,
     TaskResult,
     WaitEvals,
-    WeightsRef,
 )
 from shared.actor.service import UNUSABLE_STATUS
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
+from tests.weights_refs import weights_ref
 
 STEPS = 6
 KILL_STEPS = 150
@@ -287,17 +287,7 @@ class World:
                 ask_again(error)
 
     async def publish(self, client: Client, driver: int, step: int) -> None:
-        ref = WeightsRef(
-            lineage=0,
-            step=step,
-            task_id=f"weights/0/{step}",
-            fence=1,
-            store="batch-store/0",
-            nbytes=64,
-            canary=CANARY,
-            drill=CANARY,
-            drill_seed=1,
-        )
+        ref = weights_ref(0, step, CANARY, drill_seed=1, nbytes=64)
         self.holds.add((ref.task_id, 1))
         await client.call(PublishWeights(driver=driver, ref=ref), Ack, deadline_s=20)
 

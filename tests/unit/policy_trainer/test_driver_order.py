@@ -26,7 +26,6 @@ from proto.messages import (
     SaveModel,
     StepBatch,
     TaskHandle,
-    WeightsRef,
 )
 from proto.registry import Message, Request
 from services.policy_trainer.dispatch import WorkerDispatch
@@ -43,6 +42,7 @@ from shared.rpc.errors import RpcError, is_certain
 from shared.rundir import RunDir
 from shared.topology import Topology, load
 from tests.unit.shared.topology.small_topology import edited, make
+from tests.weights_refs import weights_ref
 
 STEPS = 5
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
@@ -114,18 +114,7 @@ def _answer(request: Request) -> Message:
         case messages.OptimStep():
             return messages.OptimStepDone(grad_norm=1.0, lr=1e-3, seconds=0.0)
         case Publish():
-            name = f"weights/{request.lineage}/{request.step}"
-            ref = WeightsRef(
-                lineage=request.lineage,
-                step=request.step,
-                task_id=name,
-                fence=1,
-                store=request.store,
-                nbytes=64,
-                canary=CANARY,
-                drill=CANARY,
-                drill_seed=0,
-            )
+            ref = weights_ref(request.lineage, request.step, CANARY, nbytes=64, store=request.store)
             return messages.Published(ref=ref, seconds=0.0)
         case SaveCheckpoint() | SaveModel():
             return messages.Saved(path="", seconds=0.0, kept=[])

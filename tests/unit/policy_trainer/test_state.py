@@ -45,6 +45,7 @@ from shared.topology.algorithm import Optimizer
 from tests.unit.policy_trainer.training import accumulate, one_rank
 from tests.unit.scheduler.bench import CANARY, STORE, Bench, plan
 from tests.unit.tiny_models import make_model, ragged
+from tests.weights_refs import weights_ref
 
 LOSS = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
 
@@ -295,17 +296,7 @@ class Workers:
 
     async def publish_weights(self, lineage: int, step: int, *, store: str) -> WeightsRef:
         self.calls.append(f"publish {step}")
-        return WeightsRef(
-            lineage=lineage,
-            step=step,
-            task_id=f"weights/{lineage}/{step}",
-            fence=1,
-            store=store,
-            nbytes=100,
-            canary=CANARY,
-            drill=CANARY,
-            drill_seed=0,
-        )
+        return weights_ref(lineage, step, CANARY, nbytes=100, store=store)
 
 
 class AskBench:

@@ -25,19 +25,10 @@ from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 from shared.topology.services import WeightsRoute
+from tests.weights_refs import weights_ref
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0)
-FIRST = WeightsRef(
-    lineage=1,
-    step=1,
-    task_id="weights/1/1",
-    fence=1,
-    store="batch-store/0",
-    nbytes=4,
-    canary=CANARY,
-    drill=CANARY,
-    drill_seed=7,
-)
+FIRST = weights_ref(1, 1, CANARY, drill_seed=7, nbytes=4)
 LATER = structs.replace(FIRST, step=2, task_id="weights/1/2")
 
 

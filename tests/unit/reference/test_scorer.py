@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from proto.messages import Canary, WeightsRef
+from proto.messages import Canary
 from proto.tensors import Array
 from services.reference import frozen
 from services.reference.frozen import FrozenTorch
@@ -32,6 +32,7 @@ from shared.model.logprobs import token_logprobs
 from shared.topology.passes import FASTEST
 from tests.unit.rollout.rollout_engine import MODEL
 from tests.unit.shared.test_lease import book_of, gets_on, grant
+from tests.weights_refs import weights_ref
 
 
 def test_the_torch_reference_sets_up_its_device_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,17 +167,7 @@ def test_a_scorer_that_was_offloaded_and_restored_gives_bit_identical_results(tm
             ids = np.arange(4, 12)
             found, _ = token_logprobs(model, ids, np.array([8]), np.eye(1, 8)[0] == 0, 1.0, 4096)
         canary = Canary(token_ids=ids.astype(np.int32), logprobs=found.numpy()[1:], tolerance=1e-4)
-        ref = WeightsRef(
-            lineage=1,
-            step=3,
-            task_id="weights/1/3",
-            fence=1,
-            store="batch-store/0",
-            nbytes=0,
-            canary=canary,
-            drill=canary,
-            drill_seed=0,
-        )
+        ref = weights_ref(1, 3, canary, nbytes=0)
         assert await scorer.init_model(ref, {name: each.numpy() for name, each in named_weights(model).items()}) < 1e-4
         taken = await scorer.score(shards, threading.Event())
         assert any(not np.array_equal(a, b) for a, b in zip(before, taken, strict=True))

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from proto.messages import Canary, WeightsRef
+from proto.messages import Canary
 from proto.tensors import Array
 from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
@@ -23,6 +23,7 @@ from shared.topology.passes import FASTEST
 from shared.weights.drill import perturb
 from tests.unit.rollout.rollout_engine import sampling
 from tests.unit.tiny_models import make_model
+from tests.weights_refs import weights_ref
 
 pytestmark = pytest.mark.slow
 
@@ -96,17 +97,7 @@ def test_a_sync_interrupted_by_a_sleep_sets_the_weights_again_and_verifies_them(
         await engine.set_weights({name: perturb(name, value, SEED) for name, value in base.items()})
         drill = Canary(token_ids=ids, logprobs=await engine.score(ids), tolerance=1e-6)
         await engine.set_weights(base)
-        ref = WeightsRef(
-            lineage=0,
-            step=0,
-            task_id="weights/0/0",
-            fence=1,
-            store="batch-store/0",
-            nbytes=1,
-            canary=canary,
-            drill=drill,
-            drill_seed=SEED,
-        )
+        ref = weights_ref(0, 0, canary, drill, drill_seed=SEED)
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
 
         async def sleep() -> None:

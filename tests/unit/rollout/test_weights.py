@@ -41,6 +41,7 @@ from shared.weights.drill import (
     perturb,
 )
 from tests.unit.rollout.rollout_engine import MODEL
+from tests.weights_refs import weights_ref
 
 pytestmark = pytest.mark.slow
 
@@ -87,16 +88,13 @@ def version(step: int, lineage: int = 1, *, announced: bool = False) -> tuple[We
     start = base()
     weights = {name: perturb(name, values, 1000 + step) for name, values in start.items()}
     drill = {name: perturb(name, values, SEED) for name, values in start.items()}
-    ref = WeightsRef(
-        lineage=lineage,
-        step=step,
-        task_id=f"weights/{lineage}/{step}",
-        fence=1,
-        store="batch-store/0",
-        nbytes=sum(values.nbytes for values in weights.values()),
-        canary=canary(weights, announced=announced),
-        drill=canary(drill, announced=announced),
+    ref = weights_ref(
+        lineage,
+        step,
+        canary(weights, announced=announced),
+        canary(drill, announced=announced),
         drill_seed=SEED,
+        nbytes=sum(values.nbytes for values in weights.values()),
     )
     return ref, weights
 
@@ -198,17 +196,7 @@ def test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested(
     held: HeldVersion, wanted: tuple[int, int], exact: bool, needed: bool
 ) -> None:
     empty = Canary(token_ids=np.zeros(1, np.int32), logprobs=np.zeros(0, np.float32), tolerance=TOLERANCE)
-    ref = WeightsRef(
-        lineage=wanted[0],
-        step=wanted[1],
-        task_id=f"weights/{wanted[0]}/{wanted[1]}",
-        fence=1,
-        store="batch-store/0",
-        nbytes=0,
-        canary=empty,
-        drill=empty,
-        drill_seed=SEED,
-    )
+    ref = weights_ref(wanted[0], wanted[1], empty, drill_seed=SEED, nbytes=0)
     engine = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=True, passes=FASTEST)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     sync.holds = held

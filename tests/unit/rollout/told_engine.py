@@ -17,6 +17,7 @@ from services.rollout.engine import Generation, GenerationCancelled, GenerationW
 from shared.colocation.devices import Parts
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.weights.drill import perturb
+from tests.weights_refs import weights_ref
 
 T = TypeVar("T")
 DRILL_SEED = 3
@@ -34,16 +35,8 @@ def weights_of(step: int) -> dict[str, Array]:
 def ref_of(step: int, *, canary: float | None = None) -> WeightsRef:
     """Return a reference to version `step`, with the canary of version `canary` if it is given."""
     drilled = perturb("w", weights_of(0)["w"], DRILL_SEED)[0]
-    return WeightsRef(
-        lineage=0,
-        step=step,
-        task_id=f"weights/0/{step}",
-        fence=1,
-        store="batch-store/0",
-        nbytes=4,
-        canary=_canary(step if canary is None else canary),
-        drill=_canary(drilled),
-        drill_seed=DRILL_SEED,
+    return weights_ref(
+        0, step, _canary(step if canary is None else canary), _canary(drilled), drill_seed=DRILL_SEED, nbytes=4
     )
 
 

@@ -248,7 +248,7 @@ def test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_
 ) -> None:
     places = ["placement.hosts={b: {}}", "services.rollout.host=b", "transport.listen=10.0.0.1"]
     places += ["algorithm.kl=null", "data.eval={}"]
-    made, _ = make_plan(load(write(make(tmp_path)), places, check_supported=False), tmp_path)
+    made, _ = make_plan(load(write(make(tmp_path)), places), tmp_path)
     bench = TwoHosts(made).begin()
     grant = bench.granted(most=1, instance=1, life=8)
     bench.complete(grant, store=AWAY, life=8)

@@ -19,14 +19,7 @@ from tests.unit.shared.rpc.rpc_actors import (
     line_of,
     process,
     serving,
-    short_directory,
 )
-
-
-@pytest.fixture
-def ipc():
-    with short_directory() as folder:
-        yield f"ipc://{folder}/echo-0"
 
 
 def test_second_owner_of_an_endpoint_is_refused_with_a_one_line_error_and_the_first_continues(ipc: str) -> None:

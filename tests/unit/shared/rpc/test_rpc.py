@@ -39,14 +39,7 @@ from tests.unit.shared.rpc.rpc_actors import (
     receive,
     request,
     serving,
-    short_directory,
 )
-
-
-@pytest.fixture
-def ipc():
-    with short_directory() as folder:
-        yield f"ipc://{folder}/echo-0"
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])

@@ -40,14 +40,7 @@ from tests.unit.shared.rpc.rpc_actors import (
     receive,
     request,
     serving,
-    short_directory,
 )
-
-
-@pytest.fixture
-def ipc():
-    with short_directory() as folder:
-        yield f"ipc://{folder}/echo-0"
 
 
 def test_message_without_a_handler_and_unknown_type_are_refused_by_name(ipc: str) -> None:

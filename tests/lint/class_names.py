@@ -1,0 +1,53 @@
+"""Finds class names that the product defines more than once."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+TOLERATED = frozenset(
+    {
+        "Claim",
+        "Entry",
+        "Head",
+        "Held",
+        "History",
+        "Host",
+        "Order",
+        "Part",
+        "Passes",
+        "Place",
+        "Proof",
+        "Record",
+        "Refused",
+        "Retire",
+        "Selection",
+        "Source",
+        "Table",
+        "Unusable",
+        "_Line",
+        "_Slots",
+    }
+)
+"""Names that are still defined more than once. This set may only become smaller."""
+
+
+def class_places(files: Iterable[Path]) -> dict[str, list[str]]:
+    """Return where each class is defined, as `file:line`."""
+    places = defaultdict(list)
+    for file in sorted(files):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{file}:{node.lineno}")
+    return places
+
+
+def problems(files: Iterable[Path], tolerated: frozenset[str] = TOLERATED) -> list[str]:
+    """Return a line for each name that has several classes and is not tolerated."""
+    return [
+        f"class {name} is defined {len(places)} times: {', '.join(places)}; a class name exists once, so rename"
+        for name, places in sorted(class_places(files).items())
+        if len(places) > 1 and name not in tolerated
+    ]
