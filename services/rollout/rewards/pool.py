@@ -154,7 +154,7 @@ class RewardPool:
                 by_function[call.function][place] = score
         sums = [weighted(scores, self._names, self._weights) for scores in zip(*by_function, strict=True)]
         self._counts["calls"] += len(calls)
-        self._failing.lease_ended(well=all(each.value is not None for each in sums))
+        self._failing.lease_ended(well=all(score.value is not None for score in sums))
         self._report(sums, asyncio.get_running_loop().time() - begun)
         scored = iter(sums)
         return [[next(scored) for _ in group] for group in groups]

@@ -52,7 +52,7 @@ def place(file: str, line: int) -> str:
         return ""
     with contextlib.suppress(OSError):
         relative = [os.path.relpath(file, folder or os.curdir) for folder in ("", *sys.path)]
-        file = min((each for each in relative if not each.startswith(os.pardir)), key=len, default=file)
+        file = min((candidate for candidate in relative if not candidate.startswith(os.pardir)), key=len, default=file)
     return f"{file[-PLACE_CHARS:]}:{line}"
 
 
