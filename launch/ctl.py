@@ -158,7 +158,7 @@ def track(
 ) -> None:
     """Send missing data to the trackers of a run that has ended. Exit status 0 if they have everything."""
     run = _run_dir(context, "trackers can be fed")
-    trackers = list(load(run.topology, check_supported=False, check_files=False).services.monitor.trackers)
+    trackers = list(load(run.topology, check_files=False).services.monitor.trackers)
     if not trackers or (name and name not in trackers):
         there = ", ".join(trackers) or "none"
         raise RpcError(ErrorCode.BAD_REQUEST, f"track {name}: no such tracker in the topology; it has {there}")
@@ -369,12 +369,12 @@ def _known_keys(run: Run) -> list[Key]:
     if isinstance(run, Access):
         state = asyncio.run(with_client(run, SUPERVISOR, messages.GetSupervisorState(), messages.SupervisorState))
         return [(process.service, process.instance) for process in state.processes]
-    return [(spec.service, spec.instance) for spec in load(run.topology, check_supported=False).services_plan()]
+    return [(spec.service, spec.instance) for spec in load(run.topology).services_plan()]
 
 
 def _keys_at_home(run: RunDir) -> list[Key]:
     """Return the processes whose logs are in the run directory."""
-    return processes_at_home(load(run.topology, check_supported=False))
+    return processes_at_home(load(run.topology))
 
 
 def _supervised_keys(run: Run) -> list[Key]:

@@ -158,7 +158,7 @@ class FileHead:
     def pack(self) -> bytes:
         """Return the header and the table as bytes. The rows must already have their checksums."""
         columns = (self._fences, self._dims, self._rows, self._counts)
-        table = b"".join([*(each.tobytes() for each in columns), self._task_names, self._key_names])
+        table = b"".join([*(column.tobytes() for column in columns), self._task_names, self._key_names])
         names = len(self._task_names), len(self._key_names)
         digest = xxhash.xxh3_64_intdigest(table)
         head = _HEADER.pack(MAGIC, LAYOUT, 0, *self._shape, *names, self.file_bytes, digest, 0)
@@ -210,7 +210,7 @@ class BlockLayout:
             raise WireError(f"block file, or the dimensions of a shard, over {MAX_FILE_BYTES} bytes: put in parts")
         self._counts = np.array([len(shards) for _, _, shards in tasks], _U32)
         self._head = FileHead(
-            [each[0] for each in tasks], [each[1] for each in tasks], self._counts, list(keys), rows, dims
+            [task[0] for task in tasks], [task[1] for task in tasks], self._counts, list(keys), rows, dims
         )
         self.file_bytes = self._head.file_bytes
         self.offsets: list[int] = rows["offset"].tolist()

@@ -58,9 +58,9 @@ def missing_keys(tables: Sequence[Table], picks: Picks, keys: Sequence[str]) -> 
         there[owner].update(tables[number].checksums(task))
     names = (
         f"{task_id}#{key}"
-        for task_id, found in zip(picks.task_ids, there, strict=True)
+        for task_id, present in zip(picks.task_ids, there, strict=True)
         for key in keys
-        if key not in found
+        if key not in present
     )
     return list(islice(names, MAX_NAMED))
 
@@ -128,7 +128,7 @@ def _rows(tables: Sequence[Table], picks: Picks) -> tuple[Array, Array, Array, A
         begins.append(table._starts[first : last + 1])
         ends.append(table._starts[first + 1 : last + 2])
     counts = np.concatenate(ends) - np.concatenate(begins)
-    file_of = np.repeat(numbers, [len(each) for each in rows])
+    file_of = np.repeat(numbers, [len(part) for part in rows])
     return np.concatenate(rows), np.concatenate(dims), file_of, np.repeat(np.array(picks.owners, np.int64), counts)
 
 

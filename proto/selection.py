@@ -34,13 +34,13 @@ class Selection(NamedTuple):
     def columns(self) -> int:
         """Return the number of rows per task if all tasks have the same keys and types, which is the usual case;
         otherwise return 0."""
-        each = int(self.counts[0]) if len(self.counts) else 0
-        alike = each > 0 and bool(
-            (self.counts == each).all()
-            and (self.keys.reshape(-1, each) == self.keys[:each]).all()
-            and (self.codes.reshape(-1, each) == self.codes[:each]).all()
+        count = int(self.counts[0]) if len(self.counts) else 0
+        alike = count > 0 and bool(
+            (self.counts == count).all()
+            and (self.keys.reshape(-1, count) == self.keys[:count]).all()
+            and (self.codes.reshape(-1, count) == self.codes[:count]).all()
         )
-        return each if alike else 0
+        return count if alike else 0
 
 
 def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None) -> Selection:

@@ -167,8 +167,8 @@ class Batch:
             return self
         if self._client is None:
             raise RpcError(ErrorCode.BAD_REQUEST, f"batch without a data client cannot fetch {', '.join(wanted)}")
-        found = await self._client.fetch(self._meta, wanted, deadline_s=deadline_s)
-        return Batch(self._meta, self._client, found)
+        arrays = await self._client.fetch(self._meta, wanted, deadline_s=deadline_s)
+        return Batch(self._meta, self._client, arrays)
 
     # ---- scalars and splitting
 
@@ -249,7 +249,7 @@ class Batch:
         order = _task_order(mine.tasks, theirs.tasks)
         fresh = _new_parts(mine.parts, theirs.parts)
         stores = list(dict.fromkeys((*mine.stores, *theirs.stores)))
-        of_mine, of_theirs = ([stores.index(store) for store in each.stores] for each in (mine, theirs))
+        of_mine, of_theirs = ([stores.index(store) for store in meta.stores] for meta in (mine, theirs))
         tasks: list[TaskHandle] = []
         for task, index in zip(mine.tasks, order, strict=True):
             twin = theirs.tasks[index]
@@ -290,7 +290,7 @@ def _part_order(parts: Sequence[BatchPart], others: Sequence[BatchPart]) -> list
     place = {frozenset(part.keys): number for number, part in enumerate(others)}
     order = [place.get(frozenset(part.keys), -1) for part in parts]
     if -1 in order or len(others) != len(parts):
-        mine, theirs = ([list(part.keys) for part in each] for each in (parts, others))
+        mine, theirs = ([list(part.keys) for part in side] for side in (parts, others))
         raise ValueError(f"concat: parts {mine} and {theirs} differ")
     return order
 
@@ -313,10 +313,10 @@ def _new_parts(parts: Sequence[BatchPart], others: Sequence[BatchPart]) -> list[
 
     Any other part must equal one of `parts`.
     """
-    known = {key for part in parts for key in part.keys}
+    keys = {key for part in parts for key in part.keys}
     same = {frozenset(part.keys) for part in parts}
     for part in others:
-        both = known & set(part.keys)
+        both = keys & set(part.keys)
         if both and frozenset(part.keys) not in same:
             raise ValueError(f"union: {', '.join(sorted(both))} on both sides, but the parts differ")
-    return [number for number, part in enumerate(others) if not known & set(part.keys)]
+    return [number for number, part in enumerate(others) if not keys & set(part.keys)]

@@ -1,78 +1,194 @@
-"""The graph of a train task's stages: which shards each stage needs, and which it produces.
+"""The stages of a task, and the keys of the shards that each stage makes.
 
-A task is ready for a stage when all keys that the stage needs have been accepted. A new stage (a critic, a judge) needs
-only one declaration.
+A key is declared here and nowhere else. The declarations determine the bytes reserved for a task
+(`shared.topology.capacity`), what a rollout puts, the checks of shards and the keys that a worker fetches
+(`services.policy_trainer.worker.samples`), the tensors that a loss sees (`TokenData.shards`), the columns that the
+recorder writes, and the tables of stages and keys in proto/SPEC.md. A new key needs only its declaration, and a new
+stage one more: its entry in `GRAPH`.
 
-Shards of one task (S sequences, T tokens in total, prompt included; ragged, never padded):
-
-| key | dtype, shape | |
-|---|---|---|
-| token_ids | int32 [T] | the concatenated sequences |
-| lengths | int32 [S] | tokens per sequence; sums to T |
-| sample_index | int32 [S] | the sample of the group to which a sequence belongs, 0-based among the surviving samples |
-| loss_mask | uint8 [T] | 1 where the policy sampled the token (including a sampled EOS) |
-| rollout_logprobs | float32 [T] | the engine's log-prob of each sampled token at the sampling temperature, else 0 |
-| versions | int32 [T] | policy version that sampled the token, else -1 |
-| ref_logprobs | float32 [T] | the reference's log-prob from logits / temperature where loss_mask is 1, else 0 |
-| prox_logprobs:<call> | float32 [T] | the trainer's log-prob at the start of the step, defined like ref_logprobs |
-| text | uint8 | only for tasks whose samples are recorded: their text (`shared.samples.text`) |
-| advantages | float32 [samples] | only for those tasks, once they are trained: the advantage of each sample |
-| train_logprobs | float32 [T] | only for those tasks: the trainer's log-prob before its first update on them, else 0 |
-
-`<call>` is the driver's incarnation (hexadecimal), `-` and the number of its `Forward`. A replayed step may produce
-different bits (different weights, a different number of ranks), but a shard never changes, so each call has its own
-key. The call is a revision (proto/SPEC.md, names): the store deletes the shards of the earlier call once those of the
-later call are sealed. In a batch's metadata, the part for stage `proximal` names the key,
-including its `<call>`.
+Shards are ragged and never padded: a task of S sequences has T tokens in total, prompts included. A key of `width` W
+above 1 has shards of shape [T, W], not flat ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from proto.messages import LossSpec
+
+if TYPE_CHECKING:
+    from shared.topology.schema import Topology
 
 TRAIN = "train"
 WEIGHTS = "weights"
 """Split name of weight shards. The task id is `weights/<lineage>/<step>`, with one key per parameter."""
 
-TEXT, ADVANTAGES, TRAIN_LOGPROBS = "text", "advantages", "train_logprobs"
-"""Keys that only the recorder reads. They belong to no stage."""
+TEXT = "text"
+"""Key of the text of a task's samples (`shared.samples.text`), for recorded tasks only. It is no array of numbers per
+token, sequence or sample, and its size is bounded by `shared.samples.limits`."""
 
 REFERENCE_SCALAR = "reference_step"
 """Scalar with the policy version of the reference, present with `algorithm.kl.refresh_every`."""
 
 
+class Per(StrEnum):
+    """What the first dimension of a key's shards counts, with the letter by which SPEC.md calls its size."""
+
+    TOKEN = "T"  # noqa: S105  # no secret
+    SEQUENCE = "S"
+    SAMPLE = "samples"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One array of a task. The stage that declares it makes it."""
+
+    name: str
+    dtype: str
+    per: Per
+    meaning: str
+    """One sentence for proto/SPEC.md."""
+    width: int = 1
+    when: Callable[[Topology], bool] = lambda _: True
+    """Whether the tasks of a run have this key."""
+    in_loss: Callable[[LossSpec], bool] = lambda _: False
+    """Whether a loss with this specification reads the key."""
+    recorded: bool = False
+    """Whether the recorder reads the key."""
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The dimensions of a shard after the first: () or (width,)."""
+        return (self.width,) if self.width > 1 else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per token, sequence or sample."""
+        return np.dtype(self.dtype).itemsize * self.width
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a task. `service` is the service that leases tasks for this stage."""
+    """One stage of a task. A task is ready for a stage when all keys that the stage needs have been accepted."""
 
     name: str
     service: str
+    """The service that computes the stage."""
     needs: tuple[str, ...]
-    makes: tuple[str, ...]
+    keys: tuple[Key, ...]
+    leased: bool = True
+    """Whether the service leases tasks for the stage. The trainer does not: it has the tasks of its steps."""
+    refreshed: bool = False
+    """Whether `algorithm.kl.refresh_every` applies: the stage's model is then a version of the policy."""
     scalars: frozenset[str] = frozenset()
     """Per-sample scalars that the results of this stage may contain. The rollout stage may add any."""
 
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return tuple(key.name for key in self.keys)
 
+
+_rolled_out = partial(Key, in_loss=lambda _: True, recorded=True)
+"""A key that every loss and the recorder read."""
 ROLLOUT = Stage(
     "rollout",
     "rollout",
     needs=(),
-    makes=("token_ids", "lengths", "sample_index", "loss_mask", "rollout_logprobs", "versions"),
+    keys=(
+        _rolled_out("token_ids", "int32", Per.TOKEN, "the sequences, one after the other"),
+        _rolled_out("lengths", "int32", Per.SEQUENCE, "the number of tokens of each sequence"),
+        _rolled_out("sample_index", "int32", Per.SEQUENCE, "the sample of each sequence, from 0, without failed ones"),
+        _rolled_out("loss_mask", "uint8", Per.TOKEN, "1 where the policy sampled the token, also at an end"),
+        _rolled_out("rollout_logprobs", "float32", Per.TOKEN, "the engine's log-prob of a sampled token, else 0"),
+        _rolled_out("versions", "int32", Per.TOKEN, "the policy version that sampled the token, else -1"),
+    ),
 )
+_MODEL_NEEDS = ("token_ids", "lengths", "loss_mask")
+"""What a model needs to compute the log-probs of sampled tokens."""
 REFERENCE = Stage(
     "reference",
     "reference",
-    needs=("token_ids", "lengths", "loss_mask"),
-    makes=("ref_logprobs",),
+    needs=_MODEL_NEEDS,
+    keys=(
+        Key(
+            "ref_logprobs",
+            "float32",
+            Per.TOKEN,
+            "the reference's log-prob from logits / temperature, 0 where `loss_mask` is 0",
+            when=lambda topology: topology.needs_reference,
+            in_loss=lambda loss: bool(loss.kl_estimator),
+        ),
+    ),
+    refreshed=True,
     scalars=frozenset(["kl", REFERENCE_SCALAR]),
 )
 """Scalar `kl` exists only if the KL term is part of the reward. It is summed over the sample's tokens and computed from
 `rollout_logprobs`. Scalar `reference_step` exists only if the reference is refreshed. It is the step of the version
 that scored the sample, or 0 for the initial model."""
-PROXIMAL = Stage("proximal", "policy-trainer", needs=("token_ids", "lengths", "loss_mask"), makes=("prox_logprobs",))
-"""Stage that the trainer runs itself once a task is BATCHED. It is not leased; its key is `prox_logprobs:<call>`."""
+PROXIMAL = Stage(
+    "proximal",
+    "policy-trainer",
+    needs=_MODEL_NEEDS,
+    keys=(
+        Key(
+            "prox_logprobs",
+            "float32",
+            Per.TOKEN,
+            "the trainer's log-prob at the start of the step, defined like `ref_logprobs`",
+            when=lambda topology: topology.needs_proximal,
+            in_loss=lambda loss: loss.anchor == "proximal",
+        ),
+    ),
+    leased=False,
+)
+"""Stage that the trainer runs itself once a task is BATCHED.
+
+Its shards have the keys `<key>:<call>`. `<call>` is the driver's incarnation (hexadecimal), `-` and the number of its
+`Forward`. A replayed step may produce different bits (different weights, a different number of ranks), but a shard
+never changes, so each call has its own key. The call is a revision (proto/SPEC.md, names): the store deletes the shards
+of the earlier call once those of the later call are sealed. A batch's part for this stage names the keys, including
+their `<call>`.
+"""
+RECORD = Stage(
+    "record",
+    "policy-trainer",
+    needs=(),
+    keys=(
+        Key("sample_advantages", "float32", Per.SAMPLE, "the advantage of each sample", recorded=True),
+        Key(
+            "train_logprobs",
+            "float32",
+            Per.TOKEN,
+            "the trainer's log-prob before its first update on the task, 0 where `loss_mask` is 0",
+            recorded=True,
+        ),
+    ),
+    leased=False,
+)
+"""What the trainer puts for the recorder, and only for the tasks whose samples are recorded."""
+SAMPLE_ADVANTAGES, TRAIN_LOGPROBS = RECORD.makes
+
+GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, PROXIMAL)
+"""The stages of a training task in topological order, with all keys that any topology has."""
 
 
-def train_graph(*, with_reference: bool) -> tuple[Stage, ...]:
-    """Return the stages that a train task passes before it is READY, in topological order."""
-    return (ROLLOUT, REFERENCE) if with_reference else (ROLLOUT,)
+def declared() -> dict[str, Key]:
+    """Return every key by its name."""
+    return {key.name: key for stage in (*GRAPH, RECORD) for key in stage.keys}
+
+
+def task_stages(topology: Topology) -> tuple[Stage, ...]:
+    """Return the stages of a training task of `topology`, each with the keys that its tasks have."""
+    stages = (replace(stage, keys=tuple(key for key in stage.keys if key.when(topology))) for stage in GRAPH)
+    return tuple(stage for stage in stages if stage.keys)
+
+
+def train_graph(topology: Topology) -> tuple[Stage, ...]:
+    """Return the stages that a training task passes before it is READY."""
+    return tuple(stage for stage in task_stages(topology) if stage.leased)

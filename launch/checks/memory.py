@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from shared.rundir import service_name
 from shared.topology import Topology
 from shared.topology.fields import format_size
-from shared.topology.memory_plan import ALWAYS, Phase, Place, Use, gpus_that_fit, peak, vllm_share
+from shared.topology.memory_plan import ALWAYS, MemoryPlace, Phase, Use, gpus_that_fit, peak, vllm_share
 from shared.topology.services import DEVICE_SERVICE
 
 _HERE = "this machine"
 
 
-def place_name(place: Place, home: str | None) -> str:
+def place_name(place: MemoryPlace, home: str | None) -> str:
     """Return the name of a place for human readers: `this machine`, `host b`, `GPU 0`, `GPU 0 of host b`."""
     if place.host == home:
         return f"GPU {place.gpu}" if place.gpu else _HERE
@@ -30,7 +30,9 @@ def described(uses: Sequence[Use]) -> str:
     return ", ".join(parts)
 
 
-def memory_lines(topology: Topology, places: Mapping[Place, Sequence[Use]], room: Mapping[Place, int]) -> list[str]:
+def memory_lines(
+    topology: Topology, places: Mapping[MemoryPlace, Sequence[Use]], room: Mapping[MemoryPlace, int]
+) -> list[str]:
     """Return the lines of the table. `places` holds the uses of each place, and `room` the sizes that are known."""
     stores = {spec.host: spec for spec in topology.services_plan() if spec.service == "batch-store"}
     rows: list[tuple[str, str, str, str, str]] = [("memory of", "model", "of", "at most", "held by")]
@@ -52,7 +54,7 @@ def memory_lines(topology: Topology, places: Mapping[Place, Sequence[Use]], room
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows]
 
 
-def too_large(topology: Topology, elements: int, place: Place, uses: Sequence[Use], limit: int) -> Iterator[str]:
+def too_large(topology: Topology, elements: int, place: MemoryPlace, uses: Sequence[Use], limit: int) -> Iterator[str]:
     """Yield an error, with what would fit, if the memory of `place` is smaller than what its processes hold.
 
     Copies that exist only at the start are not counted, because the system can take back pages of files.
@@ -89,7 +91,9 @@ def too_large(topology: Topology, elements: int, place: Place, uses: Sequence[Us
     yield f"policy.model: {text}; {_that_fits(topology, elements, place, uses, limit, most)}"
 
 
-def _that_fits(topology: Topology, elements: int, place: Place, uses: Sequence[Use], limit: int, most: int) -> str:
+def _that_fits(
+    topology: Topology, elements: int, place: MemoryPlace, uses: Sequence[Use], limit: int, most: int
+) -> str:
     """Return the smallest number of GPUs that would fit, or else the number of bytes that are missing."""
     missing = f"{format_size(most - limit)} more would fit"
     if not place.gpu:

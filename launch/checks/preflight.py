@@ -28,14 +28,12 @@ from shared.topology import (
     hub,
     memory_plan,
     model_files,
-    monitor_traces,
-    monitor_web,
     snapshot_bytes,
     tied_weights,
 )
 from shared.topology.fields import format_size
-from shared.topology.memory_plan import Place
-from shared.topology.monitor_web import split_address
+from shared.topology.memory_plan import MemoryPlace
+from shared.topology.monitor import prometheus_token_problems, split_address, web_token_problems
 
 NO_ROWS: Mapping[str, RowDigests] = MappingProxyType({})
 SHOWN_ROWS = 3
@@ -256,7 +254,7 @@ def vocabulary(topology: Topology) -> int:
     return size if isinstance(size, int) else 0
 
 
-def room_of(topology: Topology, places: Iterable[Place]) -> dict[Place, int]:
+def room_of(topology: Topology, places: Iterable[MemoryPlace]) -> dict[MemoryPlace, int]:
     """Return the sizes, in bytes, of those places that are on this machine, as far as they can be measured."""
     sizes = {"": host_bytes()} | (gpu_bytes() if any(place.gpu for place in places) else {})
     return {place: sizes[place.gpu] for place in places if place.host == topology.home and place.gpu in sizes}
@@ -372,7 +370,7 @@ def _check_page(topology: Topology, findings: Findings) -> None:
     web = topology.services.monitor.web
     if web is None:
         return
-    problems = monitor_web.token_problems(web)
+    problems = web_token_problems(web)
     findings.error(*(f"{'.'.join(map(str, path))}: {message}" for path, message in problems))
     _check_address(split_address(web.listen), ("services.monitor.web.listen",) * 2, findings)
 
@@ -382,7 +380,7 @@ def _check_exporter(topology: Topology, findings: Findings) -> None:
     findings.error(*missing_libraries(topology))
     prometheus = topology.services.monitor.prometheus
     if prometheus is not None:
-        problems = monitor_traces.token_problems(prometheus)
+        problems = prometheus_token_problems(prometheus)
         findings.error(*(f"{'.'.join(map(str, path))}: {message}" for path, message in problems))
         keys = ("services.monitor.prometheus.listen",) * 2
         _check_address(split_address(prometheus.listen), keys, findings)

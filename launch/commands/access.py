@@ -41,7 +41,7 @@ def access_of(run: RunDir, role: Role) -> Access:
 
     Raises RpcError(bad_request) if the run does not accept connections from other machines.
     """
-    topology = load(run.topology, check_supported=False)
+    topology = load(run.topology)
     if topology.transport.listen is None:
         raise RpcError(
             ErrorCode.BAD_REQUEST,

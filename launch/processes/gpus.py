@@ -112,7 +112,7 @@ def _placed(topology: Topology) -> list[tuple[_Share, int]]:
 def _shares(topology: Topology) -> list[_Share]:
     """Return the services that use GPUs, by host.
 
-    Colocated services use the same number of GPUs (`colocate_checks`).
+    Colocated services use the same number of GPUs (`service_checks`).
     """
     shares: dict[tuple[str, str | None], _Share] = {}
     for name, section in topology.services.placed.items():

@@ -155,7 +155,7 @@ def _last_row(run: RunDir) -> dict[str, Any]:
 
 def _steps(run: RunDir) -> int | None:
     try:
-        return load(run.topology, check_supported=False).run.last_step
+        return load(run.topology).run.last_step
     except TopologyError:
         return None
 

@@ -104,7 +104,7 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
 def _beginning(run: RunDir, recorded: Recorded) -> RunState:
     """Return the state before the first event of the journal. Raises a one-line RpcError(bad_request)."""
     try:
-        plan, _ = make_plan(load(run.topology, check_supported=False), run.topology)
+        plan, _ = make_plan(load(run.topology), run.topology)
         parts = recorded.snapshot()
         return snapshot.load(plan, parts) if parts else RunState(plan)
     except TopologyError as error:

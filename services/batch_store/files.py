@@ -22,7 +22,7 @@ from proto import blockfile
 from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
 from proto.messages import ErrorCode
-from services.batch_store.room import Retire, Tier, held_bytes
+from services.batch_store.room import Removal, Tier, held_bytes
 from services.batch_store.tombstones import TombstoneList, replace
 from shared.dataplane.mapping import lock_named
 from shared.os_limits import NO_DESCRIPTOR
@@ -48,7 +48,7 @@ _REMEDIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Leftover:
     """A file found by a scan. Without a `table`, it is to be retired for the reason `why`; otherwise it is sealed."""
 
     name: str
@@ -252,7 +252,7 @@ class StoreFiles:
 
     # ---- zombies
 
-    def retire(self, effect: Retire) -> None:
+    def retire(self, effect: Removal) -> None:
         """Rename a file so that no reader finds it. Raises OSError if the file keeps its name or no longer exists."""
         source, target = self.path(effect.source, effect.place), self.path(effect.target, effect.place)
         self._on_retire(source)  # a cached mapping of the file may occupy the last descriptor
@@ -343,12 +343,12 @@ class StoreFiles:
 
     # ---- after a restart
 
-    def scan(self) -> list[Found]:
+    def scan(self) -> list[Leftover]:
         """Return every file that earlier incarnations left, in seal order. All bytes of sealed files are verified.
 
         This is slow: call it on a worker thread.
         """
-        found: list[tuple[int, Found]] = []
+        scanned: list[tuple[int, Leftover]] = []
         spilled: set[str] = set()
         for place in (Tier.DISK, Tier.MEMORY)[-len(self._folders) :]:  # a copy on disk takes precedence
             for entry in list(os.scandir(self._folders[place])):
@@ -359,27 +359,27 @@ class StoreFiles:
                 except OSError as error:
                     if error.errno in NO_DESCRIPTOR:
                         raise
-                    one = Found(entry.name, 0, None, str(error), place, unreadable=True)
+                    one = Leftover(entry.name, 0, None, str(error), place, unreadable=True)
                 if place == Tier.DISK and one.table is not None:
                     spilled.add(entry.name)
-                found.append((entry.stat().st_mtime_ns, one))
-        self._sealed_ns = max((at for at, _ in found), default=0)
-        return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].name))]
+                scanned.append((entry.stat().st_mtime_ns, one))
+        self._sealed_ns = max((at for at, _ in scanned), default=0)
+        return [one for _, one in sorted(scanned, key=lambda pair: (pair[0], pair[1].name))]
 
-    def _examine(self, name: str, place: Tier, *, duplicate: bool) -> Found:
+    def _examine(self, name: str, place: Tier, *, duplicate: bool) -> Leftover:
         descriptor = os.open(self.path(name, place), os.O_RDONLY | os.O_CLOEXEC)
         try:
             nbytes = os.fstat(descriptor).st_size
             if not name.endswith(".blk"):
-                return Found(name, nbytes, None, "not sealed", place)
+                return Leftover(name, nbytes, None, "not sealed", place)
             if duplicate:
-                return Found(name, nbytes, None, "already copied to disk", place, duplicate=True)
+                return Leftover(name, nbytes, None, "already copied to disk", place, duplicate=True)
             try:
                 table = _read_table(descriptor)
                 _verify(descriptor, table)
             except WireError as error:
-                return Found(name, nbytes, None, str(error), place)
-            return Found(name, nbytes, table, "", place)
+                return Leftover(name, nbytes, None, str(error), place)
+            return Leftover(name, nbytes, table, "", place)
         finally:
             os.close(descriptor)
 

@@ -20,7 +20,7 @@ import xxhash
 from proto.errors import WireError
 from proto.messages import ErrorCode, Held, Hold, PutTask, WaitKind, WaitRow
 from services.batch_store.filling_file import CHUNK_BYTES, FillingFile
-from services.batch_store.stream_server import Source
+from services.batch_store.stream_server import StreamedContent
 from shared.dataplane.stream import StreamReader
 from shared.dataplane.stream_line import StreamOutcome
 from shared.rpc.client import Client
@@ -122,12 +122,12 @@ class Relay:
         return [
             WaitRow(
                 WaitKind.CALL,
-                f"{each.task.task_id}: {each.file.verified_bytes} of {each.file.total_bytes} bytes",
-                now - each.since,
-                of=each.source,
+                f"{filling.task.task_id}: {filling.file.verified_bytes} of {filling.file.total_bytes} bytes",
+                now - filling.since,
+                of=filling.source,
             )
-            for each in self._fillings.values()
-            if each.file is not None and each.source
+            for filling in self._fillings.values()
+            if filling.file is not None and filling.source
         ]
 
     def source(self, task: PutTask) -> FillingFile | None:
@@ -162,11 +162,11 @@ class Relay:
         granted = sealed = False
         digests: asyncio.Task[None] | None = None
         try:
-            held = await self._from_origin(filling, 0)
-            path = await self._begin(put_id, held.total_bytes, task)
+            reply = await self._from_origin(filling, 0)
+            path = await self._begin(put_id, reply.total_bytes, task)
             granted = True
-            file = filling.file = FillingFile(path, held.total_bytes, self._on_progress)
-            file.add_digests(held.digests)
+            file = filling.file = FillingFile(path, reply.total_bytes, self._on_progress)
+            file.add_digests(reply.digests)
             filling.begun.set()
             digests = asyncio.create_task(self._fetch_digests(filling, file))
             if self._continues:
@@ -279,7 +279,7 @@ class ChunkDigests:
         self._known: OrderedDict[str, list[int]] = OrderedDict()
         self._lock = asyncio.Lock()
 
-    async def page(self, path: str, source: Source, first: int) -> list[int]:
+    async def page(self, path: str, source: StreamedContent, first: int) -> list[int]:
         """Return up to `PAGE_CHUNKS` chunk digests of `source`, starting at chunk `first`. `path` identifies the
         content.
 
@@ -289,19 +289,19 @@ class ChunkDigests:
         if not 0 <= first < chunks:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{path}: no chunk {first}: there are only {chunks}")
         async with self._lock:  # stores on several hosts ask at the same time
-            known = self._known.setdefault(path, [])
-            while len(known) < min(first + PAGE_CHUNKS, chunks):
-                known += await asyncio.to_thread(_digests, source, len(known), len(known) + AT_ONCE_CHUNKS)
+            digests = self._known.setdefault(path, [])
+            while len(digests) < min(first + PAGE_CHUNKS, chunks):
+                digests += await asyncio.to_thread(_digests, source, len(digests), len(digests) + AT_ONCE_CHUNKS)
             while len(self._known) > KEPT_VERSIONS:
                 self._known.popitem(last=False)
-        return known[first : first + PAGE_CHUNKS]
+        return digests[first : first + PAGE_CHUNKS]
 
 
-def _digests(source: Source, first: int, end: int) -> list[int]:
-    found: list[int] = []
+def _digests(source: StreamedContent, first: int, end: int) -> list[int]:
+    digests: list[int] = []
     for at in range(first * CHUNK_BYTES, min(end * CHUNK_BYTES, source.total_bytes), CHUNK_BYTES):
         digest = xxhash.xxh3_64()
         for piece in source.pieces(at, min(CHUNK_BYTES, source.total_bytes - at)):
             digest.update(piece)
-        found.append(digest.intdigest())
-    return found
+        digests.append(digest.intdigest())
+    return digests

@@ -13,7 +13,7 @@ from typing import TypeVar
 import structlog
 
 from services.batch_store.files import StoreFiles
-from services.batch_store.room import Retire, Room
+from services.batch_store.room import Removal, Room
 from shared.os_limits import NO_DESCRIPTOR, raise_descriptor_limit
 
 AT_ONCE, AT_ONCE_SHARE = 128, 32
@@ -38,7 +38,7 @@ class Retirement:
         self._room = room
         self._now = now
         self._files = files
-        self._due: deque[Retire] = deque()
+        self._due: deque[Removal] = deque()
         self._closed: deque[str] = deque()
         """Zombies to open: spares that were given up, and zombies beyond `_max_open`."""
         limit = raise_descriptor_limit()
@@ -46,7 +46,7 @@ class Retirement:
         self._logged: set[str] = set()
         """Names of files whose removal failed and was logged."""
 
-    def take(self, effects: Iterable[Retire]) -> None:
+    def take(self, effects: Iterable[Removal]) -> None:
         """Retire the files that are already due, then these, as far as the free descriptors allow."""
         self._due.extend(effects)
         if self._due:

@@ -32,7 +32,7 @@ def held_bytes(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Retire:
+class Removal:
     """Effect: rename file `source` to `target` (a zombie), then delete it once no process maps it."""
 
     source: str
@@ -96,7 +96,7 @@ class Room:
 
     # ---- zombies
 
-    def retire(self, source: str, nbytes: int, place: Tier = Tier.MEMORY, *, lend: bool = False) -> Retire:
+    def retire(self, source: str, nbytes: int, place: Tier = Tier.MEMORY, *, lend: bool = False) -> Removal:
         """Turn a file into a zombie, which may become a spare if `lend` is true."""
         self._retired += 1
         target = f"{source.partition('.')[0]}.{self._incarnation:x}-{self._retired}.dead"
@@ -104,7 +104,7 @@ class Room:
         self.zombie_bytes += held_bytes(nbytes)
         if lend and place == Tier.MEMORY and self._spares.fits(nbytes):
             self._spare_candidates[target] = nbytes
-        return Retire(source, target, place)
+        return Removal(source, target, place)
 
     def reaped(self, target: str) -> None:
         """Forget a zombie that no process maps and that was deleted."""

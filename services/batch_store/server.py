@@ -42,13 +42,13 @@ from proto.messages import (
     WaitRow,
 )
 from proto.registry import Message
-from services.batch_store.files import Found, StoreFiles
+from services.batch_store.files import Leftover, StoreFiles
 from services.batch_store.relay import CALL_S, ChunkDigests, Relay
 from services.batch_store.retirement import Retirement
 from services.batch_store.room import RETRY_AFTER_S, Tier
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
-from services.batch_store.stream_server import Source, StreamServer
+from services.batch_store.stream_server import StreamedContent, StreamServer
 from services.batch_store.stream_source import SealedFile, StreamSource, pin
 from services.batch_store.whole_source import DistributedFiles
 from shared import topology
@@ -139,8 +139,8 @@ class StoreService(Service):
             # Acknowledged files are served even if other processes have since filled the mount.
             self.log.warning("less room than the limit: puts may be answered with BUSY", why=str(error))
         self.index.recall(files.tombstones.read())
-        for found in await asyncio.to_thread(files.scan):
-            self._recover(found)
+        for leftover in await asyncio.to_thread(files.scan):
+            self._recover(leftover)
         self._retirement.settle()
         stats = self.index.stats()
         self.log.info("scanned", files=stats.files, tasks=stats.tasks, shards=stats.shards, bytes=stats.bytes)
@@ -226,17 +226,17 @@ class StoreService(Service):
             text += f"; puts are being refused (last: {now - self._refused[1]:.1f} s ago; services.batch-store.memory)"
         return [*rows, WaitRow(WaitKind.ROOM, text, 0.0)]
 
-    def _recover(self, found: Found) -> None:
-        if found.table is not None:
-            put_id = found.name.removesuffix(".blk")
-            self._retirement.take(self.index.recover(put_id, found.nbytes, found.table, found.place))
+    def _recover(self, leftover: Leftover) -> None:
+        if leftover.table is not None:
+            put_id = leftover.name.removesuffix(".blk")
+            self._retirement.take(self.index.recover(put_id, leftover.nbytes, leftover.table, leftover.place))
             return
-        if found.unreadable:
-            self.log.error("unreadable file kept; its shards are missing", file=found.name, why=found.why)
+        if leftover.unreadable:
+            self.log.error("unreadable file kept; its shards are missing", file=leftover.name, why=leftover.why)
             return
-        if found.name.endswith(".blk") and not found.duplicate:
-            self.log.error("damaged file deleted", file=found.name, bytes=found.nbytes, why=found.why)
-        self._retirement.take([self.index.recover_refuse(found.name, found.nbytes, found.place)])
+        if leftover.name.endswith(".blk") and not leftover.duplicate:
+            self.log.error("damaged file deleted", file=leftover.name, bytes=leftover.nbytes, why=leftover.why)
+        self._retirement.take([self.index.recover_refuse(leftover.name, leftover.nbytes, leftover.place)])
 
     async def _ready(self) -> StoreFiles:
         """Wait until the files of earlier incarnations have been recovered, and return this store's files. The
@@ -352,8 +352,8 @@ class StoreService(Service):
         return PutSealed(nbytes=nbytes)
 
     async def _locate(self, request: Locate, call: Call) -> Located:
-        found, places = await self._files_of(request.tasks)
-        return Located(files=[file.path for file in found], places=places)
+        files, places = await self._files_of(request.tasks)
+        return Located(files=[file.path for file in files], places=places)
 
     async def _files_of(self, tasks: Sequence[PutTask]) -> tuple[list[SealedFile], list[list[int]]]:
         """Return files and, for each task, the indices of those that hold it.
@@ -364,15 +364,15 @@ class StoreService(Service):
         while True:
             put_ids, places = self.index.locate(tasks)
             sealed = [self.index.sealed(put_id) for put_id in put_ids]
-            found = [
-                SealedFile(files.path(f"{put_id}.blk", each.place), each.table)
-                for put_id, each in zip(put_ids, sealed, strict=True)
+            located = [
+                SealedFile(files.path(f"{put_id}.blk", entry.place), entry.table)
+                for put_id, entry in zip(put_ids, sealed, strict=True)
             ]
-            lost = [at for at, each in enumerate(sealed) if each.place is Tier.DISK and _is_deleted(found[at].path)]
+            lost = [at for at, entry in enumerate(sealed) if entry.place is Tier.DISK and _is_deleted(located[at].path)]
             if not lost:
-                return found, places
+                return located, places
             for at in lost:
-                self.log.error("spilled file deleted by another process; its shards are missing", file=found[at].path)
+                self.log.error("spilled file deleted by another process; its shards are missing", file=located[at].path)
                 self._retirement.take(self.index.lose(put_ids[at]))
 
     async def _clear(self, request: Clear, call: Call) -> Ack:
@@ -458,10 +458,10 @@ class StoreService(Service):
     ) -> tuple[list[SealedFile], StreamSource]:
         """Return the sealed files of the first tasks, and a stream of them. Raises the errors of `OpenStream`."""
         while True:
-            found, places = await self._files_of(tasks)
+            sealed, places = await self._files_of(tasks)
             try:
                 limits = (keys, max_bytes, self._mappings)
-                return found, await asyncio.to_thread(pin, self.name, found, places, tasks, *limits)
+                return sealed, await asyncio.to_thread(pin, self.name, sealed, places, tasks, *limits)
             except FileNotFoundError:
                 await asyncio.sleep(AGAIN_S)  # collected before it was mapped; the index knows this by now
 
@@ -470,18 +470,18 @@ class StoreService(Service):
             split = split_task_id(request.task.task_id)[0]
         except WireError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: {error}") from None
-        source: Source
+        source: StreamedContent
         if split == distribution.SPLIT:
             path, source = await asyncio.to_thread(self._distributed.open, request.task)
         elif split == WEIGHTS:
             try:
-                found, source = await self._pinned([request.task], (), 1 << 62)
+                sealed, source = await self._pinned([request.task], (), 1 << 62)
             except RpcError as error:
                 if error.code != ErrorCode.MISSING:
                     raise
                 await self._check_origin(request.origin)
                 return await self._relay.hold(request)
-            path = found[0].path
+            path = sealed[0].path
         else:
             text = (
                 f"{self.name}: {request.task.task_id} is neither a version of the weights nor a file from the home host"

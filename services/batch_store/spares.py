@@ -61,8 +61,8 @@ class Spares:
         youngest."""
         at = bisect_left(self._by_size, (nbytes + 1,))
         around = self._by_size[max(at - 1, 0) : at + 1]
-        near = [each for each in around if each[0] <= _FIT * nbytes and nbytes <= _FIT * each[0]]
-        return min(near, key=lambda each: abs(each[0] - nbytes))[2] if near else None
+        near = [spare for spare in around if spare[0] <= _FIT * nbytes and nbytes <= _FIT * spare[0]]
+        return min(near, key=lambda spare: abs(spare[0] - nbytes))[2] if near else None
 
     def all_but(self, kept: str | None) -> list[str]:
         """Return all spares except `kept`, longest idle first."""

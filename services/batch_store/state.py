@@ -21,7 +21,7 @@ from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
 from proto.ids import check_task_id, revised_name
 from proto.messages import ErrorCode, PutTask, StoreStats
-from services.batch_store.room import Retire, Room, Tier, held_bytes
+from services.batch_store.room import Removal, Room, Tier, held_bytes
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 
@@ -149,7 +149,7 @@ class StoreState:
         self._puts += 1
         self._index(put_id, grant.nbytes, table, set(range(len(table.task_ids))))
 
-    def supersede(self, put_id: str) -> list[Retire]:
+    def supersede(self, put_id: str) -> list[Removal]:
         """Drop the shards that a sealed file replaces: shards of the same tasks in other files whose keys differ from
         this file's only in their revision.
 
@@ -158,7 +158,7 @@ class StoreState:
         is called in seal order and keeps the same entries as before: if a file that covered an entry is gone, its
         shards were covered in turn by a later file, or cleared.
         """
-        effects: list[Retire] = []
+        effects: list[Removal] = []
         table = self._sealed[put_id].table
         if not any(revised_name(key) for key in table.keys):
             return effects
@@ -169,7 +169,7 @@ class StoreState:
             mine = table.checksums(index)
             names = {revised_name(key) for key in mine} - {None}
             files = self._tasks[task_id].files[fence]
-            for other in [each for each in files if each != put_id]:
+            for other in [name for name in files if name != put_id]:
                 theirs = self._sealed[other].table
                 keys = theirs.checksums(theirs.index[task_id, fence])
                 if all(revised_name(key) in names for key in keys):
@@ -177,7 +177,7 @@ class StoreState:
                     effects.extend(self._drop_entry(other, task_id, fence))
         return effects
 
-    def abandon(self, put_id: str) -> Retire:
+    def abandon(self, put_id: str) -> Removal:
         """Give up a grant. Its file becomes a zombie, because the producer may still write to it."""
         grant = self._grants.pop(put_id)
         return self.room.retire(f"{put_id}.tmp", grant.nbytes)
@@ -206,8 +206,8 @@ class StoreState:
         places: list[list[int]] = []
         missing: list[str] = []
         for task in tasks:
-            held = self._tasks.get(task.task_id)
-            files = held.files.get(task.fence) if held is not None else None
+            entry = self._tasks.get(task.task_id)
+            files = entry.files.get(task.fence) if entry is not None else None
             if not files:
                 missing.append(task.task_id)
                 continue
@@ -231,18 +231,18 @@ class StoreState:
 
     def files_of(self, tasks: Iterable[PutTask]) -> dict[str, list[int]]:
         """Return the files that hold any of these tasks: put id -> indices of the tasks in that file."""
-        found: dict[str, list[int]] = {}
+        by_file: dict[str, list[int]] = {}
         for task in tasks:
-            held = self._tasks.get(task.task_id)
-            for put_id in held.files.get(task.fence, ()) if held is not None else ():
-                found.setdefault(put_id, []).append(self._sealed[put_id].table.index[task.task_id, task.fence])
-        return found
+            entry = self._tasks.get(task.task_id)
+            for put_id in entry.files.get(task.fence, ()) if entry is not None else ():
+                by_file.setdefault(put_id, []).append(self._sealed[put_id].table.index[task.task_id, task.fence])
+        return by_file
 
-    def lose(self, put_id: str, tasks: Iterable[int] | None = None) -> list[Retire]:
+    def lose(self, put_id: str, tasks: Iterable[int] | None = None) -> list[Removal]:
         """Remove a sealed file whose bytes are gone, or only the given tasks from it. Their shards then count as
         missing."""
         table = self._sealed[put_id].table
-        effects: list[Retire] = []
+        effects: list[Removal] = []
         for index in sorted(self._sealed[put_id].alive if tasks is None else self._sealed[put_id].alive & set(tasks)):
             task_id, fence = table.task_ids[index], table.fences[index]
             files = self._tasks[task_id].files
@@ -258,19 +258,19 @@ class StoreState:
         """Return one page of sealed (task, fence) pairs and the cursor of the next page, or 0 at the end."""
         page: list[PutTask] = []
         last = 0
-        for task_id, held in self._tasks.items():
-            if held.serial <= cursor:
+        for task_id, entry in self._tasks.items():
+            if entry.serial <= cursor:
                 continue
             if len(page) >= PAGE_TASKS:
                 return page, last
-            page.extend(PutTask(task_id, fence) for fence in held.files)
-            last = held.serial
+            page.extend(PutTask(task_id, fence) for fence in entry.files)
+            last = entry.serial
         return page, 0
 
     def content_hashes(self, task: PutTask) -> list[int]:
         """Return the content hash of a task's shards in each file that holds any; an empty list if no file does."""
-        held = self._tasks.get(task.task_id)
-        tables = [self._sealed[put_id].table for put_id in held.files.get(task.fence, ())] if held is not None else []
+        entry = self._tasks.get(task.task_id)
+        tables = [self._sealed[put_id].table for put_id in entry.files.get(task.fence, ())] if entry is not None else []
         return [table.content_hash(table.index[task.task_id, task.fence]) for table in tables]
 
     def stats(self) -> StoreStats:
@@ -300,23 +300,23 @@ class StoreState:
         """Return whether a tombstone covers this fence of the task."""
         return self.tombstones.get(task.task_id, -1) >= task.fence
 
-    def clear(self, tasks: Iterable[PutTask]) -> list[Retire]:
+    def clear(self, tasks: Iterable[PutTask]) -> list[Removal]:
         """Set a tombstone for each (task, fence) and drop its shards with that fence or a lower one. Idempotent."""
-        effects: list[Retire] = []
+        effects: list[Removal] = []
         for task in tasks:
             if self.tombstones.get(task.task_id, -1) < task.fence:
                 self.tombstones.pop(task.task_id, None)  # becomes the youngest
                 self.tombstones[task.task_id] = task.fence
                 self._clears += 1
-            held = self._tasks.get(task.task_id)
-            if held is None:
+            entry = self._tasks.get(task.task_id)
+            if entry is None:
                 continue
-            for fence in [fence for fence in held.files if fence <= task.fence]:
-                put_ids = held.files.pop(fence)
+            for fence in [fence for fence in entry.files if fence <= task.fence]:
+                put_ids = entry.files.pop(fence)
                 self._shards -= self._count_shards(task.task_id, fence, put_ids)
                 for put_id in put_ids:
                     effects.extend(self._drop_entry(put_id, task.task_id, fence))
-            if not held.files:
+            if not entry.files:
                 del self._tasks[task.task_id]
         self._forget_tombstones()
         return effects
@@ -349,7 +349,7 @@ class StoreState:
         meantime."""
         return put_id in self._sealed
 
-    def end_move(self, put_id: str) -> Retire:
+    def end_move(self, put_id: str) -> Removal:
         """Replace the file in memory, which becomes a zombie, with the copy on disk, which has its sealed name."""
         nbytes = self._sealed[put_id].nbytes
         del self._moving[put_id]
@@ -372,7 +372,7 @@ class StoreState:
             fence = max(self.tombstones.pop(task.task_id, -1), task.fence)
             self.tombstones[task.task_id] = fence
 
-    def recover(self, put_id: str, nbytes: int, table: Table, place: Tier = Tier.MEMORY) -> list[Retire]:
+    def recover(self, put_id: str, nbytes: int, table: Table, place: Tier = Tier.MEMORY) -> list[Removal]:
         """Restore a sealed file of an earlier incarnation, without its cleared or superseded shards. Its checksums
         have been verified.
 
@@ -390,7 +390,7 @@ class StoreState:
         self._index(put_id, nbytes, table, alive, place)
         return self.supersede(put_id)
 
-    def recover_refuse(self, name: str, nbytes: int, place: Tier = Tier.MEMORY) -> Retire:
+    def recover_refuse(self, name: str, nbytes: int, place: Tier = Tier.MEMORY) -> Removal:
         """Retire an unsealed, damaged, dead or duplicate file of an earlier incarnation, which may still be mapped."""
         self.room.add(nbytes, place)
         return self.room.retire(name, nbytes, place)
@@ -430,13 +430,13 @@ class StoreState:
 
     def _has_new(self, put_id: str, table: Table) -> bool:
         """Return whether the file has new shards. Raises RpcError(conflict) if a known name has different bytes."""
-        found = False
+        has_new = False
         for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
-            held = self._tasks.get(task_id)
-            known = held.files.get(fence, []) if held is not None else []
-            mine = table.checksums(index) if known else {}
+            entry = self._tasks.get(task_id)
+            earlier = entry.files.get(fence, []) if entry is not None else []
+            mine = table.checksums(index) if earlier else {}
             new = set(mine)
-            for other in known:
+            for other in earlier:
                 theirs = self._sealed[other].table
                 for key, digest in theirs.checksums(theirs.index[task_id, fence]).items():
                     if mine.get(key, digest) != digest:
@@ -447,8 +447,8 @@ class StoreState:
                             names=[f"{task_id}#{key}"],
                         )
                     new.discard(key)
-            found = found or not known or bool(new)
-        return found
+            has_new = has_new or not earlier or bool(new)
+        return has_new
 
     def _index(self, put_id: str, nbytes: int, table: Table, alive: set[int], place: Tier = Tier.MEMORY) -> None:
         self._sealed[put_id] = Sealed(nbytes, table, alive, place)
@@ -456,16 +456,16 @@ class StoreState:
             self._spill_queue(table)[put_id] = None
         for index in sorted(alive):
             task_id, fence = table.task_ids[index], table.fences[index]
-            held = self._tasks.get(task_id)
-            if held is None:
+            entry = self._tasks.get(task_id)
+            if entry is None:
                 self._serial += 1
-                held = self._tasks[task_id] = TaskFiles(self._serial)
-            files = held.files.setdefault(fence, [])
+                entry = self._tasks[task_id] = TaskFiles(self._serial)
+            files = entry.files.setdefault(fence, [])
             self._shards -= self._count_shards(task_id, fence, files)
             files.append(put_id)
             self._shards += self._count_shards(task_id, fence, files)
 
-    def _drop_entry(self, put_id: str, task_id: str, fence: int) -> list[Retire]:
+    def _drop_entry(self, put_id: str, task_id: str, fence: int) -> list[Removal]:
         sealed = self._sealed[put_id]
         index = sealed.table.index[task_id, fence]
         sealed.alive.discard(index)

@@ -55,7 +55,7 @@ _MAX_PIECES = 256
 _TICK_S = 1.0
 
 
-class Source(Protocol):
+class StreamedContent(Protocol):
     """The content of a stream. Other threads read it."""
 
     @property
@@ -85,7 +85,7 @@ class Source(Protocol):
 @dataclass(slots=True, eq=False)
 class _Stream:
     number: int
-    source: Source
+    source: StreamedContent
     used: float
 
 
@@ -225,7 +225,7 @@ class StreamServer:
             self._lines[line_id.hex()] = _ReaderLine(line_id.hex(), sealer, opener, time.monotonic())
         return LineOpened(line_id=line_id.hex(), endpoint=self._endpoint, secret="" if self._plain else secret.hex())
 
-    def open_stream(self, line_id: str, source: Source) -> StreamOpened:
+    def open_stream(self, line_id: str, source: StreamedContent) -> StreamOpened:
         """Serve `source` on a line. Raises RpcError: lost (no such line), busy (too many streams), draining."""
         self.check()
         with self._lock:
@@ -234,7 +234,7 @@ class StreamServer:
                 raise RpcError(
                     ErrorCode.LOST, f"{self._name}: line {line_id[:40]!r} is not open: it has ended; open another"
                 )
-            if sum(len(each.streams) for each in self._lines.values()) >= MAX_STREAMS:
+            if sum(len(other.streams) for other in self._lines.values()) >= MAX_STREAMS:
                 raise self._busy(f"{MAX_STREAMS} streams are open")
             line.last_stream += 1
             number = line.last_stream
@@ -288,7 +288,7 @@ class StreamServer:
                 for descriptor, events in self._epoll.poll(_TICK_S):
                     if descriptor == self._wake:
                         os.eventfd_read(self._wake)
-                        for reader in [each for each in self._readers.values() if each.waits]:
+                        for reader in [reader for reader in self._readers.values() if reader.waits]:
                             self._serve(reader, 0)
                     elif descriptor == listener.fileno():
                         self._accept(listener)
@@ -362,7 +362,7 @@ class StreamServer:
         self._sent(reader)
 
     def _leave_all(self, places: set[Place]) -> None:
-        for reader in [each for each in self._readers.values() if each.place in places]:
+        for reader in [reader for reader in self._readers.values() if reader.place in places]:
             self._leave(reader)
 
     def _sweep(self, now: float) -> None:
@@ -370,7 +370,7 @@ class StreamServer:
         unused = self._places.unused(now, IDLE_S, PROVE_S)
         self._counts.unproven += sum(not place.proven for place in unused)
         self._leave_all(unused)
-        wanted = {each.stream for reader in self._readers.values() for each in reader.ranges}
+        wanted = {due.stream for reader in self._readers.values() for due in reader.ranges}
         with self._lock:
             for line in list(self._lines.values()):
                 if line.line_id not in self._claimed and now - line.opened_at > UNCLAIMED_S:

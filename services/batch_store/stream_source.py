@@ -56,22 +56,22 @@ class StreamSource:
         Bytes that are contiguous in a file are one view.
         """
         end = at + nbytes
-        found: list[memoryview] = []
+        views: list[memoryview] = []
         run = bisect_right(self._targets, at) - 1
         while at < end:
             begin, length = self._targets[run], self._lengths[run]
             if at < begin + length:
                 upto = min(end, begin + length)
                 source = self._sources[run] + at - begin
-                found.append(self._views[run][source : source + upto - at])
+                views.append(self._views[run][source : source + upto - at])
             else:  # the zeros that align the next run
                 # After the last run, the zeros extend to the end of the file if the file ends with an empty shard.
                 upto = min(end, self._targets[run + 1]) if run + 1 < len(self._targets) else end
-                found.append(self._gap[: upto - at])
+                views.append(self._gap[: upto - at])
             at = upto
             if at >= begin + length and run + 1 < len(self._targets) and at >= self._targets[run + 1]:
                 run += 1
-        return found
+        return views
 
 
 def pin(
@@ -118,10 +118,10 @@ def _few(places: Sequence[Sequence[int]], most_files: int) -> tuple[int, int]:
 
 def _picks(tables: Sequence[Table], tasks: Sequence[PutTask], places: Sequence[Sequence[int]]) -> Picks:
     wanted = [(task.task_id, task.fence) for task in tasks]
-    files = [file for each in places for file in each]
+    files = [file for numbers in places for file in numbers]
     owners: Sequence[int] = range(len(tasks))
     if len(files) != len(tasks):
-        owners = [at for at, each in enumerate(places) for _ in each]
+        owners = [at for at, numbers in enumerate(places) for _ in numbers]
     indices = [table.index for table in tables]
     return Picks(
         [task.task_id for task in tasks],

@@ -65,16 +65,16 @@ class TombstoneList:
         whole = text[: text.rfind(b"\n") + 1]
         if len(whole) != len(text):
             os.truncate(self._path, len(whole))
-        found: list[PutTask] = []
+        tombstones: list[PutTask] = []
         lines = whole.decode(errors="replace").split("\n")[:-1]
         for line in lines:
             fence, _, task_id = line.partition(" ")
             try:
-                found.append(PutTask(check_task_id(task_id), int(fence)))
+                tombstones.append(PutTask(check_task_id(task_id), int(fence)))
             except ValueError as error:  # WireError is one
                 structlog.get_logger(self._name).error("damaged tombstone skipped", line=line[:200], why=str(error))
         self._lines = len(lines)
-        return found
+        return tombstones
 
     def close(self) -> None:
         """Close the descriptor. The list is kept."""

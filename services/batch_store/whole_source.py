@@ -54,9 +54,9 @@ class DistributedFiles:
                 raise IndexError("policy.distribute is false")
             with self._lock:
                 if not self._list:
-                    found = distribution.files(document.plain(self._file.read_text(encoding="utf-8")))
-                    self._paths = [path for _, path in found]
-                    self._list = msgspec.json.encode([file for file, _ in found])
+                    distributed = distribution.files(document.plain(self._file.read_text(encoding="utf-8")))
+                    self._paths = [path for _, path in distributed]
+                    self._list = msgspec.json.encode([file for file, _ in distributed])
             if index == 0:
                 return "list", WholeSource(memoryview(self._list))
             path = self._paths[index - 1]

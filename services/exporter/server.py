@@ -23,8 +23,7 @@ from shared.rpc.errors import BadInput, RpcError
 from shared.rpc.transport import Pump, open_socket
 from shared.rundir import RunDir
 from shared.topology import load_resolved
-from shared.topology.monitor_traces import Prometheus, Traces
-from shared.topology.monitor_web import TokenError, read_token, split_address
+from shared.topology.monitor import Prometheus, TokenError, Traces, read_token, split_address
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

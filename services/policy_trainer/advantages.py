@@ -44,30 +44,30 @@ class Estimator:
         if not len(rewards):
             return np.zeros(0, dtype=np.float32)
         options, values = self._options, rewards.astype(np.float64)
-        found: Array
+        advantages: Array
         if self._function is not None:
-            found = np.asarray(self._function(values, groups, loss_tokens, **options.params))
-            if found.shape != values.shape or found.dtype.kind not in "fiu":
+            advantages = np.asarray(self._function(values, groups, loss_tokens, **options.params))
+            if advantages.shape != values.shape or advantages.dtype.kind not in "fiu":
                 raise ValueError(
-                    f"advantage {options.name} returned {found.dtype} {list(found.shape)}; it must return "
+                    f"advantage {options.name} returned {advantages.dtype} {list(advantages.shape)}; it must return "
                     f"{len(values)} numbers"
                 )
         elif options.name == "grpo":
-            found = grpo(values, groups, std_epsilon=options.std_epsilon if options.scale == "std" else None)
+            advantages = grpo(values, groups, std_epsilon=options.std_epsilon if options.scale == "std" else None)
         elif options.name == "dr_grpo":
-            found = grpo(values, groups, std_epsilon=None)
+            advantages = grpo(values, groups, std_epsilon=None)
         elif options.name == "rloo":
-            found = rloo(values, groups)
+            advantages = rloo(values, groups)
         elif options.name == "opo":
-            found = opo(values, groups, loss_tokens)
+            advantages = opo(values, groups, loss_tokens)
         elif options.name == "reinforce_pp":
-            found = reinforce_pp(values, loss_tokens)
+            advantages = reinforce_pp(values, loss_tokens)
         elif options.name == "reinforce_pp_baseline":
-            found = reinforce_pp(grpo(values, groups, std_epsilon=None), loss_tokens)
+            advantages = reinforce_pp(grpo(values, groups, std_epsilon=None), loss_tokens)
         else:
             raise ValueError(f"advantage {options.name!r}: no such estimator")
         with np.errstate(over="ignore"):  # the caller checks for infinite values
-            return found.astype(np.float32)
+            return advantages.astype(np.float32)
 
 
 def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:

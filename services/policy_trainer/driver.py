@@ -10,7 +10,6 @@ from pathlib import Path
 
 import structlog
 
-from proto.messages import StepBatch
 from proto.tensors import Array
 from services.policy_trainer import token_weights
 from services.policy_trainer.advantages import Estimator
@@ -22,7 +21,7 @@ from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.reward_shaping import shaped
-from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.scheduler_calls import SchedulerCalls, StepTasks
 from services.policy_trainer.snapshot_pace import SnapshotPace
 from services.policy_trainer.stop import Stop
 from shared.batch import Batch
@@ -98,10 +97,10 @@ class Driver:
             await self.step(batch, metrics)
             version = metrics.step
             await self.publisher.collect(metrics)
-            row = metrics.row(batch, step_s=time.perf_counter() - began)
+            row = metrics.row(batch.answer, step_s=time.perf_counter() - began)
             await self.scheduler.commit(version, row)
             self.on_row(row)
-            self.publisher.begin(version, checkpoint_now=batch.checkpoint_now)
+            self.publisher.begin(version, checkpoint_now=batch.answer.checkpoint_now)
         await self.stop.unless(self.finish(version))
         if self.stop.asked:
             await self.publisher.stop(version)
@@ -119,8 +118,10 @@ class Driver:
             metrics.wait_batch_s = time.perf_counter() - began
             await self.step(batch, metrics)
             # The row is already written; the log shows whether the replay produced the same numbers.
-            self._log.info("replayed", **{"step": step, **metrics.row(batch, step_s=time.perf_counter() - began)})
-            checkpoint_now = self.resumed.checkpoint_now or batch.checkpoint_now
+            self._log.info(
+                "replayed", **{"step": step, **metrics.row(batch.answer, step_s=time.perf_counter() - began)}
+            )
+            checkpoint_now = self.resumed.checkpoint_now or batch.answer.checkpoint_now
         return checkpoint_now
 
     async def finish(self, version: int) -> None:
@@ -131,7 +132,7 @@ class Driver:
             await self.workers.save_hf_model(self.export)
         await self.scheduler.finish()
 
-    async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:
+    async def step(self, batch: StepTasks, metrics: StepMetrics) -> None:
         """Run one training step on its batch."""
         mini_batches: list[Batch] = []
         try:
@@ -147,18 +148,18 @@ class Driver:
                 await self.skip_update(error, metrics, left=len(mini_batches) - index)
         self.bad_steps.ended(metrics.step, len(metrics.updates))
 
-    async def prepare(self, batch: StepBatch, metrics: StepMetrics) -> list[Batch]:
+    async def prepare(self, batch: StepTasks, metrics: StepMetrics) -> list[Batch]:
         """Return the mini-batches of all iterations, with per-sample advantages and loss weights."""
         algorithm = self.topology.algorithm
         check_tasks(batch)
-        check_rewards(batch, batch.scalars["reward"])
+        check_rewards(batch, batch.tasks.scalars["reward"])
         check_reference(batch)
-        tasks = Batch(batch.batch)
+        tasks = batch.tasks
         if self.topology.needs_proximal:
-            logprobs, seconds = await self.workers.forward(tasks, [PROX_KEY])
+            logprobs, seconds = await self.workers.forward(tasks.with_scalars({}), [PROX_KEY])
             tasks = tasks.union(logprobs)
             metrics.forward_s += seconds
-        loss_tokens = token_weights.trained_tokens(algorithm.overlong, batch.scalars)
+        loss_tokens = token_weights.trained_tokens(algorithm.overlong, tasks.scalars)
         tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
         mini_batches: list[Batch] = []
         for part in tasks.split(algorithm.mini_batch_tasks):
@@ -170,18 +171,18 @@ class Driver:
             mini_batches.append(part.with_scalars({ADVANTAGES: part.scalars[ADVANTAGES], WEIGHTS: weights}))
         return mini_batches * algorithm.num_iterations
 
-    def advantages(self, batch: StepBatch) -> Array:
+    def advantages(self, batch: StepTasks) -> Array:
         """Return the advantages of the whole step, float32 [samples].
 
         Raises RpcError: bad_data if an advantage or a shaped reward is not finite, bad_request if they cannot be
         computed.
         """
         try:
-            rewards = shaped(self.topology, batch.scalars)
+            rewards = shaped(self.topology, batch.tasks.scalars)
             check_rewards(batch, rewards)
-            advantages = self.estimator(rewards, Batch(batch.batch).groups, batch.scalars[LOSS_TOKENS])
+            advantages = self.estimator(rewards, batch.tasks.groups, batch.tasks.scalars[LOSS_TOKENS])
         except ValueError as error:
-            raise BadInput(f"step {batch.step} refused, weights untouched: {error}") from error
+            raise BadInput(f"step {batch.answer.step} refused, weights untouched: {error}") from error
         check_advantages(batch, advantages)
         return advantages
 

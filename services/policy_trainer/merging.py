@@ -33,12 +33,12 @@ def merged(answers: Sequence[R]) -> R:
         return cast(R, _gradient(cast(Sequence[messages.ForwardBackwardDone], answers)))
     if isinstance(first, messages.ForwardDone):
         parts = cast(Sequence[messages.ForwardDone], answers)
-        meta = Batch.concat([Batch(each.meta) for each in parts]).meta
-        return cast(R, messages.ForwardDone(meta=meta, seconds=max(each.seconds for each in parts)))
+        meta = Batch.concat([Batch(part.meta) for part in parts]).meta
+        return cast(R, messages.ForwardDone(meta=meta, seconds=max(part.seconds for part in parts)))
     if isinstance(first, messages.Moved):
         moves = cast(Sequence[messages.Moved], answers)
-        total = sum(each.nbytes for each in moves)
-        return cast(R, messages.Moved(nbytes=total, seconds=max(each.seconds for each in moves)))
+        total = sum(move.nbytes for move in moves)
+        return cast(R, messages.Moved(nbytes=total, seconds=max(move.seconds for move in moves)))
     return first
 
 

@@ -79,7 +79,7 @@ class StepMetrics:
             "policy/entropy": sums["entropy"] / tokens,
             "policy/clip_fraction": sums["clipped"] / tokens,
             "policy/masked_fraction": sums["masked"] / tokens,
-            "policy/grad_norm": sum(each.grad_norm for each in self.updates) / updates,
+            "policy/grad_norm": sum(update.grad_norm for update in self.updates) / updates,
             "policy/updates_skipped": float(self.skipped),
             "policy/lr": self.updates[-1].lr if self.updates else 0.0,
             "rollout/logprob_mismatch": sums["mismatch"] / tokens,
@@ -90,7 +90,7 @@ class StepMetrics:
             "time/wait_batch": self.wait_batch_s,
             "time/forward_backward": self.forward_s + self.forward_backward_s,
             "time/optim": self.optim_s,
-            "time/snapshot": sum(each.snapshot_s for each in self.updates),
+            "time/snapshot": sum(update.snapshot_s for update in self.updates),
             "time/publish": self.publish_s,
             "time/checkpoint": self.checkpoint_s,
             "throughput/samples_per_s": _samples(batch) / step_s,
@@ -166,8 +166,8 @@ def staleness_counts(batch: StepBatch) -> dict[int, int]:
 
 def _named(scalars: Mapping[str, Array]) -> dict[str, float]:
     """Return the components of dict rewards and the workflow metrics, averaged over the samples that have a value."""
-    found = {name: values[np.isfinite(values)] for name, values in scalars.items() if "/" in name}
-    return {name: float(values.mean(dtype=np.float64)) for name, values in found.items() if len(values)}
+    finite = {name: values[np.isfinite(values)] for name, values in scalars.items() if "/" in name}
+    return {name: float(values.mean(dtype=np.float64)) for name, values in finite.items() if len(values)}
 
 
 def _groups(batch: StepBatch, values: Array) -> list[Array]:

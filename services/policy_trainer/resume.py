@@ -58,7 +58,7 @@ async def resume(
     state = await workers.take_over(info.drivers)
     if not state.dirty and state.step == info.open_step == info.committed_step + 1 and not whole_rows:
         # The workers took the step, but the driver died before its commit, so the sums for its row are lost.
-        await scheduler.commit(info.open_step, batch_row(await scheduler.next_batch(info.open_step)))
+        await scheduler.commit(info.open_step, batch_row((await scheduler.next_batch(info.open_step)).answer))
         info = await scheduler.run_info()
     if not state.dirty and state.step == info.committed_step:
         log.info("workers continue", step=state.step)

@@ -5,6 +5,8 @@ The order is: normalisation over the step, overlong penalty, subtraction of the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from proto.tensors import Array
@@ -15,7 +17,7 @@ KL_SCALAR = "kl"
 """Name of the per-sample scalar that the reference provides when the KL is part of the reward."""
 
 
-def shaped(topology: Topology, scalars: dict[str, Array]) -> Array:
+def shaped(topology: Topology, scalars: Mapping[str, Array]) -> Array:
     """Return the shaped rewards, float64 [N].
 
     They are computed from the batch scalars `reward` and `length`, and from `kl` if the KL is part of the reward.

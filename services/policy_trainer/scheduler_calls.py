@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -12,6 +13,7 @@ import structlog
 from proto import messages
 from proto.messages import Ack, ErrorCode, WeightsRef
 from proto.registry import Message, Request
+from shared.batch import Batch
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 
@@ -23,6 +25,18 @@ PATIENCE_S = 120.0
 """Maximum time, in seconds, that the driver keeps retrying while the scheduler is away. A scheduler restart takes only
 seconds."""
 _AWAY = frozenset([ErrorCode.DEADLINE, ErrorCode.DRAINING, ErrorCode.BUSY])
+
+
+@dataclass(frozen=True)
+class StepTasks:
+    """The tasks of a step with their scalars, and the scheduler's answer that contained them."""
+
+    tasks: Batch
+    answer: messages.StepBatch
+
+    @classmethod
+    def of(cls, answer: messages.StepBatch) -> StepTasks:
+        return cls(Batch(answer.batch).with_scalars(answer.scalars), answer)
 
 
 class SchedulerCalls:
@@ -49,12 +63,12 @@ class SchedulerCalls:
         request = messages.GetRunInfo(driver=self._driver, reload=True, loaded_step=step)
         return await self._ask(request, messages.RunInfo)
 
-    async def next_batch(self, step: int) -> messages.StepBatch:
+    async def next_batch(self, step: int) -> StepTasks:
         """Wait for the journaled batch of `step` and return it."""
         began = time.monotonic()
-        batch = await self._poll(messages.NextBatch(driver=self._driver, step=step), messages.StepBatch)
-        self._on_batch(batch, time.monotonic() - began)
-        return batch
+        answer = await self._poll(messages.NextBatch(driver=self._driver, step=step), messages.StepBatch)
+        self._on_batch(answer, time.monotonic() - began)
+        return StepTasks.of(answer)
 
     async def commit(self, step: int, metrics: dict[str, float]) -> None:
         await self._ask(messages.CommitStep(driver=self._driver, step=step, metrics=metrics), Ack)

@@ -8,12 +8,14 @@ promise 7).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from proto.tensors import Array
 
 
-def trained_tokens(overlong: str, scalars: dict[str, Array]) -> Array:
+def trained_tokens(overlong: str, scalars: Mapping[str, Array]) -> Array:
     """Return int [N]: for each sample, the number of its tokens that count in the loss.
 
     It is 0 for truncated samples if `overlong` is "mask". Such samples are masked before sum(n) and B of

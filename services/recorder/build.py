@@ -16,7 +16,7 @@ from proto.messages import EndedTask
 from proto.tensors import Array
 from shared.samples.record import Record, SampleState, split_of
 from shared.samples.text import SampleText, TaskText, unpack
-from shared.stages import ADVANTAGES, TEXT, TRAIN_LOGPROBS
+from shared.stages import SAMPLE_ADVANTAGES, TEXT, TRAIN_LOGPROBS, Per, declared
 
 DECIMALS = 4
 """Number of decimal places of log-probs."""
@@ -48,7 +48,7 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Re
     Raises ValueError, KeyError, IndexError or msgspec.DecodeError if the shards are inconsistent.
     """
     text = unpack(shards[TEXT]) if TEXT in shards else TaskText("", [])
-    rewards = [_bounded(each.reward) for each in text.samples if each.reward is not None]
+    rewards = [_bounded(sample.reward) for sample in text.samples if sample.reward is not None]
     group = msgspec.structs.replace(
         bare(ended, at),
         samples=max(ended.samples + len(text.failed), 1),
@@ -67,18 +67,18 @@ def _alive(group: Record, text: TaskText, shards: Mapping[str, Array], samples: 
     """Return the records of the samples that did not fail, including the fields of `group`, which all samples of the
     task share."""
     # The arrays of a task are converted at once: for short samples, one numpy call takes as long as a whole record.
-    columns = {key: shards[key].tolist() for key in ("token_ids", "loss_mask", "versions")}
-    columns |= {key: _rounded(shards[key]) for key in ("rollout_logprobs", TRAIN_LOGPROBS) if key in shards}
+    recorded = [key for key in declared().values() if key.recorded and key.per is Per.TOKEN and key.name in shards]
+    columns = {key.name: _listed(shards[key.name]) for key in recorded}
     spans = _spans(shards["sample_index"].tolist(), shards["lengths"].tolist(), columns["loss_mask"])
     if {len(column) for column in columns.values()} != {int(shards["lengths"].sum())}:
         raise ValueError(f"lengths sum to {int(shards['lengths'].sum())}, but the columns have other lengths")
-    advantages = [_bounded(each) for each in shards[ADVANTAGES].tolist()] if ADVANTAGES in shards else None
+    advantages = shards[SAMPLE_ADVANTAGES].tolist() if SAMPLE_ADVANTAGES in shards else None
     made = []
     for number in range(samples):
         said = text.samples[number] if number < len(text.samples) else SampleText("", "", 0.0)
-        advantage = None if advantages is None else round(advantages[number], 6)
+        advantage = None if advantages is None else round(_bounded(advantages[number]), 6)
         tokens = {
-            key: [each for at, end in spans[number] for each in column[at:end]] for key, column in columns.items()
+            key: [value for at, end in spans[number] for value in column[at:end]] for key, column in columns.items()
         }
         made.append(_record(group, number, said, advantage, tokens))
     return made
@@ -131,14 +131,18 @@ def _failed(group: Record, number: int, said: SampleText) -> Record:
 def _spans(samples: list[int], lengths: list[int], mask: list[int]) -> dict[int, list[tuple[int, int]]]:
     """Return the start and end positions (the end is exclusive) of each sequence by sample, starting at its first
     sampled token."""
-    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for sample, length, end in zip(samples, lengths, accumulate(lengths), strict=True):
         given = mask[end - length : end]
-        found[sample].append((end - length + (given.index(1) if 1 in given else 0), end))
-    return found
+        spans[sample].append((end - length + (given.index(1) if 1 in given else 0), end))
+    return spans
 
 
-def _rounded(values: Array) -> list[Any]:
+def _listed(values: Array) -> list[Any]:
+    """Return `values` as a list. Fractions are rounded to `DECIMALS` places, and bounded."""
+    if values.dtype.kind != "f":
+        listed: list[Any] = values.tolist()
+        return listed
     bounded = np.nan_to_num(np.asarray(values, np.float64), nan=0.0, posinf=LIMIT, neginf=-LIMIT)
     rounded: list[Any] = np.round(bounded, DECIMALS).tolist()
     return rounded

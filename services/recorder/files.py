@@ -61,11 +61,11 @@ class SampleFiles:
         """
         first = records[0]
         path = self._folder / file_of(first.split, first.step or 0)
-        known = self._known(path)
-        if first.task in known:
+        tasks = self._known(path)
+        if first.task in tasks:
             return False
         data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-        if known and self._sizes.get(path, 0) + len(data) > self.limit_bytes:
+        if tasks and self._sizes.get(path, 0) + len(data) > self.limit_bytes:
             self.left_out += 1
             return False
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -81,7 +81,7 @@ class SampleFiles:
         finally:
             os.close(descriptor)
         self._resize(path, before + len(data))
-        known.add(first.task)
+        tasks.add(first.task)
         self._trim(path)
         return True
 
@@ -105,14 +105,14 @@ class SampleFiles:
 
     def _known(self, path: Path) -> set[str]:
         """Return the tasks of a file. If the file's last task is incomplete, remove that task first."""
-        known = self._tasks.pop(path, None)
-        if known is None:
+        tasks = self._tasks.pop(path, None)
+        if tasks is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            known = self._repaired(path)
-        self._tasks[path] = known
+            tasks = self._repaired(path)
+        self._tasks[path] = tasks
         while len(self._tasks) > OPEN_FILES:
             del self._tasks[next(iter(self._tasks))]
-        return known
+        return tasks
 
     def _repaired(self, path: Path) -> set[str]:
         """Truncate the file after its last complete task, and return its tasks."""

@@ -24,7 +24,7 @@ from shared.dataplane.client import DataClient
 from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
 from shared.samples.record import FOLDER, SampleState
-from shared.stages import ADVANTAGES, ROLLOUT, TEXT, TRAIN_LOGPROBS
+from shared.stages import RECORD, ROLLOUT, SAMPLE_ADVANTAGES, TEXT
 from shared.topology import load_resolved
 
 ASK_S = 4.0
@@ -136,30 +136,31 @@ class RecorderService(Service):
         try:
             if self._files.append(made):
                 self._counts["tasks"] += 1
-                self._counts["samples"] += sum(each.sample >= 0 for each in made)
+                self._counts["samples"] += sum(record.sample >= 0 for record in made)
         except OSError as error:
             self._counts["unreadable"] += 1
             self.log.warning("samples not written", task_id=ended.task_id, error=str(error))
 
     # ---- shards
 
-    async def _read(self, due: SamplesDue, found: Shards) -> None:
-        """Put the tasks' shards into `found`. Shards that cannot be read are omitted."""
+    async def _read(self, due: SamplesDue, shards: Shards) -> None:
+        """Put the tasks' shards into `shards`. Shards that cannot be read are omitted."""
+        recorded = [key.name for key in ROLLOUT.keys if key.recorded]
         groups: dict[tuple[str, tuple[str, ...]], list[EndedTask]] = {}
         for task in due.tasks:
             if task.store:
-                keys = (*ROLLOUT.makes, TEXT) if task.samples else (TEXT,)
+                keys = (*recorded, TEXT) if task.samples else (TEXT,)
                 groups.setdefault((task.store, keys), []).append(task)
-        await asyncio.gather(*(self._fetch(tasks, store, keys, found) for (store, keys), tasks in groups.items()))
-        left = [task for task in due.tasks if task.state == SampleState.TRAINED and task.task_id in found]
+        await asyncio.gather(*(self._fetch(tasks, store, keys, shards) for (store, keys), tasks in groups.items()))
+        left = [task for task in due.tasks if task.state == SampleState.TRAINED and task.task_id in shards]
         for pause_s in (0.0, *LATE_S):
             await asyncio.sleep(pause_s if left else 0)
             for store in due.trainer_stores:
-                await self._fetch(left, store, (ADVANTAGES, TRAIN_LOGPROBS), found)
-                left = [task for task in left if ADVANTAGES not in found[task.task_id]]
+                await self._fetch(left, store, RECORD.makes, shards)
+                left = [task for task in left if SAMPLE_ADVANTAGES not in shards[task.task_id]]
 
-    async def _fetch(self, tasks: Sequence[EndedTask], store: str, keys: tuple[str, ...], found: Shards) -> None:
-        """Add a store's readable shards to `found`: all at once or, if the store lacks some of them, task by task."""
+    async def _fetch(self, tasks: Sequence[EndedTask], store: str, keys: tuple[str, ...], shards: Shards) -> None:
+        """Add a store's readable shards to `shards`: all at once or, if the store lacks some of them, task by task."""
         if not tasks:
             return
         handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]
@@ -172,7 +173,7 @@ class RecorderService(Service):
                 self.log.debug("shards not read", store=store, tasks=len(tasks), error=str(error)[:200])
                 return
             for task in tasks:
-                await self._fetch([task], store, keys, found)
+                await self._fetch([task], store, keys, shards)
             return
-        for task, each in zip(tasks, arrays, strict=True):
-            found.setdefault(task.task_id, {}).update(each)
+        for task, task_shards in zip(tasks, arrays, strict=True):
+            shards.setdefault(task.task_id, {}).update(task_shards)

@@ -115,7 +115,7 @@ def _lease_evaluation(run: RunState, one: Evaluation, request: LeaseRequest, cal
 
 
 def _lease_later_stage(run: RunState, stage: int, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
-    """Lease tasks that share one version of the reference. Return None until that version is published.
+    """Lease tasks that share one version of the stage's model. Return None until that version is published.
 
     A task in a step after a refresh waits for that refresh's version. Once that version exists, the steps up to it have
     been trained, so drops of earlier tasks can no longer move the task to a step before the refresh.
@@ -123,12 +123,18 @@ def _lease_later_stage(run: RunState, stage: int, request: LeaseRequest, call: C
     first = first_waiting(run, stage)
     if first is None:
         return None
-    wanted = run.plan.reference_version(run.order.step_of(run, first.admission))
+    wanted = _version_of_model(run, stage, run.order.step_of(run, first.admission))
     version = run.versions.at_step(wanted) if wanted else None
     if wanted and version is None:
         return None
     tasks = run.order.choose(run, stage, request.max_tasks)
     return _grant(run, stage, request, call, tasks, version) if tasks else None
+
+
+def _version_of_model(run: RunState, stage: int, step: int) -> int:
+    """Return the step of the version with which a later stage scores the tasks of `step`, or 0 for the model
+    directory."""
+    return run.plan.reference_version(step) if run.plan.stages[stage].refreshed else 0
 
 
 def waits(run: RunState, stage: int, task: Task) -> bool:
@@ -150,7 +156,7 @@ def first_waiting(run: RunState, stage: int) -> Task | None:
 def choose_in_order(run: RunState, stage: int, most: int) -> list[Task]:
     """Remove up to `most` waiting tasks, oldest first, from the waiting line and return them.
 
-    For the rollout stage, the tasks all belong to one step; for later stages, they share one version of the reference.
+    For the rollout stage, the tasks all belong to one step; for later stages, they share one version of its model.
     """
     chosen: list[Task] = []
     group = -1
@@ -159,7 +165,7 @@ def choose_in_order(run: RunState, stage: int, most: int) -> list[Task]:
         if task is None:
             break
         step = run.order.step_of(run, task.admission)
-        key = step if stage == 0 else run.plan.reference_version(step)
+        key = step if stage == 0 else _version_of_model(run, stage, step)
         if group not in (-1, key):
             break
         group = key

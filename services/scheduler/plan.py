@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from shared.stages import Stage, train_graph
+from shared.stages import ROLLOUT, Stage
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Plan:
     by_completion: bool = False
     """Whether a step takes the tasks that finish first instead of those admitted first."""
     evals: tuple[EvalPlan, ...] = ()
-    stages: tuple[Stage, ...] = field(default_factory=lambda: train_graph(with_reference=False))
+    stages: tuple[Stage, ...] = (ROLLOUT,)
     task_bytes: int = 0
     """Maximum bytes of one live training task. 0: no room is reserved."""
     overhead_bytes: int = 0

@@ -80,7 +80,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         filter_limit=_filter_limit(topology),
         by_completion=topology.consume == "completion",
         evals=evals,
-        stages=train_graph(with_reference=topology.needs_reference),
+        stages=train_graph(topology),
         task_bytes=task_bytes(topology, prompt),
         overhead_bytes=overhead_bytes(topology),
         unleased_token_bytes=unleased_token_bytes(topology),

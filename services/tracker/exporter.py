@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from services.tracker.history import Row
 from services.tracker.samples import Table
-from shared.topology.monitor_trackers import Tracker
+from shared.topology.monitor import Tracker
 
 LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -20,7 +20,7 @@ from services.web.service import server_of
 from shared.bearer import Secret
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
-from shared.topology.monitor_web import is_loopback, split_address
+from shared.topology.monitor import is_loopback, split_address
 
 USAGE = 2
 TOKEN_BYTES = 18

@@ -10,7 +10,7 @@ from shared.bearer import Secret
 from shared.guest_server import GuestServer
 from shared.rpc.errors import BadInput
 from shared.rundir import RunDir
-from shared.topology.monitor_web import TokenError, Web, read_token, split_address
+from shared.topology.monitor import TokenError, Web, read_token, split_address
 
 IDLE_S = 60
 """Maximum time, in seconds, between two parts of a request, and between two requests on a connection."""

@@ -215,7 +215,7 @@ class DataClient:
         order = tuple(keys)
         if all(wants.keys in (None, order) for wants in wanted):
             return results
-        return [{key: found[key] for key in order} for found in results]
+        return [{key: shards[key] for key in order} for shards in results]
 
     async def hold(
         self, task: PutTask, *, store: str, origin: str, stall_s: float, on_progress: OnProgress = ignore_progress
@@ -231,11 +231,11 @@ class DataClient:
         since, most = loop.time(), -1
         while True:
             left_s = since + stall_s - loop.time()
-            held = await client.call(Hold(task=task, origin=origin, whole=True), Held, deadline_s=left_s)
-            if held.held_bytes == held.total_bytes:
+            reply = await client.call(Hold(task=task, origin=origin, whole=True), Held, deadline_s=left_s)
+            if reply.held_bytes == reply.total_bytes:
                 return
-            if held.held_bytes > most:
-                most, since = held.held_bytes, loop.time()
+            if reply.held_bytes > most:
+                most, since = reply.held_bytes, loop.time()
                 on_progress()
 
     async def recheck(self, task: PutTask, *, store: str) -> None:
@@ -315,12 +315,12 @@ class DataClient:
         self, wants: _ReadRequest, results: list[dict[str, Array]], deadline_s: float, on_progress: OnProgress
     ) -> None:
         try:
-            found = await self._found(wants, deadline_s, on_progress)
+            per_task = await self._found(wants, deadline_s, on_progress)
         except RpcError as error:
             if error.code == ErrorCode.MISSING and self._reports:
                 await self._report(wants, str(error))
             raise
-        for at, arrays in zip(wants.at, found, strict=True):
+        for at, arrays in zip(wants.at, per_task, strict=True):
             results[at] = merged(results[at], arrays, ()) if results[at] else arrays
 
     async def _found(self, wants: _ReadRequest, deadline_s: float, on_progress: OnProgress) -> list[dict[str, Array]]:
@@ -329,9 +329,9 @@ class DataClient:
         if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
             on_progress()
             return await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, on_progress)
-        found = await self._map(client, wants, deadline)
-        _check_whole(found, wants)
-        return found
+        per_task = await self._map(client, wants, deadline)
+        _check_whole(per_task, wants)
+        return per_task
 
     async def _report(self, wants: _ReadRequest, why: str) -> None:
         """Report to the scheduler that these shards cannot be read. Once the scheduler answers, the shards will be
@@ -354,13 +354,13 @@ class DataClient:
                 raise with_shard_names(error, wants.tasks, wants.keys or ()) from None
             what = f"to map {len(located.files)} files of {wants.store}"
             read = partial(self._with_descriptors, partial(self._read, located, wants), what)
-            found = await loop.run_in_executor(self._threads, read)
-            if found is not None:
-                return found
+            per_task = await loop.run_in_executor(self._threads, read)
+            if per_task is not None:
+                return per_task
             await asyncio.sleep(AGAIN_S)  # the file was collected after the answer; the next answer will say so
 
     def _read(self, located: Located, wants: _ReadRequest) -> list[dict[str, Array]] | None:
-        found: list[dict[str, Array]] = [{} for _ in wants.tasks]
+        per_task: list[dict[str, Array]] = [{} for _ in wants.tasks]
         try:
             whole = wants.keys is None  # weights, all of which a service will read while it samples
             for place, ats in _by_file(located).items():
@@ -373,7 +373,7 @@ class DataClient:
                     ats = [at for at, row in zip(ats, rows, strict=True) if row >= 0]
                     rows = [row for row in rows if row >= 0]
                 for at, arrays in zip(ats, mapping.arrays(rows, wants.keys, self._helper), strict=True):
-                    found[at] = merged(found[at], arrays, wants.keys or ()) if found[at] else arrays
+                    per_task[at] = merged(per_task[at], arrays, wants.keys or ()) if per_task[at] else arrays
         except FileNotFoundError:
             return None
         except DamagedShards as error:
@@ -382,7 +382,7 @@ class DataClient:
             names = [f"{wants.tasks[at].task_id}#{key}" for at in ats for key in wants.keys or ("*",)]
             text = f"{wants.store}: damaged shards: {located.files[place]}: {error}"
             raise RpcError(ErrorCode.MISSING, text, names=names) from None
-        return found
+        return per_task
 
 
 async def _ask(client: Client, request: Request, reply: type[R], deadline: float) -> R:
@@ -420,12 +420,12 @@ def _by_file(located: Located) -> dict[int, list[int]]:
     return by_file
 
 
-def _check_whole(found: list[dict[str, Array]], wants: _ReadRequest) -> None:
+def _check_whole(per_task: list[dict[str, Array]], wants: _ReadRequest) -> None:
     """Raise RpcError(missing), which names the shards, if some shards were not found in any file."""
     keys = wants.keys or ()
-    lacking = [at for at, arrays in enumerate(found) if len(arrays) < len(keys)]
+    lacking = [at for at, arrays in enumerate(per_task) if len(arrays) < len(keys)]
     if lacking:
-        names = [f"{wants.tasks[at].task_id}#{key}" for at in lacking for key in keys if key not in found[at]]
+        names = [f"{wants.tasks[at].task_id}#{key}" for at in lacking for key in keys if key not in per_task[at]]
         raise missing_shards(wants.store, names)
 
 

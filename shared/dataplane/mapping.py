@@ -103,16 +103,16 @@ class TableCache:
     def get(self, path: str, data: mmap.mmap | Array) -> KnownTable:
         """Return the table of the file at `path`, mapped as `data`. Raises WireError."""
         with self._lock:
-            known = self._tables.get(path)
-            if known is not None:
+            entry = self._tables.get(path)
+            if entry is not None:
                 self._tables.move_to_end(path)
-                return known
+                return entry
         with memoryview(data if isinstance(data, mmap.mmap) else data.data) as view:
             table = blockfile.parse(view, len(data))
-        known = KnownTable(table, np.zeros(table.row_count, bool))
+        entry = KnownTable(table, np.zeros(table.row_count, bool))
         with self._lock:
             if path not in self._tables:
-                self._tables[path] = known
+                self._tables[path] = entry
                 self._rows += TABLE_ROWS + table.row_count
             most = CACHED_ROWS if self._most_rows is None else self._most_rows
             while self._rows > most and len(self._tables) > 1:
@@ -120,7 +120,7 @@ class TableCache:
             paths = list(self._tables) if len(self._tables) > self._sweep_at else []
         if paths:
             self._sweep(paths)
-        return known
+        return entry
 
     def _sweep(self, paths: list[str]) -> None:
         """Drop the tables of those files among `paths` that have been collected."""
@@ -131,9 +131,9 @@ class TableCache:
             self._sweep_at = max(SWEPT_TABLES, 2 * len(self._tables))
 
     def _drop(self, path: str) -> None:
-        known = self._tables.pop(path, None)
-        if known is not None:
-            self._rows -= TABLE_ROWS + known.table.row_count
+        entry = self._tables.pop(path, None)
+        if entry is not None:
+            self._rows -= TABLE_ROWS + entry.table.row_count
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -203,15 +203,15 @@ class BlockMapping:
         self._data: mmap.mmap | Array
         self._touched = False
         descriptor = _open_named(path)
-        found = None
+        earlier = None
         try:
-            found = kept.of(descriptor) if kept is not None else None
-            if found is not None:
-                self._data, self._touched = found
+            earlier = kept.of(descriptor) if kept is not None else None
+            if earlier is not None:
+                self._data, self._touched = earlier
             else:
                 self._data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         finally:
-            if found is None:
+            if earlier is None:
                 os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
         self._path = path
         self._table, self._verified = cache.get(path, self._data)
@@ -247,12 +247,13 @@ class BlockMapping:
 
             nbytes = ends[-1] - begins[0]
             if helper is None or nbytes < max(HALVE_BYTES, SMALL_BYTES * len(rows)):
-                found = hashed(0, len(rows))  # for small rows a second thread would only wait for the interpreter lock
+                # For small rows a second thread would only wait for the interpreter lock.
+                computed = hashed(0, len(rows))
             else:
                 middle = bisect_right(ends, begins[0] + nbytes // 2)
                 other = helper.submit(hashed, middle, len(rows))
-                found = hashed(0, middle) + other.result()
-        wrong = np.array(found, np.uint64) != np.array(checksums, np.uint64)
+                computed = hashed(0, middle) + other.result()
+        wrong = np.array(computed, np.uint64) != np.array(checksums, np.uint64)
         if wrong.any():
             raise DamagedShards(self._path, selection.named(self._table, rows[wrong]))
         self._verified[rows] = True
@@ -277,34 +278,34 @@ def views(
 
 def _views(table: Table, data: mmap.mmap | Array, picked: selection.Selection) -> list[dict[str, Array]]:
     flat = {code: _flat(data, code) for code in np.unique(picked.codes).tolist()}
-    each = picked.columns()
-    if each:
-        return _by_column(table, picked, flat, each)
+    width = picked.columns()
+    if width:
+        return _by_column(table, picked, flat, width)
     bounds = zip(picked.codes.tolist(), picked.first.tolist(), picked.end.tolist(), strict=True)
     arrays: list[Array] = [flat[code][first:end] for code, first, end in bounds]
     for row, shape in picked.shapes.items():
         arrays[row] = arrays[row].reshape(shape)
     names = [table.keys[number] for number in picked.keys.tolist()]
-    found: list[dict[str, Array]] = []
+    per_task: list[dict[str, Array]] = []
     begin = 0
     for count in picked.counts.tolist():
         end = begin + count
-        found.append(dict(zip(names[begin:end], arrays[begin:end], strict=True)))
+        per_task.append(dict(zip(names[begin:end], arrays[begin:end], strict=True)))
         begin = end
-    return found
+    return per_task
 
 
-def _by_column(table: Table, picked: selection.Selection, flat: dict[int, Array], each: int) -> list[dict[str, Array]]:
+def _by_column(table: Table, picked: selection.Selection, flat: dict[int, Array], width: int) -> list[dict[str, Array]]:
     """Do the work of `views` in a third of the time, for tasks with the same keys and types."""
     columns: list[list[Array]] = []
-    for at, code in enumerate(picked.codes[:each].tolist()):
+    for at, code in enumerate(picked.codes[:width].tolist()):
         whole = flat[code]
-        bounds = zip(picked.first[at::each].tolist(), picked.end[at::each].tolist(), strict=True)
+        bounds = zip(picked.first[at::width].tolist(), picked.end[at::width].tolist(), strict=True)
         columns.append([whole[first:end] for first, end in bounds])
     for row, shape in picked.shapes.items():
-        task, at = divmod(row, each)
+        task, at = divmod(row, width)
         columns[at][task] = columns[at][task].reshape(shape)
-    names = [table.keys[number] for number in picked.keys[:each].tolist()]
+    names = [table.keys[number] for number in picked.keys[:width].tolist()]
     return [dict(zip(names, arrays, strict=True)) for arrays in zip(*columns, strict=True)]
 
 

@@ -72,9 +72,9 @@ class Regions:
 
     def _region(self, capacity: int) -> mmap.mmap:
         with self._lock:
-            fitting = [each for each in self._idle if capacity <= len(each[1]) <= WASTE * capacity]
+            fitting = [region for region in self._idle if capacity <= len(region[1]) <= WASTE * capacity]
             if fitting:
-                best = min(fitting, key=lambda each: len(each[1]))
+                best = min(fitting, key=lambda region: len(region[1]))
                 self._idle.remove(best)
                 self.idle_bytes -= len(best[1])
                 self._in_use += 1

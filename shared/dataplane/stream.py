@@ -145,10 +145,10 @@ class StreamReader:
         if work.cancelled():
             raise RpcError(ErrorCode.DRAINING, f"fetch from {store}: this reader was closed")
         work.result()
-        found = [arrays for first in sorted(load.pieces) for arrays in load.pieces[first]]
+        arrays_in_order = [arrays for first in sorted(load.pieces) for arrays in load.pieces[first]]
         if len(load.tasks) == len(tasks):
-            return found
-        by_task = dict(zip(load.tasks, found, strict=True))
+            return arrays_in_order
+        by_task = dict(zip(load.tasks, arrays_in_order, strict=True))
         return [dict(by_task[task]) for task in tasks]
 
     # ---- streams

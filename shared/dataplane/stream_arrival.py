@@ -100,9 +100,9 @@ class Arrival:
         """Check the rows before row `upto`, which have arrived completely. Most of the cost of checking is here."""
         begins, ends, checksums = self._rows
         mine, view, digest = slice(self._row, upto), self._view, xxhash.xxh3_64_intdigest
-        found = [digest(view[begin:end]) for begin, end in zip(begins[mine], ends[mine], strict=True)]
-        if found != checksums[mine]:
-            bad = next(row for row in range(self._row, upto) if found[row - self._row] != checksums[row])
+        computed = [digest(view[begin:end]) for begin, end in zip(begins[mine], ends[mine], strict=True)]
+        if computed != checksums[mine]:
+            bad = next(row for row in range(self._row, upto) if computed[row - self._row] != checksums[row])
             raise WireError(f"stream: row {bad} of {ends[bad] - begins[bad]} bytes does not match its checksum")
         self._row = upto
 
@@ -125,12 +125,12 @@ class Arrival:
 
     def _check_content(self, table: Table) -> None:
         """Raise WireError if a well-formed head does not describe the requested tasks and keys."""
-        held = len(table.task_ids)
+        count = len(table.task_ids)
         if [task.task_id for task in self._tasks] != table.task_ids or [
             task.fence for task in self._tasks
         ] != table.fences:
-            raise WireError(f"stream: holds {held} tasks that are not the {len(self._tasks)} asked for")
-        if self._keys and (set(table.keys) != set(self._keys) or table.row_count != held * len(set(self._keys))):
+            raise WireError(f"stream: holds {count} tasks that are not the {len(self._tasks)} asked for")
+        if self._keys and (set(table.keys) != set(self._keys) or table.row_count != count * len(set(self._keys))):
             raise WireError("stream: does not hold the keys that were asked for")
 
 

@@ -96,7 +96,7 @@ def _middle(layout: BlockLayout) -> int:
 def _write_rows(descriptor: int, layout: BlockLayout, begin: int, end: int) -> list[int]:
     flat = [_flat(array) for array in layout.arrays[begin:end]]
     starts = np.asarray(layout.offsets[begin:end], np.int64)
-    ends = starts + np.array([len(each) for each in flat], np.int64)
+    ends = starts + np.array([len(data) for data in flat], np.int64)
     gaps = np.append(starts[1:] - ends[:-1], 0).tolist()
     checksums: list[int] = []
     first = 0

@@ -16,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -65,11 +64,6 @@ class Trees:
 
     blocks: list[TreeBlock]
     scatter: Tensor
-
-    @cached_property
-    def gather(self) -> Tensor:
-        """The node in every slot of all blocks, int64 [slots]."""
-        return torch.cat([block.gather for block in self.blocks])
 
     @cached_property
     def in_order(self) -> bool:
@@ -168,7 +162,7 @@ def attend_trees(
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, dim = query.shape[1], value.shape[3]
-    q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
+    q_NHD, k_NGD, v_NGD = (part[0].transpose(0, 1) for part in (query, key, value))
     outputs: list[Tensor] = []
     flash = _suits_flash(query, value)
     in_order = flash and trees.in_order
@@ -191,40 +185,11 @@ def attend_trees(
     return nodes.view(1, -1, heads, dim), None
 
 
-def attend_joint(nodes: Tensor, trees: Trees, heads: list[int], scale: float) -> Tensor:
-    """Map nodes [N, (H + 2G) * D], each with its queries, keys and values, to [N, H * D]. `heads` is [H, G, G]. Layers
-    with a window are not supported."""
-    slots = cast(Tensor, cast(Any, _Slots).apply(nodes, trees.gather, trees.scatter))
-    outputs: list[Tensor] = []
-    parts = torch.split(slots, [block.rows * block.longest for block in trees.blocks])
-    for block, part in zip(trees.blocks, parts, strict=True):
-        heads_RXLD = part.view(block.rows, block.longest, sum(heads), -1).transpose(1, 2)
-        query, key, value = torch.split(heads_RXLD, heads, dim=1)
-        out_RHLD = attend(query, key, value, block.mask, scale)
-        outputs.append(out_RHLD.transpose(1, 2).reshape(len(part), -1))
-    return torch.cat(outputs).index_select(0, trees.scatter)
-
-
-class _Slots(torch.autograd.Function):
-    """Copies nodes to slots. Slots without a node have no gradient, so each node takes that of its own slot."""
-
-    @staticmethod
-    def forward(ctx: Any, nodes: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:
-        ctx.save_for_backward(scatter)
-        return nodes.index_select(0, gather)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (scatter,) = ctx.saved_tensors
-        return grad.index_select(0, scatter), None, None
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Map `query` [R, H, L, D] and `key`, `value` [R, G, K, D] to [R, H, L, D]. Without a `mask`, attend causally."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and repeats_keys(query.device.type, flash=mask is None and _suits_flash(query, value)):
-        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+        key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value))
         grouped = False
     return nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -259,9 +224,9 @@ def _attend_packed(
     """Map the `query` [N, H, D] and `key`, `value` [N, G, D] of all nodes to [P, H, D] for those of a block whose
     longest row has `longest` slots. Nothing is computed for empty slots."""
     heads, groups = query.shape[1], key.shape[1]
-    query, key, value = (_picked(each, packed.nodes) for each in (query, key, value))
+    query, key, value = (_picked(part, packed.nodes) for part in (query, key, value))
     if heads != groups and not _SHARES_KEYS:
-        key, value = (each.repeat_interleave(heads // groups, dim=1) for each in (key, value))
+        key, value = (part.repeat_interleave(heads // groups, dim=1) for part in (key, value))
     kernel = partial(varlen_attn, enable_gqa=heads != groups) if _SHARES_KEYS else varlen_attn
     ends, left = packed.bounds, -1 if window is None else window - 1
     out: Any = kernel(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))

@@ -78,7 +78,7 @@ def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
     slots_in_all = sum(block.rows * block.longest for block in batch.blocks)
     node_at_slot = np.full(slots_in_all, -1, dtype=np.int64)
     node_at_slot[batch.scatter] = np.arange(count)
-    held: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+    slots: list[np.ndarray[Any, np.dtype[np.int64]]] = []
     longest: list[int] = []
     begin = 0
     for block in batch.blocks:
@@ -87,16 +87,16 @@ def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
         padded = -(-block.longest // (2 * size)) * 2 * size
         whole_RL = np.full((block.rows, padded), -1, dtype=np.int64)
         whole_RL[:, : block.longest] = nodes_RL
-        held.append(whole_RL[:, local_slots(padded, rank, size)])
+        slots.append(whole_RL[:, local_slots(padded, rank, size)])
         longest.append(padded)
-    flat = np.concatenate([each.reshape(-1) for each in held])
+    flat = np.concatenate([part.reshape(-1) for part in slots])
     scatter = np.flatnonzero(flat >= 0)
     nodes = flat[scatter]
     to_local = np.full(count, -1, dtype=np.int64)
     to_local[nodes] = np.arange(len(nodes))
     blocks = [
-        AttentionBlock(each.shape[0], each.shape[1], np.where(each >= 0, to_local[each], 0).reshape(-1), None)
-        for each in held
+        AttentionBlock(part.shape[0], part.shape[1], np.where(part >= 0, to_local[part], 0).reshape(-1), None)
+        for part in slots
     ]
     token_ids, depths = batch.token_ids[nodes], batch.depths[nodes]
     if not len(nodes):

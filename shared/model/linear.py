@@ -48,16 +48,16 @@ class OneDnnLinear(nn.Linear):
 
 def accelerate(model: nn.Module) -> None:
     """Turn the `nn.Linear` modules of `model` into `OneDnnLinear`."""
-    for each in model.modules():
-        if type(each) is nn.Linear:
-            each.__class__ = OneDnnLinear
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OneDnnLinear
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the result of `functional.linear`, up to rounding, for rows [..., in], weight [out, in] and bias [out]."""
     if not suits(rows, weight, bias):
         return functional.linear(rows, weight, bias)
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (rows, weight, bias)):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias)):
         return cast(Tensor, cast(Any, _Linear).apply(rows, weight, bias))
     return product(rows, weight, bias)
 
@@ -69,20 +69,6 @@ def write_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, ou
     if bias is None:
         return torch.mm(rows, weight.t(), out=out)
     return torch.addmm(bias, rows, weight.t(), out=out)
-
-
-def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient [N, in] of a layer's input, given that of its output, [N, out], and its weight [out, in]."""
-    large = _uses_onednn(grad.numel() * weight.shape[1], grad, weight)
-    return product(grad, weight.t()) if large else torch.mm(grad, weight)
-
-
-def add_weight_gradient(total: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """Add the gradient of a layer's weight to `total` [out, in], given that of its output, [N, out], and its input."""
-    if _uses_onednn(grad.numel() * rows.shape[1], grad, rows):
-        total.add_(_weight_gradient(grad.contiguous(), rows.contiguous()))
-    else:
-        total.addmm_(grad.t(), rows)
 
 
 def suits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -101,7 +87,7 @@ def _uses_onednn(multiplications: int, *factors: Tensor) -> bool:
     return (
         USES_ONEDNN
         and multiplications >= MIN_PRODUCTS
-        and all(_is_plain(each) for each in factors)
+        and all(_is_plain(factor) for factor in factors)
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and bool(torch.backends.mkldnn.enabled)
     )

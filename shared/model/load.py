@@ -168,9 +168,9 @@ def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         place = (tensor.data_ptr(), tuple(tensor.shape))
         first = names.setdefault(place, name) if tensor.numel() else name
-        known = holders.setdefault(first, [])
-        if not any(tensor is each for each in known):
-            known.append(tensor)
+        tensors = holders.setdefault(first, [])
+        if not any(tensor is other for other in tensors):
+            tensors.append(tensor)
     return holders
 
 

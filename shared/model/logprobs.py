@@ -19,8 +19,6 @@ from shared.model import attention, context, tree
 from shared.model.context import ContextRank, CutBatch
 from shared.model.nodes import Nodes, to_nodes
 from shared.model.passes import passes_of
-from shared.model.plain_decoder import PlainDecoder, is_plain
-from shared.model.plain_training import hidden_states, trains_plainly
 from shared.model.tree import MicroBatch, head_blocks
 from shared.tensors_torch import to_device
 
@@ -249,20 +247,8 @@ def _run_trees(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: boo
         "use_cache": False,
         "trees": attention.to_trees(batch, nodes.token_ids.device),
     }
-    if torch.is_inference_mode_enabled() and is_plain(model):
-        return _run_plain(model, arguments, nodes.predictors, logits=logits)
-    if trains_plainly(model):
-        hidden = hidden_states(model, nodes.token_ids, nodes.depths, arguments["trees"], nodes.predictors)
-        return _logits(model, hidden) if logits else hidden
     with attention.using(model, attention.NAME):
         return _outputs(model, arguments, nodes.predictors, logits=logits)
-
-
-def _run_plain(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
-    """Do the work of `_run_trees` without gradients. The last bits may differ from those of a pass with gradients."""
-    decoder = PlainDecoder(model)
-    hidden = decoder.packed(arguments["input_ids"][0], arguments["position_ids"][0], arguments["trees"])[predictors]
-    return decoder.logits(hidden) if logits else decoder.normed(hidden)
 
 
 def _run_cut(model: nn.Module, cut: CutBatch, ranks: ContextRank, nodes: Nodes, *, logits: bool) -> Tensor:
@@ -286,7 +272,7 @@ def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *,
 def _run_padded(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bool) -> Tensor:
     """Do the work of `_run_trees` for models that cannot be packed. Every row is one sequence, padded on the right if
     the micro-batch has several."""
-    scatter, *gathers = to_device([batch.scatter, *(each.gather for each in batch.blocks)], nodes.token_ids.device)
+    scatter, *gathers = to_device([batch.scatter, *(block.gather for block in batch.blocks)], nodes.token_ids.device)
     hidden: list[Tensor] = []
     for block, slots in zip(batch.blocks, gathers, strict=True):
         ids_RL = nodes.token_ids[slots].view(block.rows, block.longest)

@@ -26,4 +26,4 @@ class Nodes:
 
 def to_nodes(batch: MicroBatch, device: torch.device) -> Nodes:
     """Return the arrays of `batch` on `device`, moved in one copy."""
-    return Nodes(*to_device([getattr(batch, each.name) for each in fields(Nodes)], device))
+    return Nodes(*to_device([getattr(batch, field.name) for field in fields(Nodes)], device))

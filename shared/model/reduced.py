@@ -89,7 +89,7 @@ def _leaves_heads(document: Mapping[str, Any], divisor: int) -> bool:
     if not dims:
         hidden, heads = _first(document, _HIDDEN), _first(document, _HEADS)
         dims = [hidden // heads] if hidden and heads else []
-    return all(each % (2 * divisor) == 0 and each >= 4 * divisor for each in dims if each >= _LEAST_HEAD)
+    return all(dim % (2 * divisor) == 0 and dim >= 4 * divisor for dim in dims if dim >= _LEAST_HEAD)
 
 
 def _first(document: Mapping[str, Any], names: tuple[str, ...]) -> int:
@@ -110,7 +110,7 @@ def _shrunk(document: Mapping[str, Any], divisor: int, longest: int | None) -> d
         made[name] = _value(name, value, divisor, longest)
     _shrink_experts(made)
     rope = made.get("rope_parameters") or {}
-    kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]
+    kinds = [section.get("rope_type") for section in (rope, *rope.values()) if isinstance(section, dict)]
     if "dynamic" in kinds and "max_position_embeddings" in made:
         made["max_position_embeddings"] = _reached(document["max_position_embeddings"], ORIGINAL, longest)
     return made
@@ -127,9 +127,9 @@ def _value(name: str, value: Any, divisor: int, longest: int | None) -> Any:
     if name in ("short_factor", "long_factor"):
         return value[::divisor] if isinstance(value, list) else value
     if name.endswith("mrope_section") and isinstance(value, list):
-        return [each // divisor for each in value]
-    if isinstance(value, list) and _WIDTH.search(name) and all(isinstance(each, int) for each in value):
-        return [max(1, each // divisor) for each in value]
+        return [width // divisor for width in value]
+    if isinstance(value, list) and _WIDTH.search(name) and all(isinstance(width, int) for width in value):
+        return [max(1, width // divisor) for width in value]
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if _TOKENS.search(name):
@@ -151,10 +151,10 @@ def _shrink_experts(document: dict[str, Any]) -> None:
     """Leave a few experts: more than one per group, and more than a token uses."""
     if isinstance(document.get("zero_expert_num"), int):
         document["zero_expert_num"] = min(document["zero_expert_num"], 4)
-    name = next((each for each in _EXPERTS if isinstance(document.get(each), int)), None)
+    name = next((key for key in _EXPERTS if isinstance(document.get(key), int)), None)
     if name is None:
         return
-    chosen = max((document[each] for each in _CHOSEN if isinstance(document.get(each), int)), default=1)
+    chosen = max((document[key] for key in _CHOSEN if isinstance(document.get(key), int)), default=1)
     groups = document.get("n_group") or 1
     wanted = groups * max(2, math.ceil((chosen + 2) / groups))
     if wanted < document[name]:
@@ -166,7 +166,7 @@ def _shallow(kind: Any, document: dict[str, Any]) -> Reduced:
     whole = kind.from_dict(deepcopy(document))
     model = on_meta(whole)
     kinds = _kinds(model)
-    for layers in (each for each in _DEPTHS if each < len(kinds)):
+    for layers in (depth for depth in _DEPTHS if depth < len(kinds)):
         # Fewer layers may contradict the rest of the configuration.
         with contextlib.suppress(Exception):
             config = kind.from_dict(_cut(document, len(kinds), layers))
@@ -180,12 +180,12 @@ def _shallow(kind: Any, document: dict[str, Any]) -> Reduced:
 
 def _kinds(model: nn.Module) -> list[tuple[Any, ...]]:
     """Return the kinds of the model's layers in order."""
-    stacks = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return [_kind(block) for block in max(stacks, key=len, default=[])]
 
 
 def _size(model: nn.Module) -> int:
-    return sum(each.numel() for each in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _cut(document: Mapping[str, Any], layers: int, least: int) -> dict[str, Any]:
@@ -204,16 +204,16 @@ def _cut(document: Mapping[str, Any], layers: int, least: int) -> dict[str, Any]
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
     """Return what distinguishes a layer: its modules, the shapes of their parameters, and their plain settings."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for name, module in block.named_modules():
         settings = sorted(
             (key, value)
             for key, value in vars(module).items()
             if isinstance(value, bool | int | str) and not key.startswith("_") and not _IGNORED.search(key)
         )
-        shapes = [(key, tuple(each.shape)) for key, each in module.named_parameters(recurse=False)]
-        found.append((name, type(module).__name__, tuple(map(str, settings)), tuple(shapes)))
-    return tuple(found)
+        shapes = [(key, tuple(parameter.shape)) for key, parameter in module.named_parameters(recurse=False)]
+        parts.append((name, type(module).__name__, tuple(map(str, settings)), tuple(shapes)))
+    return tuple(parts)
 
 
 def on_meta(config: Any) -> nn.Module:

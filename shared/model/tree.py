@@ -178,8 +178,8 @@ def _cut_rows(common: Array, lengths: Array, max_nodes: int, hidden_size: int, m
     """
     shared = np.full(len(lengths), -1, dtype=np.int64)
     nodes, pair = 0, 1
-    each = zip(common.tolist(), lengths.tolist(), _followers(common).tolist(), strict=True)
-    for index, (same, length, followers) in enumerate(each):
+    sequences = zip(common.tolist(), lengths.tolist(), _followers(common).tolist(), strict=True)
+    for index, (same, length, followers) in enumerate(sequences):
         new = length - same
         joined = masked_pair if new and same < nodes else pair
         added = joined * ((nodes + new) ** 2 - nodes**2) - new**2 + (joined - pair) * nodes**2 / followers

@@ -28,7 +28,7 @@ from shared.os_limits import raise_descriptor_limit
 from shared.rpc.claim import IPC, Claim, socket_path
 from shared.rpc.errors import RpcError
 from shared.rpc.offenders import Offenders
-from shared.rpc.replies import Key, Replies, fingerprint
+from shared.rpc.replies import Replies, RequestKey, fingerprint
 from shared.rpc.sender import Sender, sender
 from shared.rpc.transport import MessagePump, open_pump, open_socket
 from shared.rpc.unread import Unread
@@ -130,7 +130,7 @@ class Mailbox:
         self._incarnation = incarnation
         self._handlers: dict[type[Message], Handler] = {}
         self._known_types = frozenset(all_messages())
-        self._running: dict[Key, Call] = {}
+        self._running: dict[RequestKey, Call] = {}
         self._running_of: Counter[Role] = Counter()
         self._replies = {role: Replies() for role in Role}
         self._doors: list[Door] = []
@@ -259,7 +259,7 @@ class Mailbox:
             call.expiry.cancel()
         if call.one_way:
             return
-        key = Key(call.role, call.incarnation, call.request_id)
+        key = RequestKey(call.role, call.incarnation, call.request_id)
         if self._running.pop(key, None) is not None:
             self._running_of[call.role] -= 1
         self._transmit(call, frames)
@@ -304,7 +304,7 @@ class Mailbox:
         if who.is_guest and who.role < least_role(kind):
             self._forbid(call, kind, now)
             return
-        key = Key(who.role, head.incarnation, head.request_id)
+        key = RequestKey(who.role, head.incarnation, head.request_id)
         if not call.one_way and self._is_known(key, call):
             return
         handler = self._handlers.get(kind)
@@ -367,7 +367,7 @@ class Mailbox:
         text = f"{self._name}: {type(body).__name__} failed: {type(error).__name__}: {error}"
         call.fail(RpcError(ErrorCode.INTERNAL, text[:1000]))
 
-    def _is_known(self, key: Key, call: Call) -> bool:
+    def _is_known(self, key: RequestKey, call: Call) -> bool:
         """Return whether the key has been used before.
 
         If so, serve a retry of the same request or refuse a different one.

@@ -26,7 +26,7 @@ SETTLED_BYTES = 1 << 20
 a deadline of an hour would keep the answers of an hour."""
 
 
-class Key(NamedTuple):
+class RequestKey(NamedTuple):
     """Identifies a request: the role of its sender and the two numbers in its envelope."""
 
     role: Role
@@ -54,18 +54,18 @@ class Replies:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
-        self._ends: list[tuple[float, Key]] = []
+        self._kept: OrderedDict[RequestKey, _Kept] = OrderedDict()
+        self._ends: list[tuple[float, RequestKey]] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, key: Key) -> tuple[int, list[Buffer]] | None:
+    def get(self, key: RequestKey) -> tuple[int, list[Buffer]] | None:
         """Return `(fingerprint of the request, frames of the answer)`, or None if no answer is kept."""
         kept = self._kept.get(key)
         return None if kept is None else (kept.request, kept.frames)
 
-    def keep(self, key: Key, request: int, frames: list[Buffer], *, now: float, deadline: float) -> None:
+    def keep(self, key: RequestKey, request: int, frames: list[Buffer], *, now: float, deadline: float) -> None:
         """Keep an answer for as long as its caller may retry. The oldest answers are dropped if there are too many."""
         while self._ends and self._ends[0][0] <= now:
             self._forget(heapq.heappop(self._ends)[1])
@@ -86,7 +86,7 @@ class Replies:
             return False
         return next(iter(self._kept.values())).since < now - SETTLED_S
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: RequestKey) -> None:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self.nbytes -= sum(map(len, kept.frames))

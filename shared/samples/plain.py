@@ -19,14 +19,14 @@ def plain(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(each if _is_harmless(each) else _escaped(each) for each in text)
+    return "".join(character if _is_harmless(character) else _escaped(character) for character in text)
 
 
 def conversation(prompt: str | list[dict[str, Any]]) -> str:
     """Return a raw prompt unchanged, or the messages of a conversation in order, each preceded by its role."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{each.get('role', '')}: {each.get('content', '')}" for each in prompt)
+    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
 
 
 def shortened(text: str, most: int = SHOWN_CHARACTERS) -> str:

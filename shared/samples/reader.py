@@ -20,8 +20,8 @@ _decoder = msgspec.json.Decoder(Record)
 def splits(run: Path) -> list[str]:
     """Return the splits that have samples: "train" first, then "eval/<set>" by name."""
     evals = names.listed((run / FOLDER / EVAL_PREFIX.rstrip("/")).glob("*"))
-    known = [TRAIN, *sorted(f"{EVAL_PREFIX}{path.name}" for path in evals)]
-    return [split for split in known if any((run / FOLDER / split).glob(f"*{SUFFIX}"))]
+    all_splits = [TRAIN, *sorted(f"{EVAL_PREFIX}{path.name}" for path in evals)]
+    return [split for split in all_splits if any((run / FOLDER / split).glob(f"*{SUFFIX}"))]
 
 
 def steps(run: Path, split: str = TRAIN) -> list[int]:
@@ -32,8 +32,8 @@ def steps(run: Path, split: str = TRAIN) -> list[int]:
         files = os.listdir(run / FOLDER / split)
     except OSError:
         return []
-    found = (names.number(file.removesuffix(SUFFIX)) for file in files if file.endswith(SUFFIX))
-    return sorted(step for step in found if step is not None)
+    steps_of_files = (names.number(file.removesuffix(SUFFIX)) for file in files if file.endswith(SUFFIX))
+    return sorted(step for step in steps_of_files if step is not None)
 
 
 def read(
@@ -44,15 +44,15 @@ def read(
     They are in step order, and within a step in the order in which they were written. With `limit`, at most `limit`
     records are returned, from the newest steps.
     """
-    found: list[list[Record]] = []
+    by_step: list[list[Record]] = []
     missing = limit
     for number in reversed(_chosen(run, step, split)):
         if missing is not None and missing <= 0:
             break
         records = list(itertools.islice(_records(run / FOLDER / file_of(split, number), task), missing))
-        found.append(records)
+        by_step.append(records)
         missing = None if missing is None else missing - len(records)
-    return [record for records in reversed(found) for record in records]
+    return [record for records in reversed(by_step) for record in records]
 
 
 def every(run: Path, *, step: int | None = None, task: str | None = None, split: str = TRAIN) -> Iterator[Record]:

@@ -69,5 +69,5 @@ def select(
                 yield record
 
     # Equal keys keep their order.
-    found = heapq.nsmallest(sys.maxsize if limit is None else limit, matching(), key=_KEYS[order])
-    return Selection(found, total)
+    chosen = heapq.nsmallest(sys.maxsize if limit is None else limit, matching(), key=_KEYS[order])
+    return Selection(chosen, total)

@@ -92,9 +92,9 @@ def _clean(value: Any) -> Any:
         case str():
             return value.encode("utf-8", "replace").decode()
         case dict():
-            return {_clean(key): _clean(each) for key, each in value.items()}
+            return {_clean(key): _clean(item) for key, item in value.items()}
         case list() | tuple():
-            return [_clean(each) for each in value]
+            return [_clean(item) for item in value]
         case int() if not -(1 << 63) <= value < 1 << 64:
             return str(value)
         case _:

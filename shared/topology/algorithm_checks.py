@@ -1,10 +1,11 @@
-"""Finds options of the section `algorithm` that contradict one another or would have no effect.
+"""Finds options of the sections `algorithm` and `optimizer` that contradict one another or would have no effect.
 
 An option that silently does nothing is worse than an error, because the user believes that it works.
 """
 
 from __future__ import annotations
 
+from proto.limits import MAX_INLINE_BYTES
 from shared.topology.algorithm import (
     CLIPS,
     GROUP_ADVANTAGES,
@@ -16,6 +17,9 @@ from shared.topology.algorithm import (
 from shared.topology.problem import Found
 from shared.topology.schema import Topology
 
+MOST_SAMPLES = MAX_INLINE_BYTES // 4
+"""Maximum number of samples in a step, because each of their scalars, with four bytes per sample, is one array in a
+message."""
 _RATIO_IS_ONE = (
     "the ratio is 1 if anchor is proximal and a step has one update; remove it, set anchor to rollout, or configure "
     "several updates (mini_batch_tasks, num_iterations)"
@@ -24,6 +28,7 @@ _RATIO_IS_ONE = (
 
 def check(topology: Topology) -> Found:
     """Yield every option of `algorithm` that is out of range or has no effect, given the other options."""
+    yield from _sizes(topology)
     yield from _rewards(topology)
     yield from _clip(topology)
     yield from _loss_options(topology)
@@ -34,6 +39,27 @@ def check(topology: Topology) -> Found:
     else:
         yield from _advantage(topology)
         yield from _normalisation(topology)
+    yield from _reference(topology)
+
+
+def _sizes(topology: Topology) -> Found:
+    algorithm = topology.algorithm
+    tasks, mini, block = (algorithm.tasks_per_step, algorithm.mini_batch_tasks, topology.services.rollout.block_tasks)
+    if tasks % mini:
+        yield (("algorithm", "mini_batch_tasks"), f"{mini} does not divide tasks_per_step ({tasks}); use a divisor")
+    if tasks % block:
+        message = f"{block} does not divide algorithm.tasks_per_step ({tasks}); use a divisor or leave it out"
+        yield ("services", "rollout", "block_tasks"), message
+    samples = tasks * algorithm.group_size
+    if samples > MOST_SAMPLES:
+        message = (
+            f"{tasks} tasks of {algorithm.group_size} samples: a step has at most {MOST_SAMPLES} samples, because each "
+            "of their scalars (reward, length) travels in one message; lower it or group_size"
+        )
+        yield ("algorithm", "tasks_per_step"), message
+    for index, beta in enumerate(topology.optimizer.betas):
+        if not 0 <= beta < 1:
+            yield ("optimizer", "betas", index), f"{beta} is out of range: it must be from 0 to below 1, such as 0.9"
 
 
 def _advantage(topology: Topology) -> Found:
@@ -171,6 +197,14 @@ def _kl(topology: Topology) -> Found:
     kl = topology.algorithm.kl
     if kl is not None and kl.coef > 0 and kl.place == "loss" and kl.estimator == "k1":
         yield ("algorithm", "kl", "estimator"), "k1 as a loss term has zero expected gradient; use k3 or k2"
+
+
+def _reference(topology: Topology) -> Found:
+    kl = topology.algorithm.kl
+    if not topology.needs_reference and topology.services.reference is not None:
+        coef = "there is no algorithm.kl" if kl is None else "algorithm.kl.coef is 0"
+        message = f"has no effect: {coef}, so no reference is started; remove it (null) or set a coef above 0"
+        yield ("services", "reference"), message
 
 
 def _cross_entropy(topology: Topology) -> Found:

@@ -10,23 +10,18 @@ import math
 from collections import Counter
 
 from shared.samples.limits import text_limit_bytes
+from shared.stages import RECORD, Per, Stage, task_stages
 from shared.topology.model_files import named_shapes
 from shared.topology.schema import Topology
 
-# Bytes per token, by key. Proximal and reference log-probs are counted only if the topology produces them.
-_ROLLOUT_TOKEN_BYTES = {"token_ids": 4, "loss_mask": 1, "rollout_logprobs": 4, "versions": 4}
-_REF_TOKEN_BYTES = {"ref_logprobs": 4}
-_PROX = 4
-_PROX_TOKEN_BYTES = {"prox_logprobs": _PROX}
-# A ragged shard consists of values and lengths. A length is an int64 for each sample and key.
-_LENGTH_BYTES = 8
+# Number of sequences per sample for whose keys room is reserved. A workflow can begin more contexts than that, but each
+# of them costs at least a prompt.
+_SEQUENCES = 6
 # Maximum overhead of the store: a put's last page and header, a task's row of the table, a shard's row and alignment.
 # Each task can be put in several parts, one for each stage.
 _PUT_BYTES = 4096 + 64
 _NAME_BYTES = 64
 _SHARD_BYTES = 32 + 8 + 63 + _NAME_BYTES
-# `lengths` and `sample_index` are shards too. Their contents are counted in _LENGTH_BYTES.
-_RAGGED_KEYS = 2
 # Number of versions that no counted lease names, such as the version of an unfinished evaluation or a version of the
 # lineage before a reload.
 _SPARE_VERSIONS = 1
@@ -50,23 +45,21 @@ _MOMENTS = 2
 """Number of float32 values that the optimizer keeps per parameter, besides the parameter itself (AdamW)."""
 
 
-def token_bytes(topology: Topology) -> dict[str, int]:
-    """Return the number of bytes per token under each key that a training task of this topology produces."""
-    keys = dict(_ROLLOUT_TOKEN_BYTES)
-    if topology.needs_reference:
-        keys |= _REF_TOKEN_BYTES
-    if topology.needs_proximal:
-        keys |= _PROX_TOKEN_BYTES
-    return keys
-
-
 def task_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     """Return the number of bytes that a training task takes up in the store if all its samples have the maximum
     length."""
-    keys = token_bytes(topology)
-    tokens = max_sample_tokens(topology, max_prompt_tokens)
-    data = topology.algorithm.group_size * (tokens * sum(keys.values()) + len(keys) * _LENGTH_BYTES)
-    return data + overhead_bytes(topology)
+    return sum(_stage_bytes(stage, topology, max_prompt_tokens) for stage in task_stages(topology))
+
+
+def _stage_bytes(stage: Stage, topology: Topology, max_prompt_tokens: int) -> int:
+    """Return the number of bytes that the shards of one stage take up for one task, which are one put."""
+    most = {Per.TOKEN: max_sample_tokens(topology, max_prompt_tokens), Per.SEQUENCE: _SEQUENCES, Per.SAMPLE: 1}
+    data = topology.algorithm.group_size * sum(most[key.per] * key.nbytes for key in stage.keys)
+    return data + _stage_overhead(stage)
+
+
+def _stage_overhead(stage: Stage) -> int:
+    return _PUT_BYTES + 12 + _NAME_BYTES + len(stage.keys) * _SHARD_BYTES
 
 
 def max_sample_tokens(topology: Topology, max_prompt_tokens: int) -> int:
@@ -78,19 +71,16 @@ def max_sample_tokens(topology: Topology, max_prompt_tokens: int) -> int:
 
 def overhead_bytes(topology: Topology) -> int:
     """Return the maximum number of bytes that the store adds to the shards of one training task."""
-    puts = 1 + topology.needs_reference + topology.needs_proximal
-    return puts * (_PUT_BYTES + 12 + _NAME_BYTES) + (len(token_bytes(topology)) + _RAGGED_KEYS) * _SHARD_BYTES
+    return sum(map(_stage_overhead, task_stages(topology)))
 
 
 def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
-    """Return the number of extra bytes for a replayed step: a second copy of the proximal log-probs.
+    """Return the number of extra bytes for a replayed step: a second copy of what the trainer puts itself.
 
     It is needed until the first copy is collected.
     """
-    if not topology.needs_proximal:
-        return 0
-    data = topology.algorithm.group_size * (max_sample_tokens(topology, max_prompt_tokens) * _PROX + _LENGTH_BYTES)
-    return topology.algorithm.tasks_per_step * (data + _PUT_BYTES + 12 + _NAME_BYTES + _SHARD_BYTES)
+    again = sum(_stage_bytes(stage, topology, max_prompt_tokens) for stage in _unleased(topology))
+    return topology.algorithm.tasks_per_step * again
 
 
 def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
@@ -105,11 +95,11 @@ def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     if samples is None:
         return 0
     group, tokens = topology.algorithm.group_size, max_sample_tokens(topology, max_prompt_tokens)
-    trained = group * (tokens + 1) * _FLOAT + _PUT_BYTES + 2 * (12 + _NAME_BYTES + _SHARD_BYTES)
+    trained = _stage_bytes(RECORD, topology, max_prompt_tokens)
     one = text_limit_bytes(group * tokens, group) + _SHARD_BYTES + trained
-    held, waiting = held_tasks(topology), hold_tasks(topology)
-    mean = held * min(samples.per_step / topology.algorithm.tasks_per_step, 1.0)
-    chosen = min(math.ceil(mean + 6 * math.sqrt(mean)), held)
+    in_stores, waiting = held_tasks(topology), hold_tasks(topology)
+    mean = in_stores * min(samples.per_step / topology.algorithm.tasks_per_step, 1.0)
+    chosen = min(math.ceil(mean + 6 * math.sqrt(mean)), in_stores)
     return (chosen + waiting) * one + waiting * task_bytes(topology, max_prompt_tokens)
 
 
@@ -121,7 +111,11 @@ def hold_tasks(topology: Topology) -> int:
 
 def unleased_token_bytes(topology: Topology) -> int:
     """Return the number of bytes per token that the trainer itself puts, outside the leased stages."""
-    return _PROX if topology.needs_proximal else 0
+    return sum(key.nbytes for stage in _unleased(topology) for key in stage.keys if key.per == Per.TOKEN)
+
+
+def _unleased(topology: Topology) -> list[Stage]:
+    return [stage for stage in task_stages(topology) if not stage.leased]
 
 
 def held_tasks(topology: Topology) -> int:

@@ -33,14 +33,14 @@ class DistributedFile(msgspec.Struct, frozen=True):
 
 def files(data: Mapping[str, Any]) -> list[tuple[DistributedFile, FilePath]]:
     """Return every distributed file of the topology `data`, with its path on the home host."""
-    found = []
+    distributed = []
     for path, place in _places(data).items():
         root = FilePath(path)
-        every = [each for each in root.rglob("*") if each.is_file()] if root.is_dir() else matching_files(path)
-        for each in sorted(listed(every)):
-            name = PurePosixPath(place).parent / each.relative_to(root.parent)
-            found.append((DistributedFile(str(name), each.stat().st_size), each))
-    return found
+        every = [file for file in root.rglob("*") if file.is_file()] if root.is_dir() else matching_files(path)
+        for file in sorted(listed(every)):
+            name = PurePosixPath(place).parent / file.relative_to(root.parent)
+            distributed.append((DistributedFile(str(name), file.stat().st_size), file))
+    return distributed
 
 
 def relocated(data: Mapping[str, Any], folder: FilePath) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def _places(data: Mapping[str, Any]) -> dict[str, str]:
 def _keys(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """Yield each key that names a distributed file or folder, and the path that its value contains."""
     yield ("policy", "model"), data["policy"]["model"]
-    sets = {("train",): data["data"]["train"]} | {("eval", name): each for name, each in _evals(data).items()}
-    for key, each in sets.items():
-        scheme, _, path = each["source"].partition(":")
+    sets = {("train",): data["data"]["train"]} | {("eval", name): section for name, section in _evals(data).items()}
+    for key, section in sets.items():
+        scheme, _, path = section["source"].partition(":")
         if scheme in _FILES:
             yield ("data", *key, "source"), split_parameters(path)[0]
 

@@ -99,13 +99,13 @@ class Document:
                 self.report((short, name), f"given twice, also as {'.'.join((*path, name))}; remove one")
                 continue
             target[name] = value
-            for known in [known for known in self.origins if known[:2] == (short, name)]:
-                self.origins[(*path, *known[1:])] = self.origins.pop(known)
+            for origin in [origin for origin in self.origins if origin[:2] == (short, name)]:
+                self.origins[(*path, *origin[1:])] = self.origins.pop(origin)
 
     def forget(self, path: Path) -> None:
         """Drop the origins at and below `path`, whose value is about to be replaced."""
-        for known in [known for known in self.origins if known[: len(path)] == path]:
-            del self.origins[known]
+        for origin in [origin for origin in self.origins if origin[: len(path)] == path]:
+            del self.origins[origin]
 
     def _plain(self, node: Node, path: Path, label: str | None, above: tuple[int, ...]) -> Any:
         """Return the data of `node` and record its origins. `label` replaces file:line for an override."""

@@ -83,7 +83,7 @@ def _unknown(path: Path) -> str:
     near = difflib.get_close_matches(key, valid, n=1)
     if near:
         return f"unknown key, nearest valid key {near[0]!r}"
-    elsewhere = [known for known in _all_keys() if known.rpartition(".")[2] == key]
+    elsewhere = [name for name in _all_keys() if name.rpartition(".")[2] == key]
     if elsewhere:
         return f"unknown key here; it belongs at {' or '.join(elsewhere)}"
     return f"unknown key, valid keys here: {', '.join(valid)}"

@@ -66,7 +66,9 @@ class HubName:
 
     def wants(self, file: str) -> bool:
         """Return whether to fetch a file from the repository."""
-        wanted, unwanted = ([fnmatchcase(file, each) for each in patterns] for patterns in (self.wanted, self.unwanted))
+        wanted, unwanted = (
+            [fnmatchcase(file, pattern) for pattern in patterns] for patterns in (self.wanted, self.unwanted)
+        )
         return any(wanted) and not any(unwanted)
 
     @property
@@ -91,16 +93,16 @@ def cache() -> Path:
 
 def model_name(value: str) -> HubName | None:
     """Return the hub model that `policy.model` names, directly or as the folder of a snapshot, or None."""
-    if found := _MODEL.fullmatch(value):
-        return HubName("model", found["name"], found["revision"] or "main")
+    if match := _MODEL.fullmatch(value):
+        return HubName("model", match["name"], match["revision"] or "main")
     return _snapshot_name(value, "model")
 
 
 def source_name(value: str) -> HubName | None:
     """Return the hub data set that a source names, either as `hub:...` or by files in a snapshot, or None for any other
     source."""
-    if found := SOURCE.fullmatch(value):
-        return HubName("dataset", found["name"], found["revision"] or "main", found["path"])
+    if match := SOURCE.fullmatch(value):
+        return HubName("dataset", match["name"], match["revision"] or "main", match["path"])
     return _snapshot_name(split_parameters(value.partition(":")[2])[0], "dataset")
 
 
@@ -120,7 +122,7 @@ def source_files(value: str) -> str | None:
     query = split_parameters(value.partition(":")[2])[1]
     for pattern in (name.path, *_files_of(name.path)):
         kind = Path(pattern).suffix
-        files = [each for each in matching_files(str(folder / pattern)) if each.is_file()]
+        files = [file for file in matching_files(str(folder / pattern)) if file.is_file()]
         if kind in _KINDS and files:
             path = files[0] if len(files) == 1 else folder / pattern
             return f"{kind.removeprefix('.')}:{path}{f'?{query}' if query else ''}"
@@ -132,10 +134,10 @@ def _files_of(path: str) -> list[str]:
 
 
 def _snapshot_name(path: str, kind: Literal["model", "dataset"]) -> HubName | None:
-    found = _SNAPSHOT.fullmatch(path)
-    if found is None or found["kind"] != kind or bool(found["path"]) != (kind == "dataset"):
+    match = _SNAPSHOT.fullmatch(path)
+    if match is None or match["kind"] != kind or bool(match["path"]) != (kind == "dataset"):
         return None
-    return HubName(kind, f"{found['owner']}/{found['name']}", found["revision"], found["path"] or "")
+    return HubName(kind, f"{match['owner']}/{match['name']}", match["revision"], match["path"] or "")
 
 
 def snapshot(name: HubName) -> Path | None:

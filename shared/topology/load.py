@@ -20,7 +20,6 @@ from shared.topology.hub import HubName, model_name, source_name
 from shared.topology.paths import absolute
 from shared.topology.problem import Path, TopologyError
 from shared.topology.schema import Topology
-from shared.topology.supported import unsupported
 
 MODEL: Path = ("policy", "model")
 _FILES: tuple[Path, ...] = (MODEL, ("data",))
@@ -31,25 +30,21 @@ def load(
     path: str | os.PathLike[str],
     overrides: Sequence[str] = (),
     *,
-    check_supported: bool = True,
     check_files: bool = True,
 ) -> Topology:
     """Load the topology in the YAML file `path` with the overrides `a.b=value` applied in order.
 
-    Relative paths, including those in overrides, are resolved against the file's folder. `check_supported=False`
-    accepts options that this build does not act on; `check_files=False` accepts a model and data that are not on this
-    host (yet). Raises TopologyError with every problem found.
+    Relative paths, including those in overrides, are resolved against the file's folder. `check_files=False`
+    accepts a model and data that are not on this host (yet). Raises TopologyError with every problem found.
     """
     document = _document(path, overrides)
     folder = os.path.dirname(os.path.abspath(document.file))
     topology, broken = _validate(document, folder)
     if topology is not None:
-        found = check(topology)
+        findings = check(topology)
         if not check_files:
-            found = (each for each in found if not any(each[0][: len(key)] == key for key in _FILES))
-        _report(document, found, broken)
-        if check_supported:
-            _report(document, unsupported(topology), broken)
+            findings = (finding for finding in findings if not any(finding[0][: len(key)] == key for key in _FILES))
+        _report(document, findings, broken)
     if topology is None or document.problems:
         raise TopologyError(document.problems)
     return topology
@@ -58,7 +53,7 @@ def load(
 def load_resolved(path: str | os.PathLike[str]) -> Topology:
     """Load the resolved topology of a run, which the launcher has checked. The files that it names are not looked at,
     because the process that uses a file describes its faults better. Raises TopologyError."""
-    return load(path, check_supported=False, check_files=False)
+    return load(path, check_files=False)
 
 
 def hub_names(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[Path, HubName]:
@@ -69,10 +64,10 @@ def hub_names(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> di
     document = _document(path, overrides)
     folder = os.path.dirname(os.path.abspath(document.file))
     data = document.data
-    found = {key: parse(value) for key, parse in _hub_keys(data) if isinstance(value := value_at(data, key), str)}
+    names = {key: parse(value) for key, parse in _hub_keys(data) if isinstance(value := value_at(data, key), str)}
     if isinstance(model := value_at(data, MODEL), str) and os.path.isdir(absolute(model, folder)):
-        del found[MODEL]
-    return {key: name for key, name in found.items() if name is not None}
+        del names[MODEL]
+    return {key: name for key, name in names.items() if name is not None}
 
 
 def value_at(data: Any, key: Path) -> Any:
@@ -103,11 +98,11 @@ def _validate(document: Document, folder: str) -> tuple[Topology | None, list[Pa
     try:
         return _built(document.data, folder), []
     except ValidationError as error:
-        found = explain(error)
-    for path, message in found:
+        errors = explain(error)
+    for path, message in errors:
         document.report(path, message)
     pruned = copy.deepcopy(document.data)
-    broken = [path for path, _ in found]
+    broken = [path for path, _ in errors]
     for path in broken:
         _remove(pruned, path)
     try:
@@ -134,8 +129,8 @@ def _remove(data: Any, path: Path) -> None:
         data.pop(path[-1], None)
 
 
-def _report(document: Document, found: Iterable[tuple[Path, str]], broken: list[Path]) -> None:
-    for path, message in found:
+def _report(document: Document, findings: Iterable[tuple[Path, str]], broken: list[Path]) -> None:
+    for path, message in findings:
         # A broken key was replaced by its default, so findings about it are not about the user's value.
         if not any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in broken):
             document.report(path, message)

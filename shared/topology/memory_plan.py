@@ -26,7 +26,7 @@ _VLLM_SHARE = 0.92
 """Default of vLLM's `gpu_memory_utilization`."""
 
 
-class Place(NamedTuple):
+class MemoryPlace(NamedTuple):
     """The memory of a host, or of one of its GPUs."""
 
     host: str | None
@@ -49,7 +49,7 @@ class Use(NamedTuple):
     """Memory that a process holds in some phases. Uses that take turns are never there at the same time, unless they
     belong to the same service."""
 
-    place: Place
+    place: MemoryPlace
     key: Key
     what: str
     nbytes: int
@@ -71,14 +71,14 @@ def uses(topology: Topology, elements: int, gpus: Mapping[Key, str], vocabulary:
     for key, nbytes in per_process(topology, elements).items():
         names = [each for each in gpus.get(key, "").split(",") if each]
         turns = any(DEVICE_SERVICE[name] == key[0] for name in topology.placement.colocate)
-        for place in [Place(hosts[key], name) for name in names or [""]]:
+        for place in [MemoryPlace(hosts[key], name) for name in names or [""]]:
             if key[0] == DEVICE_SERVICE["policy-trainer"]:
                 found += _trained(topology, elements, place, key, turns=turns)
             elif nbytes:
                 found.append(Use(place, key, "weights", math.ceil(nbytes / max(len(names), 1)), ALWAYS, turns))
-        found += _copies(topology, elements, Place(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
+        found += _copies(topology, elements, MemoryPlace(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
         if nbytes := logit_bytes(topology, vocabulary, key[0]):
-            for place in [Place(hosts[key], name) for name in names or [""]]:
+            for place in [MemoryPlace(hosts[key], name) for name in names or [""]]:
                 found.append(Use(place, key, "logits", nbytes, frozenset({Phase.STEPS}), turns))
     return found
 
@@ -111,7 +111,7 @@ def peak(some: Sequence[Use], phases: frozenset[Phase] = ALWAYS) -> Peak:
     return max((Peak(nbytes, phase) for phase, nbytes in sums.items()), key=lambda each: each.nbytes)
 
 
-def by_place(found: Sequence[Use]) -> dict[Place, list[Use]]:
+def by_place(found: Sequence[Use]) -> dict[MemoryPlace, list[Use]]:
     """Return the uses in each place: hosts first, then their GPUs."""
     places = sorted({use.place for use in found}, key=lambda at: (at.gpu != "", at.host or "", len(at.gpu), at.gpu))
     return {place: [use for use in found if use.place == place] for place in places}
@@ -139,7 +139,7 @@ def vllm_share(topology: Topology) -> float | None:
     return float(rollout.engine_args.get("gpu_memory_utilization", _VLLM_SHARE))
 
 
-def _trained(topology: Topology, elements: int, place: Place, key: Key, *, turns: bool) -> Iterator[Use]:
+def _trained(topology: Topology, elements: int, place: MemoryPlace, key: Key, *, turns: bool) -> Iterator[Use]:
     """Yield the training state of a rank. What a backend allocates anew in every step is absent outside of steps."""
     gone = LAST_A_STEP[topology.services.policy_trainer.backend]
     for part, share in training_parts(topology).items():
@@ -148,7 +148,9 @@ def _trained(topology: Topology, elements: int, place: Place, key: Key, *, turns
             yield Use(place, key, str(part), math.ceil(elements * share), phases, turns)
 
 
-def _copies(topology: Topology, elements: int, host: Place, key: Key, *, on_gpu: bool, turns: bool) -> Iterator[Use]:
+def _copies(
+    topology: Topology, elements: int, host: MemoryPlace, key: Key, *, on_gpu: bool, turns: bool
+) -> Iterator[Use]:
     """Yield the copies that a process has in the memory of its host, besides what it computes with."""
     whole = elements * DTYPE_BYTES[topology.policy.dtype]
     trainer, rollout = topology.services.policy_trainer, topology.services.rollout

@@ -76,8 +76,8 @@ def tied_tables(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> lis
         rows = tensor.shape[0] if len(tensor.shape) == _TABLE_DIMENSIONS else None
         if rows and config.get("vocab_size") in (rows, None) and not _OTHER_TABLE.search(name):
             tables.setdefault(tensor.shape, []).append(name)
-    found = [sorted(names, key=lambda name: (bool(_EMBEDDING.search(name)), name)) for names in tables.values()]
-    return [names for names in found if len(names) > 1 and _EMBEDDING.search(names[-1])]
+    groups = [sorted(names, key=lambda name: (bool(_EMBEDDING.search(name)), name)) for names in tables.values()]
+    return [names for names in groups if len(names) > 1 and _EMBEDDING.search(names[-1])]
 
 
 def named_shapes(model: str) -> dict[str, list[int]]:
@@ -87,7 +87,7 @@ def named_shapes(model: str) -> dict[str, list[int]]:
     """
     tensors = stored_tensors(model)
     copies = {name for names in tied_tables(read_config(model), tensors) for name in names[:-1]}
-    return {name: list(each.shape) for name, each in tensors.items() if name not in copies}
+    return {name: list(tensor.shape) for name, tensor in tensors.items() if name not in copies}
 
 
 def parameter_count(model: str) -> int:
@@ -104,7 +104,7 @@ def parameter_count(model: str) -> int:
 def _indexed_files(folder: Path) -> list[Path]:
     """Return the files that the folder's index names, or [] without an index. Raises ValueError if one is missing."""
     named = _object(folder / "model.safetensors.index.json").get("weight_map")
-    names = sorted({str(each) for each in named.values()}) if isinstance(named, dict) else []
+    names = sorted({str(file) for file in named.values()}) if isinstance(named, dict) else []
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}, which its model.safetensors.index.json names")
@@ -113,7 +113,7 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 def file_shapes(file: Path) -> dict[str, list[int]]:
     """Return the name and shape of every tensor in a safetensors file. Raises the errors of `stored_tensors`."""
-    return {name: list(each.shape) for name, each in _file_tensors(file).items()}
+    return {name: list(tensor.shape) for name, tensor in _file_tensors(file).items()}
 
 
 def _file_tensors(file: Path) -> dict[str, Stored]:
@@ -133,7 +133,7 @@ def _file_tensors(file: Path) -> dict[str, Stored]:
             tensors[name] = Stored(file, str(entry["dtype"]), shape, data + start, data + end)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not a safetensors file: unreadable header") from error
-    size, whole = file.stat().st_size, max((each.end for each in tensors.values()), default=data)
+    size, whole = file.stat().st_size, max((tensor.end for tensor in tensors.values()), default=data)
     if size != whole:
         raise ValueError(f"{file} has {size} bytes, but its header promises {whole}: it was not copied completely")
     return tensors
@@ -180,7 +180,7 @@ def _ids(tokenizer: dict[str, Any]) -> Iterator[Any]:
 def _object(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`, or {} if the file is missing or holds something else."""
     try:
-        found = json.loads(file.read_bytes())
+        parsed = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

@@ -25,7 +25,7 @@ _FLOAT, _MOMENTS = 4, 8
 """Bytes per parameter of a float32 copy, and of the two moments of AdamW."""
 
 
-class Part(StrEnum):
+class TrainingPart(StrEnum):
     """The parts of a model during training."""
 
     WEIGHTS = "weights"
@@ -34,13 +34,13 @@ class Part(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-LAST_A_STEP: Mapping[str, frozenset[Part]] = MappingProxyType(
-    {"torch": frozenset({Part.GRADIENTS}), "megatron": frozenset()}
+LAST_A_STEP: Mapping[str, frozenset[TrainingPart]] = MappingProxyType(
+    {"torch": frozenset({TrainingPart.GRADIENTS}), "megatron": frozenset()}
 )
 """The parts that each backend allocates in a step and frees at the end of the step."""
 
 
-def training_parts(topology: Topology) -> dict[Part, float]:
+def training_parts(topology: Topology) -> dict[TrainingPart, float]:
     """Return the maximum number of bytes per model parameter on each rank of the trainer, by part.
 
     With backend torch, a single rank holds everything, with float32 masters beside 16-bit weights. Several ranks hold
@@ -50,26 +50,35 @@ def training_parts(topology: Topology) -> dict[Part, float]:
     """
     parts = _parts(topology)
     if topology.run.evaluate:
-        never = {Part.OPTIMIZER, *LAST_A_STEP[topology.services.policy_trainer.backend]}
+        never = {TrainingPart.OPTIMIZER, *LAST_A_STEP[topology.services.policy_trainer.backend]}
         parts = {part: nbytes for part, nbytes in parts.items() if part not in never}
     return parts
 
 
-def _parts(topology: Topology) -> dict[Part, float]:
+def _parts(topology: Topology) -> dict[TrainingPart, float]:
     trainer, width = topology.services.policy_trainer, DTYPE_BYTES[topology.policy.dtype]
     masters = _FLOAT if width < _FLOAT else 0
     ranks = trainer.world_size
     if trainer.backend == "megatron":
         pieces = trainer.parallel.tp * trainer.parallel.pp
         return {
-            Part.WEIGHTS: width / pieces,
-            Part.MASTERS: masters / ranks,
-            Part.GRADIENTS: _FLOAT / pieces,
-            Part.OPTIMIZER: _MOMENTS / ranks,
+            TrainingPart.WEIGHTS: width / pieces,
+            TrainingPart.MASTERS: masters / ranks,
+            TrainingPart.GRADIENTS: _FLOAT / pieces,
+            TrainingPart.OPTIMIZER: _MOMENTS / ranks,
         }
     if ranks > 1:
-        return {Part.WEIGHTS: _FLOAT / ranks, Part.GRADIENTS: _FLOAT / ranks, Part.OPTIMIZER: _MOMENTS / ranks}
-    return {Part.WEIGHTS: width, Part.MASTERS: masters, Part.GRADIENTS: _FLOAT, Part.OPTIMIZER: _MOMENTS}
+        return {
+            TrainingPart.WEIGHTS: _FLOAT / ranks,
+            TrainingPart.GRADIENTS: _FLOAT / ranks,
+            TrainingPart.OPTIMIZER: _MOMENTS / ranks,
+        }
+    return {
+        TrainingPart.WEIGHTS: width,
+        TrainingPart.MASTERS: masters,
+        TrainingPart.GRADIENTS: _FLOAT,
+        TrainingPart.OPTIMIZER: _MOMENTS,
+    }
 
 
 def saved_bytes(topology: Topology) -> int:

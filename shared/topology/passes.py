@@ -25,7 +25,8 @@ class Passes(Section):
     )
     decoder: Literal["written-out", "modules"] = Field(
         default="modules",
-        description="whether plain decoders in float32 on a CPU run explicit code instead of the model's modules",
+        description="whether the embedded engine runs plain decoders in float32 on a CPU with explicit code instead of "
+        "the model's modules",
     )
 
     def __str__(self) -> str:

@@ -41,13 +41,13 @@ def source(value: str, folder: str) -> str:
     """
     if hub.SOURCE.fullmatch(value):
         return hub.source_files(value) or value
-    found = SOURCE.fullmatch(value)
-    if found is None:
+    match = SOURCE.fullmatch(value)
+    if match is None:
         raise ValueError(f"{value!r} is not a source; write {FORMS}")
-    if not found["file"]:
+    if not match["file"]:
         return value
     scheme, _, rest = value.partition(":")
     made = f"{scheme}:{absolute(rest, folder)}"
-    if any(each.exists() for each in matching_files(split_parameters(made.partition(":")[2])[0])):
+    if any(file.exists() for file in matching_files(split_parameters(made.partition(":")[2])[0])):
         return made
     return hub.source_files(made) or made

@@ -9,11 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shared.topology.fields import Count, LocalPath, Seconds, Section, Size, Strings
-from shared.topology.monitor_samples import Samples
-from shared.topology.monitor_traces import Prometheus, Traces
-from shared.topology.monitor_trackers import Mlflow, Tensorboard, Tracker, Trackio, Wandb
-from shared.topology.monitor_warnings import Warnings
-from shared.topology.monitor_web import Web
+from shared.topology.monitor import Monitor
 
 ServiceName = Literal["policy-trainer", "reference", "rollout", "batch-store", "monitor", "scheduler"]
 Backend = Literal["torch", "megatron"]
@@ -143,43 +139,6 @@ class BatchStore(Section):
     directory: LocalPath | None = Field(default=None, description="folder for the shards instead of /dev/shm")
 
 
-class Monitor(Section):
-    samples: Samples | None = Field(
-        default_factory=Samples, description="which samples are written to samples/; null: none"
-    )
-    wandb: Wandb | None = Field(default=None, description="also report to Weights & Biases")
-    tensorboard: Tensorboard | None = Field(default=None, description="also write TensorBoard's event files")
-    mlflow: Mlflow | None = Field(default=None, description="also report to MLflow")
-    trackio: Trackio | None = Field(default=None, description="also report to trackio")
-    web: Web | None = Field(default=None, description="the page of the run in a browser; default: none")
-    prometheus: Prometheus | None = Field(
-        default=None, description="serve the live values to Prometheus (make setup-observability); default: off"
-    )
-    warnings: Warnings = Field(default_factory=Warnings, description="warnings about the run")
-    traces: Traces | None = Field(default=None, description="trace tasks and steps across processes; default: off")
-
-    @property
-    def exports(self) -> bool:
-        """Whether the run has an exporter."""
-        return self.prometheus is not None or self.traces is not None
-
-    @property
-    def traced_share(self) -> float | None:
-        """The share of the tasks that are traced, 0 to 1, or None if the run has no traces."""
-        return self.traces.share if self.traces is not None else None
-
-    @property
-    def trackers(self) -> dict[str, Tracker]:
-        """The experiment trackers of the run, by key. Instance n of the service `tracker` feeds the n-th tracker."""
-        sections = {
-            "wandb": self.wandb,
-            "tensorboard": self.tensorboard,
-            "mlflow": self.mlflow,
-            "trackio": self.trackio,
-        }
-        return {name: section for name, section in sections.items() if section is not None}
-
-
 class Services(Section):
     policy_trainer: TrainerSettings = Field(
         default_factory=TrainerSettings, alias="policy-trainer", description="the training service"
@@ -240,7 +199,7 @@ Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
-class Host(Section):
+class HostSettings(Section):
     gpus: int = Field(default=0, ge=0, description="GPUs of this host, 0 or more")
     address: Address | None = Field(
         default=None, description="address at which other hosts reach this one; default: that of its route to home"
@@ -252,7 +211,7 @@ class Placement(Section):
         default="local",
         description="what starts the agents of other hosts: a person or a job script (`python -m launch.host`), or Ray",
     )
-    hosts: dict[HostName, Host] = Field(
+    hosts: dict[HostName, HostSettings] = Field(
         default_factory=dict,
         description="hosts by name; those that no service names are spares; default: this machine",
     )

@@ -162,7 +162,7 @@ def make_topology(folder: Path, hosts: int) -> Topology:
     )
     path = folder / "t.yaml"
     path.write_text(text)
-    return load(path, check_supported=False)
+    return load(path)
 
 
 class Population:

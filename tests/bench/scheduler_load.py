@@ -59,7 +59,7 @@ from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from tests.bench.turns import heading, versions
 from tests.weights_refs import weights_ref
 
@@ -149,7 +149,7 @@ class StateLoad:
             shuffle=True,
             deterministic=False,
             rows=range(tasks),
-            stages=train_graph(with_reference=True),
+            stages=(ROLLOUT, REFERENCE),
         )
         self.machine = Scheduler(self.plan, lease_s=1e9, incarnation=1)
         self.clears: list[SendClear] = []

@@ -60,6 +60,20 @@ def block_files() -> list[BlockFile]:
         BlockFile(
             "block_one_shard", "one task with one shard", [("train/0/7", 1, {"x": np.arange(2, dtype=np.uint8)})]
         ),
+        BlockFile(
+            "block_recorded",
+            "what the trainer puts for the recorder, for a task of two samples with five tokens in all",
+            [
+                (
+                    "train/0/7",
+                    3,
+                    {
+                        "sample_advantages": np.array([0.5, -0.5], np.float32),
+                        "train_logprobs": np.array([0.0, -0.25, 0.0, -1.5, -0.75], np.float32),
+                    },
+                )
+            ],
+        ),
     ]
 
 

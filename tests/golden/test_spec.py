@@ -24,7 +24,7 @@ from shared.rpc import client, errors, mailbox, offenders, replies, transport, u
 from shared.rpc.mailbox import Mailbox
 from shared.security import connections, curve
 from shared.security.roles import LEAST_ROLE, Role
-from shared.stages import train_graph
+from shared.stages import GRAPH, RECORD
 from tests.golden.block_files import hash_of
 from tests.golden.catalogue import ROUTES, SPEC, catalogue, split_spec
 from tests.golden.catalogue import errors as errors_of
@@ -206,8 +206,16 @@ def test_roles_and_their_messages_match_the_code() -> None:
 def test_stages_and_their_keys_match_the_code() -> None:
     rows = re.findall(r"^\| `(\w+)`[^|]*\|([^|]*)\|([^|]*)\|$", section(8), re.M)
     listed = {name: (re.findall(r"`(\w+)`", needs), re.findall(r"`(\w+)`", makes)) for name, needs, makes in rows}
-    graph = train_graph(with_reference=True)
-    assert listed == {stage.name: (list(stage.needs), list(stage.makes)) for stage in graph}
+    assert listed == {stage.name: (list(stage.needs), list(stage.makes)) for stage in GRAPH if stage.leased}
+
+
+def test_keys_match_their_declarations() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| \[([\w, ]+)\] \| `(\w+)` \| (.+) \|$", section(8), re.M)
+    assert rows == [
+        (key.name, key.dtype, ", ".join([key.per, *map(str, key.row)]), stage.name, key.meaning)
+        for stage in (*GRAPH, RECORD)
+        for key in stage.keys
+    ]
 
 
 def test_bulk_messages_match_the_code() -> None:

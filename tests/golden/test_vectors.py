@@ -43,7 +43,7 @@ def test_encoding_produces_the_stored_bytes(vector: Vector) -> None:
 def test_decoding_produces_the_stored_values(stored: dict[str, Any]) -> None:
     decoded = codec.decode(read(stored["name"], stored["frames"]), LOOSE)
     head = decoded.envelope
-    names = ("type", "flags", "request_id", "incarnation", "remaining_ms")
+    names = ("minor", "type", "flags", "request_id", "incarnation", "remaining_ms")
     assert [plain(getattr(head, name)) for name in names] == [stored[name] for name in names]
     assert type(decoded.body).__name__ == stored["message"]
     assert plain(decoded.body) == stored["body"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from shared.topology.fields import Section, format_size, parse_size
 from shared.topology.schema import Topology
-from shared.topology.supported import UNSUPPORTED
+from shared.topology.service_checks import UNSUPPORTED
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
 HEAD = """# Topology keys
@@ -65,8 +64,8 @@ def default_of(field: FieldInfo) -> str:
 def refused(key: str) -> str:
     """If this version refuses the key or some of its values, return a sentence that says so; otherwise return an empty
     string."""
-    found = [each for each in UNSUPPORTED if fnmatch(key, each.path) or key.startswith(f"{each.path}.")]
-    return "".join(f". *Not available in this version; use {each.use}.*" for each in found)
+    refused_keys = [f"services.rollout.parallel.{name}" for name in UNSUPPORTED]
+    return ". *Not available in this version; use 1.*" if key in refused_keys else ""
 
 
 def rows(section: type[Section], prefix: str = "") -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Writes the golden byte vectors in proto/golden/: `python -m tests.golden.vectors`.
 
-Vectors change only together with the version of the protocol, so do not run this to hide a change to the wire format.
+A vector never changes: one that a new version of the protocol needs is added, with that version's `minor`. Do not run
+this to hide a change to the wire format. Only refused.json follows the newest version.
 Each vector is a file with the frames of one message, one after the other, and an entry in index.json with the sizes of
 the frames and all values in plain JSON, so that another implementation can check itself without this code. files.json
 holds the values of the block files, and refused.json holds messages that a mailbox refuses.
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from proto import codec, dtypes
+from proto import codec, dtypes, envelope
 from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY
 from proto.limits import CONTROL, Limits
 from proto.messages import (
@@ -69,9 +71,12 @@ class Vector:
     incarnation: int = 0x0123456789ABCDEF
     remaining_s: float = 0.0
     limits: Limits = CONTROL
+    minor: int = 0
+    """Minor version of the protocol that introduced the vector. A later version reads it, but its own differ in this
+    number."""
 
     def frames(self) -> list[bytes]:
-        return [
+        head, *others = [
             bytes(frame)
             for frame in codec.encode(
                 self.body,
@@ -83,6 +88,7 @@ class Vector:
                 limits=self.limits,
             )
         ]
+        return [msgspec.structs.replace(envelope.unpack(head, self.limits), minor=self.minor).pack(), *others]
 
 
 def _canary(length: int) -> Canary:
@@ -260,6 +266,7 @@ def vectors() -> list[Vector]:
             (np.arange(10, dtype=np.float32), np.zeros(0, np.int8), np.arange(4, dtype=np.uint16)),
             limits=SMALL_FRAMES,
         ),
+        Vector("ping_1_1", "a request of version 1.1 without fields", Ping(), remaining_s=2.5, minor=1),
     ]
 
 
@@ -271,9 +278,10 @@ def entry(vector: Vector, frames: list[bytes]) -> dict[str, Any]:
         "file": f"{vector.name}.bin",
         "frames": [len(frame) for frame in frames],
         "frame_bytes_limit": vector.limits.frame_bytes,
+        "minor": vector.minor,
         "type": vector.body.TYPE,
         "message": type(vector.body).__name__,
-        "flags": vector.flags | (codec.envelope.FLAG_TABLE if vector.arrays else 0),
+        "flags": vector.flags | (envelope.FLAG_TABLE if vector.arrays else 0),
         "request_id": vector.request_id,
         "incarnation": vector.incarnation,
         "remaining_ms": int(vector.remaining_s * 1000),

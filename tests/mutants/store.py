@@ -125,7 +125,7 @@ STORE = [
         "a reader accepts a row with a wrong checksum",
         Promise.READABLE,
         "shared/dataplane/stream_arrival.py",
-        "if found != checksums[mine]:",
+        "if computed != checksums[mine]:",
         "if False:",
         f"{WIRE}::test_one_wrong_bit_anywhere_is_detected",
     ),

@@ -119,6 +119,14 @@ TRAINER = [
         "tests/unit/policy_trainer/test_host_waits.py::test_progress_is_counted_for_every_micro_batch",
     ),
     Mutation(
+        "the plain decoder computes a model without its adapter",
+        Promise.SYNCED,
+        "shared/model/plain_decoder.py",
+        "and all(_is_own(module, type(model).__module__) for module in model.modules())",
+        "",
+        "tests/unit/rollout/test_plain_decoder.py::test_a_layer_that_an_adapter_wraps_is_not_left_out",
+    ),
+    Mutation(
         "a call from an older driver is executed",
         Promise.ONCE,
         f"{WORKER}/call_queue.py",

@@ -6,6 +6,7 @@ See README.md for how the vectors were recorded and where conventions differ.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from services.policy_trainer.worker.loss import token_loss
 from services.policy_trainer.worker.losses import kl, mismatch
 from services.policy_trainer.worker.losses.tokens import TokenData
 from tests.parity.peers import inputs
+from tests.unit.policy_trainer.training import token_data
 
 Vectors = dict[str, Array]
 PEERS = ("trl", "verl")
@@ -55,7 +57,7 @@ def tokens(vectors: Vectors, aggregation: str) -> tuple[Tensor, TokenData, Tenso
     def spread(values: Array) -> Tensor:
         return torch.from_numpy(np.repeat(values, lengths))
 
-    data = TokenData(
+    data = token_data(
         rollout=flat("rollout"),
         prox=flat("prox"),
         ref=flat("ref"),
@@ -90,7 +92,8 @@ def check(
     same log-probs."""
     cur, data, entropy = tokens(vectors, aggregation)
     if not corrected:
-        data = TokenData(**{**vars(data), "rollout": data.prox})
+        assert data.prox is not None
+        data = replace(data, shards={**data.shards, "rollout_logprobs": data.prox})
     total, _ = token_loss(loss, cur, data, entropy)
     grad, entropy_grad = torch.autograd.grad(total, [cur, entropy], allow_unused=True)
     mask = vectors["input/mask"].astype(bool)

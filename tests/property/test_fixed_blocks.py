@@ -43,7 +43,7 @@ from services.scheduler.events import (
 )
 from services.scheduler.plan import EpochOrder, EvalPlan, Plan
 from services.scheduler.state import Scheduler
-from shared.stages import REFERENCE, ROLLOUT, train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from tests.property import scheduler_view as view
 from tests.weights_refs import weights_ref
 
@@ -76,7 +76,7 @@ class Run:
             rows=range(20),
             block_tasks=BLOCK,
             evals=(EvalPlan(name="held", rows=[1, 4, 6, 8, 9], samples=2, every=2),),
-            stages=train_graph(with_reference=True),
+            stages=(ROLLOUT, REFERENCE),
         )
         self.order = EpochOrder(self.plan)
         self.machine = Scheduler(self.plan, lease_s=5.0, incarnation=1)

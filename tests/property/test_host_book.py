@@ -27,7 +27,7 @@ PROCESSES = {("rollout", 0), ("rollout", 1), ("reference", 0), ("reference", 1)}
 @pytest.fixture(scope="module")
 def topology(tmp_path_factory: pytest.TempPathFactory) -> Topology:
     folder: Path = make(tmp_path_factory.mktemp("book"))
-    return load(write(folder, BASE), PLACES, check_supported=False)
+    return load(write(folder, BASE), PLACES)
 
 
 @given(events=st.lists(st.tuples(st.sampled_from(["join", "lose"]), st.sampled_from(sorted(HOSTS))), max_size=25))

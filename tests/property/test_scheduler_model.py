@@ -50,7 +50,7 @@ from services.scheduler.events import (
 )
 from services.scheduler.plan import EpochOrder, Plan
 from services.scheduler.state import GONE_S, Scheduler
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from shared.topology.capacity import live_versions
 from tests.property import scheduler_view as view
 from tests.weights_refs import weights_ref
@@ -92,7 +92,7 @@ class Model:
             shuffle=True,
             deterministic=False,
             rows=range(7),
-            stages=train_graph(with_reference=True),
+            stages=(ROLLOUT, REFERENCE),
         )
         self.machine = Scheduler(self.plan, lease_s=5.0, incarnation=1)
         self.journal: list[Durable] = []

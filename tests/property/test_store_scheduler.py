@@ -42,7 +42,7 @@ from proto.messages import (
     TaskResult,
 )
 from services.batch_store import spares
-from services.batch_store.room import Retire, Tier, held_bytes
+from services.batch_store.room import Removal, Tier, held_bytes
 from services.batch_store.state import GRANT_S, StoreState
 from services.scheduler import snapshot
 from services.scheduler.events import (
@@ -66,7 +66,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.state import Scheduler
 from services.scheduler.stores import replayable
 from shared.rpc.errors import RpcError
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from tests.property import scheduler_view as view
 from tests.weights_refs import weights_ref
 
@@ -89,7 +89,7 @@ PLAN = Plan(
     shuffle=True,
     deterministic=False,
     rows=range(5),
-    stages=train_graph(with_reference=True),
+    stages=(ROLLOUT, REFERENCE),
     task_bytes=3 * PAGE,
     overhead_bytes=3 * PAGE,
     replay_bytes=2 * PAGE,
@@ -212,7 +212,7 @@ class Both(RuleBasedStateMachine):
     def register_store(self) -> None:
         self.register("batch-store", self.life, self.store.room.limit_bytes)
 
-    def retire(self, effects: list[Retire]) -> None:
+    def retire(self, effects: list[Removal]) -> None:
         for effect in effects:
             put_id, _, kind = effect.source.partition(".")
             if kind == "tmp":

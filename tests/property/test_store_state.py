@@ -16,7 +16,7 @@ from proto.blockfile import BlockLayout, Table
 from proto.ids import revised_name
 from proto.messages import ErrorCode, PutTask
 from services.batch_store import spares
-from services.batch_store.room import Retire, Tier, held_bytes
+from services.batch_store.room import Removal, Tier, held_bytes
 from services.batch_store.state import StoreState
 from shared.rpc.errors import RpcError
 
@@ -65,7 +65,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.small.stop()
 
-    def retire(self, effects: list[Retire]) -> None:
+    def retire(self, effects: list[Removal]) -> None:
         for effect in effects:
             put_id, _, kind = effect.source.partition(".")
             _, nbytes = (self.open if kind == "tmp" else self.sealed).pop(put_id)

@@ -75,8 +75,15 @@ def test_inline_array_survives_a_round_trip_or_is_refused_with_an_error_that_nam
 def test_unknown_fields_and_positions_of_a_newer_minor_version_are_ignored() -> None:
     head = codec.encode(Ack(), request_id=1, incarnation=2)
     body = b"\x82\xa6future\x93\x01\xa1x\xc0\xa5later\xc3"
+    minor = codec.envelope.MINOR + 1
     packed = codec.envelope.Envelope(
-        type=Ack.TYPE, request_id=1, incarnation=2, flags=0x8000, body_bytes=len(body), total_bytes=len(body), minor=1
+        type=Ack.TYPE,
+        request_id=1,
+        incarnation=2,
+        flags=0x8000,
+        body_bytes=len(body),
+        total_bytes=len(body),
+        minor=minor,
     ).pack()
     assert codec.decode([packed, body]).body == Ack()
     assert codec.decode(head).body == Ack()

@@ -16,7 +16,7 @@ from services.monitor.warnings.episodes import Episodes, Sighting
 from services.monitor.warnings.facts import Facts
 from services.monitor.warnings.history import RowHistory, median
 from services.monitor.warnings.live import Live
-from shared.topology.monitor_warnings import WarningKind
+from shared.topology.monitor import WarningKind
 from shared.warnings import WarningRecord
 
 ROWS_OVER = 20

@@ -1,6 +1,6 @@
 """Binds the loss to one mini-batch: looks up each micro-batch's tokens in the flat arrays of the mini-batch.
 
-This module combines a backend's log-probs with advantages, weights and old log-probs.
+This module combines a backend's log-probs with advantages, weights and the shards that the loss reads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from services.policy_trainer.worker import loss as losses
 from services.policy_trainer.worker.backend import LocalScores
 from services.policy_trainer.worker.losses.policy import PolicyLoss
 from services.policy_trainer.worker.losses.tokens import TokenData
-from services.policy_trainer.worker.samples import PROX_KEY, REF_KEY
+from services.policy_trainer.worker.samples import SCORE_KEYS, loss_keys
 from shared.model.logprobs import Entropy
+from shared.stages import Per
 from shared.tensors_torch import to_device
 
 
@@ -46,37 +47,29 @@ class BatchLoss:
         self.entropy: Entropy = "gradient" if spec.entropy_coef else "value"
         """The form of entropy that the backend must compute in addition to log-probs."""
         lengths = flat["lengths"].astype(np.int64)
-        self._count = len(lengths)
-        arrays = [flat["rollout_logprobs"], flat["versions"], advantages, weights]
-        arrays.append(np.repeat(np.arange(self._count), lengths))
-        arrays += [flat[PROX_KEY]] if spec.anchor == "proximal" else []
-        arrays += [flat[REF_KEY]] if spec.kl_estimator else []
-        self._rollout, self._versions, self._advantages, self._weights, self._sequences, *more = to_device(
-            arrays, torch.device(device)
+        # The model's inputs are not copied: the backend has put them on the device.
+        names = [key.name for key in loss_keys(spec) if key.per is Per.TOKEN and key.name not in SCORE_KEYS]
+        arrays = [advantages, weights, np.repeat(np.arange(len(lengths)), lengths), *(flat[name] for name in names)]
+        own_advantages, own_weights, sequences, *shards = to_device(arrays, torch.device(device))
+        self._tokens = TokenData(
+            shards=dict(zip(names, shards, strict=True)),
+            advantages=own_advantages,
+            weights=own_weights,
+            sequences=sequences,
+            sequence_count=len(lengths),
         )
-        self._prox: Tensor | None = more.pop(0) if spec.anchor == "proximal" else None
-        self._ref: Tensor | None = more.pop(0) if spec.kl_estimator else None
         self._kept = torch.zeros(len(flat["loss_mask"]), device=device) if keeps else None
 
     def __call__(self, local: LocalScores) -> tuple[Tensor, dict[str, Tensor]]:
         at, cur, entropy = local.scores.tokens, local.scores.logprobs, local.scores.entropy
         if self._kept is not None:
             self._kept[at] = cur.detach().float()
-        data = TokenData(
-            rollout=self._rollout[at],
-            advantages=self._advantages[at],
-            weights=self._weights[at],
-            versions=self._versions[at],
-            prox=None if self._prox is None else self._prox[at],
-            ref=None if self._ref is None else self._ref[at],
-            sequences=self._sequences[at],
-            sequence_count=self._count,
-            add_up=local.sum_over_sequence_ranks,
-        )
-        known = torch.zeros_like(cur) if entropy is None else entropy
-        return losses.token_loss(self._spec, cur, data, known, self._policy, version=self._version)
+        data = self._tokens.at(at, local.sum_over_sequence_ranks)
+        value = torch.zeros_like(cur) if entropy is None else entropy
+        return losses.token_loss(self._spec, cur, data, value, self._policy, version=self._version)
 
     def kept_logprobs(self) -> Array:
         """Return float32 [T]: the log-probs that the pass computed on this rank, and 0 for all other tokens."""
-        kept: Array = np.zeros(len(self._weights), np.float32) if self._kept is None else self._kept.cpu().numpy()
+        size = len(self._tokens.weights)
+        kept: Array = np.zeros(size, np.float32) if self._kept is None else self._kept.cpu().numpy()
         return kept

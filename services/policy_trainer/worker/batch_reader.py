@@ -58,11 +58,9 @@ class BatchReader:
         return await (self._read(request) if task is None else task)
 
     async def _read(self, request: Forward | ForwardBackward) -> samples.BatchTokens:
-        keys = list(samples.SCORE_KEYS)
+        keys = samples.SCORE_KEYS
         if isinstance(request, ForwardBackward):
-            keys = list(samples.LOSS_KEYS)
-            keys += [samples.REF_KEY] if request.loss.kl_estimator else []
-            keys += [samples.PROX_KEY] if request.loss.anchor == "proximal" else []
+            keys = tuple(key.name for key in samples.loss_keys(request.loss))
         batch = Batch(request.batch, self._data)
         stored = samples.stored_keys(batch, keys)
         local = await self._fetched(batch, list(stored.values()))

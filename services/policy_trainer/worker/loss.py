@@ -21,7 +21,7 @@ from proto.messages import ErrorCode, LossSpec
 from services.policy_trainer.worker.losses import mismatch
 from services.policy_trainer.worker.losses.kl import KL_LOSSES
 from services.policy_trainer.worker.losses.policy import POLICY_LOSSES, PolicyLoss
-from services.policy_trainer.worker.losses.tokens import TokenData
+from services.policy_trainer.worker.losses.tokens import Term, TokenData, weighted
 from shared.rpc.errors import RpcError
 
 RATIO_MASKS = ("", "token", "sequence", "geometric")
@@ -32,20 +32,20 @@ def check(spec: LossSpec, own: PolicyLoss | None = None) -> PolicyLoss:
 
     Raises RpcError(bad_request) if this module does not support the loss.
     """
-    found = own if own is not None and ":" in spec.name else POLICY_LOSSES.get(spec.name)
+    policy_loss = own if own is not None and ":" in spec.name else POLICY_LOSSES.get(spec.name)
     wrong = (
         spec.anchor not in ("proximal", "present", "rollout")
         or (spec.kl_estimator and spec.kl_estimator not in KL_LOSSES)
         or spec.ratio_mask not in RATIO_MASKS
     )
-    if found is None or wrong:
+    if policy_loss is None or wrong:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
             f"loss {spec.name} with anchor {spec.anchor}, KL {spec.kl_estimator or 'none'} and ratio mask "
             f"{spec.ratio_mask or 'none'}: use {', '.join(POLICY_LOSSES)} or the topology's own; anchor proximal, "
             f"present or rollout; KL {' or '.join(KL_LOSSES)}; ratio mask {', '.join(RATIO_MASKS[1:])}",
         )
-    return found
+    return policy_loss
 
 
 def token_loss(
@@ -62,16 +62,13 @@ def token_loss(
     `cur` [M] are log-probs with a gradient. `entropy` [M] has a gradient if `spec.entropy_coef` is not 0. `policy_loss`
     is the result of `check` and defaults to the loss that `spec` names. `version` is the policy version of the
     trainer's log-probs, or -1 if the model has been updated since that version. The following are summed over the
-    tokens: 1 (`tokens`), W * policy term (`policy`), W * KL without its coefficient (`kl`), W * loss (`loss`), 1 if the
-    ratio was clipped (`clipped`), 1 if the ratio mask excluded the token (`masked`), `entropy`, `version`, and
-    `mismatch`, which is |anchor - rollout|, or |cur - rollout| if the anchor is rollout (0 for cross_entropy, whose
-    tokens no engine sampled). The mismatch is also summed separately, together with the number of tokens: as `engine`
-    over tokens sampled by `version` itself, where engine and trainer should agree, and as `lag` over tokens sampled by
-    earlier versions.
-    `mismatch.importance_sums` adds the sums of importance weights, except for cross_entropy.
+    tokens: those of `weighted` with the terms `policy`, `kl` and `bonus` (of the entropy), 1 if the ratio was clipped
+    (`clipped`), 1 if the ratio mask excluded the token (`masked`), `entropy`, `version`, and the sums of
+    `mismatch.mismatch_sums` and `mismatch.importance_sums`. No engine sampled the tokens of cross_entropy, so it has no
+    importance sums, and its mismatch is 0.
     """
     if spec.anchor == "present":
-        data = replace(data, prox=cur.detach())
+        data = replace(data, shards={**data.shards, "prox_logprobs": cur.detach()})
     anchor = data.rollout if spec.anchor == "rollout" else data.prox
     if anchor is None:
         raise RpcError(ErrorCode.BAD_REQUEST, "anchor proximal without prox_logprobs: run forward first")
@@ -80,37 +77,21 @@ def token_loss(
     if spec.anchor != "rollout":
         counted = mismatch.kept(spec, anchor, data)
         policy = torch.where(counted, policy * mismatch.importance_weight(spec, anchor, data), torch.zeros_like(policy))
-    policy_sum = (data.weights * policy).sum()
-    loss_sum, kl_sum = policy_sum, torch.zeros_like(policy_sum)
+    terms = {"policy": Term(policy)}
     if data.ref is not None and spec.kl_estimator:
-        kl_sum = (data.weights * KL_LOSSES[spec.kl_estimator](cur, data.ref)).sum()
-        loss_sum = loss_sum + spec.kl_coef * kl_sum
+        terms["kl"] = Term(KL_LOSSES[spec.kl_estimator](cur, data.ref), spec.kl_coef)
     if spec.entropy_coef:
-        loss_sum = loss_sum - spec.entropy_coef * (data.weights * entropy).sum()
+        terms["bonus"] = Term(entropy, -spec.entropy_coef)
+    loss, sums = weighted(data, terms)
     with torch.no_grad():
-        own = cur if spec.anchor == "rollout" else anchor
-        # No engine sampled supervised tokens.
-        mismatches = (own - data.rollout).abs() * (spec.name != "cross_entropy")
-        known = version >= 0 and spec.name != "cross_entropy"
-        same, earlier = (data.versions == version) & known, (data.versions < version) & known
-        engine = mismatches * same
-        sums = {
-            "tokens": cur.new_full((), float(len(cur))),
-            "policy": policy_sum,
-            "kl": kl_sum,
-            "loss": loss_sum,
+        sums |= {
             "clipped": (clipped & counted).sum(),
             "masked": (~counted).sum(),
             "entropy": entropy.sum(),
-            "mismatch": mismatches.sum(),
-            "mismatch_max": mismatches.max() if len(mismatches) else mismatches.sum(),
             "version": data.versions.sum(),
-            "engine_tokens": same.sum(),
-            "engine": engine.sum(),
-            "engine_max": engine.max() if len(engine) else engine.sum(),
-            "lag_tokens": earlier.sum(),
-            "lag": (mismatches * earlier).sum(),
         }
-        if spec.name != "cross_entropy":
+        own, sampled = cur if spec.anchor == "rollout" else anchor, spec.name != "cross_entropy"
+        sums |= mismatch.mismatch_sums(own, data, version, sampled=sampled)
+        if sampled:
             sums |= mismatch.importance_sums(spec, own, data)
-    return loss_sum, {name: value.detach() for name, value in sums.items()}
+    return loss, {name: value.detach() for name, value in sums.items()}

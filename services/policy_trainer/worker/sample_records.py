@@ -17,8 +17,7 @@ from services.policy_trainer.worker.samples import PROX_KEY, BatchTokens
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import RpcError
 from shared.samples.choice import Choice
-from shared.stages import ADVANTAGES as ADVANTAGES_KEY
-from shared.stages import TRAIN_LOGPROBS
+from shared.stages import SAMPLE_ADVANTAGES, TRAIN_LOGPROBS
 
 if TYPE_CHECKING:
     from services.policy_trainer.worker.batch_loss import BatchLoss
@@ -86,7 +85,7 @@ def _shards(batch: BatchMeta, wanted: list[int], tokens: BatchTokens, loss: Batc
     made: list[TaskShards] = []
     for at in wanted:
         task, end, size = batch.tasks[at], ends[at], tokens.tokens_of_task[at]
-        values: dict[str, Array] = {ADVANTAGES_KEY: np.asarray(advantages[last[at] - task.samples : last[at]], "f4")}
+        values: dict[str, Array] = {SAMPLE_ADVANTAGES: np.asarray(advantages[last[at] - task.samples : last[at]], "f4")}
         values[TRAIN_LOGPROBS] = logprobs[end - size : end].copy()
         made.append(TaskShards(task.task_id, task.fence, values))
     return made

@@ -7,49 +7,42 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from proto.messages import ErrorCode, TaskHandle
+from proto.ids import REVISION
+from proto.messages import ErrorCode, LossSpec, TaskHandle
 from proto.tensors import Array
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
-from shared.stages import PROXIMAL, REFERENCE, ROLLOUT
+from shared.stages import PROXIMAL, Key, Per, declared
 
 Columns = Mapping[str, Sequence[Array]]
 """The arrays of a batch by key, one per task."""
-REF_KEY, PROX_KEY = REFERENCE.makes[0], PROXIMAL.makes[0]
+PROX_KEY = PROXIMAL.makes[0]
 SCORE_KEYS = PROXIMAL.needs
-LOSS_KEYS = ROLLOUT.makes
-_DTYPES = {
-    "token_ids": np.int32,
-    "lengths": np.int32,
-    "sample_index": np.int32,
-    "loss_mask": np.uint8,
-    "rollout_logprobs": np.float32,
-    "versions": np.int32,
-    PROX_KEY: np.float32,
-    REF_KEY: np.float32,
-}
-"""dtypes of the keys, for a rank without any task from which to infer them."""
+
+
+def loss_keys(spec: LossSpec) -> list[Key]:
+    """Return the keys of the shards from which the loss of `spec` is computed."""
+    return [key for key in declared().values() if key.in_loss(spec)]
 
 
 def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
     """Return a dict that maps `keys` to the keys of their shards in the stores.
 
-    Proximal log-probs are stored under a key specific to the call that computed them, so that they cannot be confused
-    with earlier values from other weights or another number of ranks. Raises RpcError(bad_request) if they are needed
-    but missing.
+    The two differ for keys with a revision: proximal log-probs are stored under a key specific to the call that
+    computed them, so that they cannot be confused with earlier values from other weights or another number of ranks.
+    Raises RpcError(bad_request) if the batch lacks one of them.
     """
-    named = {key: key for key in keys}
-    if PROX_KEY in named:
-        made = [part.keys[0] for part in batch.meta.parts if part.stage == PROXIMAL.name and part.keys]
-        if not made:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"anchor proximal without {PROX_KEY}: run forward first")
-        named[PROX_KEY] = made[-1]
-    return named
+    stored = {key.partition(REVISION)[0]: key for key in batch.keys}
+    for key in keys:
+        if key not in stored:
+            why = "run forward first" if key in PROXIMAL.makes else "no stage of this run makes it"
+            raise RpcError(ErrorCode.BAD_REQUEST, f"the batch has no {key} (its keys: {', '.join(batch.keys)}): {why}")
+    return {key: stored[key] for key in keys}
 
 
 @dataclass(frozen=True)
 class BatchTokens:
-    """All sequences of a batch, ordered by task: `flat[key]` is [T] (or [S] for `lengths` and `sample_index`)."""
+    """All sequences of a batch, ordered by task. `flat[key]` has the shape of the key's declaration, such as [T]."""
 
     flat: dict[str, Array]
     tokens_of_task: Array
@@ -58,29 +51,29 @@ class BatchTokens:
 
 def join(columns: Columns) -> BatchTokens:
     """Join the arrays of each key. The keys include `lengths`. Without tasks, the joined arrays have length 0."""
-    lengths = columns["lengths"]
+    lengths, keys = columns["lengths"], declared()
     return BatchTokens(
         flat={
-            key: np.concatenate(arrays) if arrays else np.zeros(0, dtype=_DTYPES[key])
-            for key, arrays in columns.items()
+            name: np.concatenate(arrays) if arrays else np.zeros((0, *keys[name].row), keys[name].dtype)
+            for name, arrays in columns.items()
         },
-        tokens_of_task=np.array([each.sum() for each in lengths], dtype=np.int64),
-        sequences_of_task=np.array([len(each) for each in lengths], dtype=np.int64),
+        tokens_of_task=np.array([task.sum() for task in lengths], dtype=np.int64),
+        sequences_of_task=np.array([len(task) for task in lengths], dtype=np.int64),
     )
 
 
 def check(handles: Sequence[TaskHandle], columns: Columns) -> None:
-    """Refuse shards with inconsistent lengths or non-finite values before any of them is used.
+    """Refuse shards with wrong dtypes, inconsistent lengths or non-finite values before any of them is used.
 
     Raises RpcError(bad_data) naming the tasks and the first invalid shard.
     """
     wrong: list[str] = []
     cause = ""
     for index, handle in enumerate(handles):
-        found = _problem({key: arrays[index] for key, arrays in columns.items()}, handle.samples)
-        if found:
+        problem = _problem({key: arrays[index] for key, arrays in columns.items()}, handle.samples)
+        if problem:
             wrong.append(handle.task_id)
-            cause = cause or f"{handle.task_id}: {found}"
+            cause = cause or f"{handle.task_id}: {problem}"
     if wrong:
         raise RpcError(
             ErrorCode.BAD_DATA,
@@ -90,20 +83,24 @@ def check(handles: Sequence[TaskHandle], columns: Columns) -> None:
 
 
 def _problem(task: dict[str, Array], samples: int) -> str:
-    lengths = task["lengths"]
-    total = int(lengths.sum())
-    for key, values in task.items():
-        wanted = len(lengths) if key in ("lengths", "sample_index") else total
-        if values.shape != (wanted,):
-            of = f"{len(lengths)} sequences of {total} tokens"
-            return f"{key} has shape {list(values.shape)}, but its lengths say [{wanted}] ({of})"
+    lengths, keys = task["lengths"], declared()
+    sizes = {Per.TOKEN: int(lengths.sum()), Per.SEQUENCE: len(lengths), Per.SAMPLE: samples}
+    for name, values in task.items():
+        key = keys[name]
+        wanted = (sizes[key.per], *key.row)
+        if values.shape != wanted:
+            of = f"{sizes[Per.SEQUENCE]} sequences of {sizes[Per.TOKEN]} tokens"
+            return f"{name} has shape {list(values.shape)}, but its lengths say {list(wanted)} ({of})"
+        if values.dtype != key.dtype:
+            return f"{name} is {values.dtype}, but the key is declared as {key.dtype}"
     index = task.get("sample_index")
     if index is not None and ((index < 0) | (index >= samples)).any():
         return f"sample_index goes from {index.min()} to {index.max()}, but there are {samples} samples"
-    for key, values in task.items():
+    for name, values in task.items():
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             bad = ~np.isfinite(values)
-            return f"{key} has values that are not finite: {int(bad.sum())}, the first at token {int(bad.argmax())}"
+            first = f"{keys[name].per.name.lower()} {int(bad.argmax()) // keys[name].width}"
+            return f"{name} has values that are not finite: {int(bad.sum())}, the first at {first}"
     return ""
 
 

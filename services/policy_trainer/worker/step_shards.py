@@ -31,9 +31,9 @@ class StepShards:
         """Return a LOCAL batch with `keys`, like `Batch.fetch`. Raises the same errors."""
         async with self._fetching:  # a call prepared in advance often needs shards that the previous call is fetching
             kept = self._kept
-            found = [dict(kept.get((task.task_id, task.fence), {})) for task in batch.tasks]
+            shards = [dict(kept.get((task.task_id, task.fence), {})) for task in batch.tasks]
             lacking: dict[tuple[str, ...], list[int]] = {}
-            for at, arrays in enumerate(found):
+            for at, arrays in enumerate(shards):
                 absent = tuple(key for key in keys if key not in arrays)
                 if absent:
                     lacking.setdefault(absent, []).append(at)
@@ -41,8 +41,8 @@ class StepShards:
                 fetched = await batch.take(places).fetch(absent, deadline_s=deadline_s)
                 for key in absent:
                     for at, array in zip(places, fetched[key], strict=True):
-                        found[at][key] = array
+                        shards[at][key] = array
             if any(map(self._data.is_streamed, batch.meta.stores)):
-                for task, arrays in zip(batch.tasks, found, strict=True):
+                for task, arrays in zip(batch.tasks, shards, strict=True):
                     kept.setdefault((task.task_id, task.fence), {}).update(arrays)
-        return Batch(batch.meta, data=[{key: arrays[key] for key in keys} for arrays in found])
+        return Batch(batch.meta, data=[{key: arrays[key] for key in keys} for arrays in shards])

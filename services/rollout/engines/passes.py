@@ -18,7 +18,7 @@ from shared.model.passes import passes_of
 from shared.model.plain_decoder import Past, PlainDecoder, is_plain
 
 
-class Passes(Protocol):
+class BlockPasses(Protocol):
     """Forward passes over rows. They start with `begin` or `gathered` and continue with `go_on` and `keep`.
 
     Logits have the shape [R, vocabulary].
@@ -38,11 +38,11 @@ class Passes(Protocol):
         """Keep only these rows for the passes that follow."""
 
 
-Part = tuple[Passes, Tensor]
+Part = tuple[BlockPasses, Tensor]
 """Passes that have begun, and the indices of the rows to take from them, in order. A row may occur several times."""
 
 
-def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
+def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> BlockPasses:
     """Return passes in which all these rows continue together, with room for `room` more tokens each.
 
     The original passes must not be used afterwards. Keys and values are not recomputed. All rows end at the same
@@ -52,7 +52,7 @@ def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
     return _kind(model).gathered(model, parts, room)
 
 
-def make_passes(model: nn.Module, capacity: int) -> Passes:
+def make_passes(model: nn.Module, capacity: int) -> BlockPasses:
     """Return the passes for a model. `capacity` is the maximum number of tokens in a row."""
     return _kind(model)(model, capacity)
 

@@ -25,7 +25,7 @@ import xxhash
 from torch import Tensor, nn
 
 from services.rollout.engine import FinishReason, Generation, Prompt
-from services.rollout.engines.passes import Part, Passes, gathered, make_passes
+from services.rollout.engines.passes import BlockPasses, Part, gathered, make_passes
 from services.rollout.engines.side_by_side import EngineCall
 
 MAX_ROWS = 1024
@@ -161,7 +161,7 @@ class SlotTable:
         self._waiting: deque[_Group] = deque()
         self._waited = 0
         """Number of steps for which a group that could be added has been waiting."""
-        self._passes: Passes | None = None
+        self._passes: BlockPasses | None = None
         """The rows' keys and values, or None if there is no call."""
         self._steady = steady
         self._joins = not steady and make_passes(model, 1).gathers

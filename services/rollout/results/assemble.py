@@ -15,7 +15,7 @@ from services.rollout.results.trajectory import Rolled
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.sampling.tasks import ReadyTask, drop
 from shared.dataplane.client import Receipt
-from shared.stages import ROLLOUT
+from shared.stages import declared
 
 _NO_MASK, _NO_VERSIONS = np.zeros(0, np.uint8), np.zeros(0, np.int32)
 _NEWEST = np.int32(np.iinfo(np.int32).max)
@@ -50,7 +50,7 @@ def assemble(
     kept: list[Mapping[str, float]] = []
     for number, (task, group, group_scores) in enumerate(zip(tasks, samples, scores, strict=True)):
         alive = [
-            (each, score.value) for each, score in zip(group, group_scores, strict=True) if score.value is not None
+            (sample, score.value) for sample, score in zip(group, group_scores, strict=True) if score.value is not None
         ]
         failed = len(group) - len(alive)
         lost = dict(Counter(str(score.kind) for score in group_scores if score.value is None))
@@ -60,28 +60,28 @@ def assemble(
             reason = f"{failed} of {len(group)} samples failed; at least {min_survivors} must succeed: {first.failure}"
             dropped.append(drop(task.handle, why, f"{task.handle.task_id}: {reason}", failed, lost))
             continue
-        made = task_shards([each for each, _ in alive])
+        made = task_shards([sample for sample, _ in alive])
         shards.append(made)
         results.append(_done(task.handle, made, len(alive), failed, lost))
         survivors += alive
         if named is not None:
-            known = zip(named[number], group_scores, strict=True)
-            kept += [values for values, score in known if score.value is not None]
+            pairs = zip(named[number], group_scores, strict=True)
+            kept += [values for values, score in pairs if score.value is not None]
     return Assembled(results, shards, dropped, _scalars(survivors, shards), kept)
 
 
 def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
-    """Return the rollout stage's shards for one task (see `shared.stages`), in the order of the stage's keys."""
-    sequences = [(index, sequence) for index, sample in enumerate(samples) for sequence in sample.sequences]
-    made: dict[str, Array] = {
-        "token_ids": np.concatenate([each.token_ids for _, each in sequences]),
-        "lengths": np.array([len(each.token_ids) for _, each in sequences], np.int32),
-        "sample_index": np.array([index for index, _ in sequences], np.int32),
-        "loss_mask": np.concatenate([each.loss_mask for _, each in sequences]),
-        "rollout_logprobs": np.concatenate([each.logprobs for _, each in sequences]),
-        "versions": np.concatenate([each.versions for _, each in sequences]),
-    }
-    return {key: made[key] for key in ROLLOUT.makes}
+    """Return the rollout stage's shards for one task, in the order in which `shared.stages` declares their keys.
+
+    Raises ValueError if a key is not declared.
+    """
+    sequences = [sequence for sample in samples for sequence in sample.sequences]
+    by_key = [sequence.by_key() for sequence in sequences]
+    made = {name: np.concatenate([arrays[name] for arrays in by_key]) for name in by_key[0]}
+    made["lengths"] = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
+    made["sample_index"] = np.repeat(np.arange(len(samples), dtype=np.int32), [len(s.sequences) for s in samples])
+    keys = list(declared())
+    return {name: made[name] for name in sorted(made, key=keys.index)}
 
 
 def in_files(block: Assembled, *, filters: bool) -> list[list[int]]:
@@ -122,16 +122,16 @@ def _done(handle: TaskHandle, shards: dict[str, Array], samples: int, failed: in
 def _scalars(samples: Sequence[tuple[Rolled, float]], shards: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """Return the scalars of `samples`, whose tokens follow one another in `shards`."""
     # All samples at once: a block has hundreds, and for each one a numpy call takes longer than its work.
-    tokens = [sum(len(each.token_ids) for each in sample.sequences) for sample, _ in samples]
+    tokens = [sum(len(sequence.token_ids) for sequence in sample.sequences) for sample, _ in samples]
     begins = np.cumsum([0, *tokens], dtype=np.intp)[:-1]
-    mask = np.concatenate([_NO_MASK, *(each["loss_mask"] for each in shards)])
-    versions = np.concatenate([_NO_VERSIONS, *(each["versions"] for each in shards)])
+    mask = np.concatenate([_NO_MASK, *(arrays["loss_mask"] for arrays in shards)])
+    versions = np.concatenate([_NO_VERSIONS, *(arrays["versions"] for arrays in shards)])
     length = np.add.reduceat(mask, begins, dtype=np.int32)
     return {
         "reward": np.array([reward for _, reward in samples], np.float32),
         "length": length,
         "loss_tokens": length.copy(),
-        "truncated": np.array([each.truncated for each, _ in samples], np.uint8),
+        "truncated": np.array([sample.truncated for sample, _ in samples], np.uint8),
         "version_min": np.minimum.reduceat(np.where(mask == 1, versions, _NEWEST), begins),
         "version_max": np.maximum.reduceat(np.where(mask == 1, versions, -1), begins),
     }

@@ -64,8 +64,8 @@ def report_lease(
 
 def report_workflow(service: Service, made: Sequence[Sequence[Made]], lost_processes: int) -> None:
     """Emit the numbers for a lease whose samples a workflow produced."""
-    flat = [each for group in made for each in group]
-    lost = [each.score.failure for each in flat if each.score is not None and each.score.kind == WORKFLOW]
+    flat = [sample for group in made for sample in group]
+    lost = [sample.score.failure for sample in flat if sample.score is not None and sample.score.kind == WORKFLOW]
     values: dict[str, float | str] = {
         "samples": len(flat),
         "samples_failed": len(lost),
@@ -73,10 +73,10 @@ def report_workflow(service: Service, made: Sequence[Sequence[Made]], lost_proce
     }
     if lost:
         values["last_failure"] = lost[-1]
-    kept = [each for each in flat if each.rolled.sequences]
+    kept = [sample for sample in flat if sample.rolled.sequences]
     if kept:
-        values["turns_mean"] = float(np.mean([each.sample.turns for each in kept]))
-        values["sequences_mean"] = float(np.mean([len(each.rolled.sequences) for each in kept]))
-    for name in sorted({name for each in kept for name in each.metrics}):
-        values[f"metric/{name}"] = float(np.mean([each.metrics[name] for each in kept if name in each.metrics]))
+        values["turns_mean"] = float(np.mean([sample.sample.turns for sample in kept]))
+        values["sequences_mean"] = float(np.mean([len(sample.rolled.sequences) for sample in kept]))
+    for name in sorted({name for sample in kept for name in sample.metrics}):
+        values[f"metric/{name}"] = float(np.mean([sample.metrics[name] for sample in kept if name in sample.metrics]))
     service.telemetry.emit("workflow", values)

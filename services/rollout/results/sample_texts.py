@@ -48,19 +48,19 @@ class SampleTexts:
         }
 
     def _shard(self, task: ReadyTask, group: Sequence[Made], scores: Sequence[Score]) -> Array:
-        samples = [self._sample(each, score) for each, score in zip(group, scores, strict=True)]
+        samples = [self._sample(sample, score) for sample, score in zip(group, scores, strict=True)]
         text = TaskText(
             _prompt(task.row),
-            [each for each in samples if each.reward is not None],
+            [sample for sample in samples if sample.reward is not None],
             task.row.get("answer"),
-            failed=[each for each in samples if each.reward is None],
+            failed=[sample for sample in samples if sample.reward is None],
         )
-        return pack(text, sum(_tokens(each) for each in group))
+        return pack(text, sum(_tokens(sample) for sample in group))
 
     def _sample(self, made: Made, score: Score) -> SampleText:
         """Return the text of a sample. The tokens of a failed sample are not in the store, so they have no text."""
         sample = made.sample
-        said = [str(each.get("content", "")) for each in sample.messages if each.get("role") == "assistant"]
+        said = [str(message.get("content", "")) for message in sample.messages if message.get("role") == "assistant"]
         single = sample.turns == 1 and len(sample.messages) <= 2
         return SampleText(
             completion=sample.completion,
@@ -86,19 +86,19 @@ class SampleTexts:
 def _prompt(row: Row) -> str | list[dict[str, Any]]:
     """Return the row's prompt. A prompt that is neither text nor messages is one of the reasons to drop a row."""
     prompt = row.get("prompt", "")
-    if isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt):
+    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
         return prompt
     return prompt if isinstance(prompt, str) else repr(prompt)
 
 
 def _tokens(made: Made) -> int:
     """Return the number of tokens of a sample. A workflow that failed has left no sequences."""
-    return sum(len(each.token_ids) for each in made.rolled.sequences) or len(made.sample.token_ids)
+    return sum(len(sequence.token_ids) for sequence in made.rolled.sequences) or len(made.sample.token_ids)
 
 
 def answer_tokens(rolled: Rolled) -> list[int]:
     """Return a sample's tokens, beginning in each sequence with the first sampled token."""
-    found: list[int] = []
-    for each in rolled.sequences:
-        found += each.token_ids[int(np.argmax(each.loss_mask)) :].tolist()
-    return found
+    tokens: list[int] = []
+    for sequence in rolled.sequences:
+        tokens += sequence.token_ids[int(np.argmax(sequence.loss_mask)) :].tolist()
+    return tokens

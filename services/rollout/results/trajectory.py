@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,12 +15,26 @@ from services.rollout.sampling.partial import Completion
 @dataclass(frozen=True, slots=True)
 class SequenceTokens:
     """One sequence of N tokens: `token_ids` int32, `loss_mask` uint8 (1: sampled by the policy), `logprobs` float32
-    (0 where not sampled), `versions` int32 (-1 where not sampled), each [N]."""
+    (0 where not sampled), `versions` int32 (-1 where not sampled), each [N].
+
+    `others` holds the arrays of further keys that the rollout stage declares per token (`shared.stages`).
+    """
 
     token_ids: Array
     loss_mask: Array
     logprobs: Array
     versions: Array
+    others: Mapping[str, Array] = field(default_factory=dict)
+
+    def by_key(self) -> dict[str, Array]:
+        """Return all arrays by key."""
+        return {
+            "token_ids": self.token_ids,
+            "loss_mask": self.loss_mask,
+            "rollout_logprobs": self.logprobs,
+            "versions": self.versions,
+            **self.others,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +55,13 @@ def single_turns(prompt_ids: Sequence[int], answers: Sequence[Completion]) -> li
         Rolled(
             [
                 SequenceTokens(
-                    np.concatenate((prompt, each.token_ids)),
-                    np.concatenate((not_sampled, np.ones(len(each.token_ids), np.uint8))),
-                    np.concatenate((no_logprobs, each.logprobs)),
-                    np.concatenate((no_versions, each.versions)),
+                    np.concatenate((prompt, answer.token_ids)),
+                    np.concatenate((not_sampled, np.ones(len(answer.token_ids), np.uint8))),
+                    np.concatenate((no_logprobs, answer.logprobs)),
+                    np.concatenate((no_versions, answer.versions)),
                 )
             ],
-            truncated=each.finish_reason == FinishReason.LENGTH,
+            truncated=answer.finish_reason == FinishReason.LENGTH,
         )
-        for each in answers
+        for answer in answers
     ]

@@ -28,7 +28,7 @@ from services.tracker.exporter import End, Note, Subject, Unusable
 from services.tracker.history import Row
 from services.tracker.samples import Table
 from shared.redaction import flat
-from shared.topology.monitor_trackers import Mlflow
+from shared.topology.monitor import Mlflow
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100
 """Maximum sizes of a batch, set by MLflow's API."""

@@ -26,7 +26,7 @@ from services.tracker.exporter import End, Note, Subject
 from services.tracker.history import Row
 from services.tracker.samples import Cell, Table
 from shared.redaction import flat
-from shared.topology.monitor_trackers import Tensorboard
+from shared.topology.monitor import Tensorboard
 
 _HEADER, _FOOTER = 12, 4
 """Number of bytes before and after the data of a record: the length with its checksum, and the checksum of the data."""

@@ -20,7 +20,7 @@ from trackio.sqlite_storage import SQLiteStorage
 from services.tracker.exporter import End, Note, Subject, Unusable
 from services.tracker.history import Row
 from services.tracker.samples import Table
-from shared.topology.monitor_trackers import Trackio
+from shared.topology.monitor import Trackio
 
 TIMEOUT_S = 20.0
 STEP = "training_step"

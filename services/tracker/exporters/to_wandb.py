@@ -27,7 +27,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from services.tracker.exporter import End, Note, Subject, Unusable
 from services.tracker.history import Row
 from services.tracker.samples import Table
-from shared.topology.monitor_trackers import Wandb
+from shared.topology.monitor import Wandb
 
 INIT_S = 60.0
 """Maximum time, in seconds, that the server may take to answer at the start of a run."""

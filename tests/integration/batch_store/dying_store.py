@@ -10,14 +10,14 @@ import signal
 import sys
 
 from services.batch_store.files import StoreFiles
-from services.batch_store.room import Retire
+from services.batch_store.room import Removal
 from services.batch_store.server import StoreService
 from shared.actor.process import run_process
 
 _retire = StoreFiles.retire
 
 
-def retire_and_die(files: StoreFiles, effect: Retire) -> None:
+def retire_and_die(files: StoreFiles, effect: Removal) -> None:
     """Run the original method once, then kill the process."""
     _retire(files, effect)
     os.kill(os.getpid(), signal.SIGKILL)

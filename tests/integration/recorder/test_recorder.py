@@ -36,7 +36,7 @@ from shared.rundir import RunDir
 from shared.samples.reader import read, steps
 from shared.samples.record import Record, SampleState
 from shared.samples.text import SampleText, TaskText, pack
-from shared.stages import ADVANTAGES, TEXT, TRAIN_LOGPROBS
+from shared.stages import SAMPLE_ADVANTAGES, TEXT, TRAIN_LOGPROBS
 from tests.integration.store_scheduler import (
     GROUP,
     PUT_S,
@@ -100,7 +100,7 @@ async def train(bench: Bench, driver: DriverActor, workers: list[Actor], step: i
             await roll_out(worker, wait_s=0.3)
     batch: StepBatch = await asked
     values = {
-        ADVANTAGES: np.arange(GROUP, dtype=np.float32) - 1.5,
+        SAMPLE_ADVANTAGES: np.arange(GROUP, dtype=np.float32) - 1.5,
         TRAIN_LOGPROBS: np.full(GROUP * SAMPLE_TOKENS, -0.5, np.float32),
     }
     puts = [TaskShards(task.task_id, task.fence, dict(values)) for task in batch.batch.tasks]

@@ -169,7 +169,7 @@ async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
             metrics = StepMetrics(step=step)
             batch = await scheduler.next_batch(step)
             await driver.step(batch, metrics)
-            rows.append({"step": step, **metrics.row(batch, step_s=1.0)})
+            rows.append({"step": step, **metrics.row(batch.answer, step_s=1.0)})
         return rows
     finally:
         for each in clients.values():

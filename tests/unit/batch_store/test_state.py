@@ -15,7 +15,7 @@ from proto.blockfile import BlockLayout, Table
 from proto.messages import ErrorCode, PutTask
 from services.batch_store import state as state_module
 from services.batch_store.files import StoreFiles
-from services.batch_store.room import Retire
+from services.batch_store.room import Removal
 from services.batch_store.state import MAX_TOMBSTONES, PAGE_TASKS, StoreState
 from shared.dataplane.write import write_block
 from shared.rpc.errors import RpcError
@@ -205,7 +205,7 @@ def test_files_of_a_store_are_private_whatever_the_umask(tmp_path: Path) -> None
         for fence in range(6000):
             files.tombstones.append([PutTask("t/0/1", fence)])
         files.tombstones.compact({"t/0/1": 5999})
-        files.retire(Retire(f"{put_id}.blk", "a.1-1.dead"))
+        files.retire(Removal(f"{put_id}.blk", "a.1-1.dead"))
         files.close()
     finally:
         os.umask(before)

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def topology(folder: Path, *overrides: str) -> Topology:
     gpus = ["services.policy-trainer.gpus=4", "services.reference.gpus=4", "services.rollout={instances: 2, gpus: 2}"]
-    return load(folder / "t.yaml", [*gpus, *overrides], check_supported=False)
+    return load(folder / "t.yaml", [*gpus, *overrides])
 
 
 def test_services_that_do_not_share_gpus_see_their_own(folder: Path) -> None:
@@ -65,7 +65,7 @@ def test_only_gpus_that_the_launcher_sees_are_handed_out(folder: Path) -> None:
 
 
 def test_a_run_on_the_cpu_sees_no_gpu_whatever_the_machine_has(folder: Path) -> None:
-    made = load(folder / "t.yaml", check_supported=False)
+    made = load(folder / "t.yaml")
     assert set(visible_gpus(made, ["0"]).values()) == {""}
     assert wanted(made) == 0
 
@@ -89,7 +89,7 @@ def test_the_large_example_is_planned_on_two_hosts_with_eight_gpus_each(folder: 
     )
     text = text.replace("max_new_tokens: 4096", "max_new_tokens: 32")
     (folder / "large.yaml").write_text(text)
-    made = load(folder / "large.yaml", check_supported=False)
+    made = load(folder / "large.yaml")
     seen = visible_gpus(made)
     assert [seen["policy-trainer-worker", rank] for rank in range(8)] == list("01234567")
     assert [seen["reference", i] for i in range(8)] == list("01234567")
@@ -124,7 +124,7 @@ def test_only_processes_that_take_turns_share_a_gpu(
 
 def _placed(folder: Path, trainer: int, reference: int, rollout: tuple[int, int], colocate: set[str]) -> Topology:
     """Return the topology with these GPU counts, bypassing the checks on engine capabilities."""
-    made = load(folder / "t.yaml", check_supported=False)
+    made = load(folder / "t.yaml")
     services = made.services
     assert services.reference is not None
     changed = services.model_copy(
@@ -161,7 +161,7 @@ def test_without_a_selection_all_gpus_of_the_driver_are_visible(tmp_path: Path) 
     ],
 )
 def test_more_gpus_than_an_engine_can_use_are_refused(folder: Path, rollout: str, told: str) -> None:
-    [line] = problems(folder / "t.yaml", f"services.rollout={rollout}", check_supported=False)
+    [line] = problems(folder / "t.yaml", f"services.rollout={rollout}")
     assert "services.rollout.gpus: " in line
     assert told in line
 

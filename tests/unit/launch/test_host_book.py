@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def book(folder: Path, *overrides: str) -> HostBook:
-    topology = load(folder / "t.yaml", [*PLACES, "services.rollout.threads=3", *overrides], check_supported=False)
+    topology = load(folder / "t.yaml", [*PLACES, "services.rollout.threads=3", *overrides])
     return HostBook(topology)
 
 
@@ -202,10 +202,10 @@ def test_a_service_that_is_scaled_keeps_its_places(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")
     more = ["services.rollout.host=[b, c, spare]", "services.rollout.instances=5"]
-    made.plan(load(folder / "t.yaml", [*PLACES, *more], check_supported=False))
+    made.plan(load(folder / "t.yaml", [*PLACES, *more]))
     assert set(made.keys()) >= {("rollout", i) for i in range(5)}
     assert runs(made.report(report("c"), 0)[0])["rollout", 1] == [0, 1]
-    made.plan(load(folder / "t.yaml", [*PLACES, "services.rollout.instances=2"], check_supported=False))
+    made.plan(load(folder / "t.yaml", [*PLACES, "services.rollout.instances=2"]))
     assert set(made.keys()) == {("batch-store", i) for i in (1, 2, 3)} | {("rollout", 0), ("rollout", 1)}
 
 

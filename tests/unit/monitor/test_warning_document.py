@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shared.topology.monitor_warnings import WarningKind
+from shared.topology.monitor import WarningKind
 from tests.golden.topology_keys import DOCUMENT as KEYS
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "warnings.md"

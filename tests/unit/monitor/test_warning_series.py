@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.topology.monitor_warnings import WarningKind
+from shared.topology.monitor import WarningKind
 from tests.unit.monitor.recorded import FOLDER, Recording, read, recordings, replay
 
 SICK: dict[str, list[tuple[int, str]]] = {

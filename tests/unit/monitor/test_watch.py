@@ -18,7 +18,7 @@ from services.monitor.warnings.watch import (
     TEXT_CHARS,
     Watch,
 )
-from shared.topology.monitor_warnings import WarningKind
+from shared.topology.monitor import WarningKind
 from shared.warnings import WarningRecord
 
 FACTS = Facts()

@@ -29,9 +29,9 @@ from proto.messages import (
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.resume import ResumePoint
+from services.policy_trainer.scheduler_calls import StepTasks
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses.own import own_policy_loss
-from services.policy_trainer.worker.losses.tokens import TokenData
 from services.reference.kl_sums import kl_sums
 from services.scheduler.planning import make_plan
 from shared.batch import Batch
@@ -39,6 +39,7 @@ from shared.stages import PROXIMAL, ROLLOUT
 from shared.topology import Topology, TopologyError, load
 from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
 from shared.topology.fields import Section
+from tests.unit.policy_trainer.training import token_data
 from tests.unit.shared.topology.small_topology import make, write
 
 pytestmark = pytest.mark.slow
@@ -203,7 +204,7 @@ class Table:
         def spread(name: str) -> torch.Tensor:
             return torch.from_numpy(np.repeat(batch.scalars[name].astype(np.float64), lengths))
 
-        data = TokenData(
+        data = token_data(
             rollout=self.rollout[at],
             advantages=spread("advantages"),
             weights=spread("weights"),
@@ -238,7 +239,7 @@ def trained(topology: Topology, folder: Path) -> list[Any]:
     table: Any = Table(topology)
     nothing: Any = None
     driver = Driver(topology, nothing, table, nothing, ResumePoint(0, 0, 0, -1, False), nothing, export=nothing)
-    asyncio.run(driver.step(table.batch(topology), StepMetrics(step=1)))
+    asyncio.run(driver.step(StepTasks.of(table.batch(topology)), StepMetrics(step=1)))
     plan, _ = make_plan(topology, folder)
     scheduling = (plan.tasks_per_step, plan.group_size, plan.filter_limit, plan.reference_every, plan.stages)
     return [scheduling, table.sums, table.logits.tolist()]

@@ -106,7 +106,6 @@ def test_no_operation_of_a_micro_batch_waits_for_the_device(tmp_path: Path, monk
 
     monkeypatch.setattr(BatchLoss, "__call__", counted)
     monkeypatch.setattr(logprobs, "MAX_LOGITS", 128)
-    monkeypatch.setattr(logprobs, "trains_plainly", lambda model: False)  # a GPU runs the model's own modules
     with Waits() as waits:
         totals = gradient(backend)
     assert len(calls) > 2

@@ -16,10 +16,9 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.loss import check, token_loss
-from services.policy_trainer.worker.losses.tokens import TokenData
 from shared.rpc.errors import RpcError
 from shared.topology.algorithm import Optimizer
-from tests.unit.policy_trainer.training import accumulate, one_rank
+from tests.unit.policy_trainer.training import accumulate, one_rank, token_data
 from tests.unit.tiny_models import ExactRMSNorm, make_model, plain_logprobs, ragged
 
 OPTIMIZER = Optimizer(lr=1e-2, clip_norm=1e9)
@@ -52,7 +51,7 @@ def test_loss_follows_the_stated_formula(anchor: str, cap: float) -> None:
     cur, rollout, prox, ref, advantage = (rng.normal(scale=0.5, size=40) for _ in range(5))
     weights = rng.uniform(size=40)
     tensors = {name: torch.from_numpy(value) for name, value in (("rollout", rollout), ("prox", prox), ("ref", ref))}
-    data = TokenData(
+    data = token_data(
         advantages=torch.from_numpy(advantage),
         weights=torch.from_numpy(weights),
         versions=torch.zeros(40),
@@ -71,7 +70,7 @@ def test_importance_weight_of_the_proximal_anchor_carries_no_gradient() -> None:
     prox = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
     cur = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
     ones = torch.ones(3, dtype=torch.float64)
-    data = TokenData(
+    data = token_data(
         rollout=ones * -2.0, advantages=ones, weights=ones, versions=ones, prox=prox.detach(), ref=None, **alone(3)
     )
     total, _ = token_loss(spec("proximal", tis_cap=2.0, kl_estimator="", kl_coef=0.0), cur, data, ones)
@@ -84,7 +83,7 @@ def test_a_clipped_token_is_counted_and_has_no_policy_gradient() -> None:
     cur = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     ones = torch.ones(2, dtype=torch.float64)
     rollout = torch.tensor([-1.0, 0.0], dtype=torch.float64)  # The ratios are e and 1.
-    data = TokenData(rollout=rollout, advantages=ones, weights=ones, versions=ones, prox=None, ref=None, **alone(2))
+    data = token_data(rollout=rollout, advantages=ones, weights=ones, versions=ones, prox=None, ref=None, **alone(2))
     total, sums = token_loss(spec("rollout", kl_estimator="", kl_coef=0.0), cur, data, ones)
     total.backward()  # type: ignore[no-untyped-call]
     assert float(sums["clipped"]) == 1

@@ -23,6 +23,7 @@ from services.policy_trainer.worker.losses.tokens import TokenData
 from shared.rpc.errors import RpcError
 from shared.topology.algorithm import LOSSES, Loss
 from tests.unit.policy_trainer.test_numbers import step_batch
+from tests.unit.policy_trainer.training import token_data
 
 LENGTHS = [4, 1, 7, 3]
 M = sum(LENGTHS)
@@ -58,7 +59,7 @@ def data(seed: int = 0, *, spread: float = 0.4, **changed: Any) -> tuple[Tensor,
         "sequences": torch.from_numpy(np.repeat(np.arange(len(LENGTHS)), LENGTHS)),
         "sequence_count": len(LENGTHS),
     }
-    return cur, TokenData(**(fields | changed))
+    return cur, token_data(**(fields | changed))
 
 
 def gradient(total: Tensor, cur: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ def test_gspo_includes_the_parts_of_a_sequence_on_other_ranks() -> None:
             name: getattr(tokens, name)[mine]
             for name in ("rollout", "advantages", "weights", "versions", "prox", "ref", "sequences")
         }
-        return TokenData(**columns, sequence_count=len(LENGTHS), add_up=lambda sums: sums + next(answers))
+        return token_data(**columns, sequence_count=len(LENGTHS), add_up=lambda sums: sums + next(answers))
 
     for rank, mine in enumerate(halves):
         total, _ = token_loss(loss, cur[mine], part(rank), torch.zeros(int(mine.sum())))
@@ -200,7 +201,7 @@ def test_gspo_includes_the_parts_of_a_sequence_on_other_ranks() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_extreme_log_ratios_give_finite_gradients(name: str) -> None:
     cur, tokens = data()
-    far = TokenData(
+    far = token_data(
         **{
             **{key: getattr(tokens, key).float() for key in ("advantages", "weights")},
             "rollout": cur.detach().float() + torch.tensor([400.0, -400.0] * M)[:M],
@@ -219,7 +220,7 @@ def test_extreme_log_ratios_give_finite_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_batch_without_tokens_has_no_loss(name: str) -> None:
     empty = torch.zeros(0, requires_grad=True)
-    nothing = TokenData(
+    nothing = token_data(
         rollout=empty,
         advantages=empty,
         weights=empty,
@@ -336,7 +337,7 @@ def test_sums_add_up_for_any_split() -> None:
     added: dict[str, float] = {}
     for chosen in (tokens.sequences < 2, tokens.sequences >= 2):
         names = ("rollout", "advantages", "weights", "versions", "prox", "ref", "sequences")
-        part = TokenData(**{name: getattr(tokens, name)[chosen] for name in names}, sequence_count=len(LENGTHS))
+        part = token_data(**{name: getattr(tokens, name)[chosen] for name in names}, sequence_count=len(LENGTHS))
         add_up(added, token_loss(loss, cur[chosen], part, entropy[chosen])[1])
     assert added["mismatch_max"] > 0
     assert added == pytest.approx({name: float(value) for name, value in whole.items()}, rel=1e-12)
@@ -351,7 +352,7 @@ def test_metrics_of_importance_weights_follow_their_formulas(anchor: str, cap: f
     metrics = StepMetrics(step=1)
     for chosen in (tokens.sequences < 2, tokens.sequences >= 2):
         names = ("rollout", "advantages", "weights", "versions", "prox", "ref", "sequences")
-        part = TokenData(**{name: getattr(tokens, name)[chosen] for name in names}, sequence_count=len(LENGTHS))
+        part = token_data(**{name: getattr(tokens, name)[chosen] for name in names}, sequence_count=len(LENGTHS))
         _, sums = token_loss(loss, cur[chosen], part, torch.zeros(int(chosen.sum())))
         metrics.add_gradient(
             ForwardBackwardDone(sums={name: float(value) for name, value in sums.items()}, seconds=0.1)

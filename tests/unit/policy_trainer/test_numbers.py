@@ -22,8 +22,8 @@ from proto.tensors import Array
 from services.policy_trainer.bad_steps import MAX_IN_A_ROW, BadSteps
 from services.policy_trainer.batch_checks import check_advantages, check_rewards, check_tasks
 from services.policy_trainer.metrics import StepMetrics, batch_row, staleness_counts
+from services.policy_trainer.scheduler_calls import StepTasks
 from services.policy_trainer.token_weights import sample_weights, trained_tokens
-from shared.batch import Batch
 from shared.rpc.errors import RpcError
 
 SYNC_KEYS = {"sync/canary_error", "sync/bytes", "time/sync", "sync/sent"}
@@ -89,11 +89,11 @@ def step_batch(rewards: list[float]) -> StepBatch:
 @pytest.mark.parametrize("check", [check_rewards, check_advantages])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_number_is_refused_and_its_task_is_named(
-    bad: float, check: Callable[[StepBatch, Array], None]
+    bad: float, check: Callable[[StepTasks, Array], None]
 ) -> None:
-    check(step_batch([1, 0, 1, 0]), np.array([1, 0, 1, 0]))
+    check(StepTasks.of(step_batch([1, 0, 1, 0])), np.array([1, 0, 1, 0]))
     with pytest.raises(RpcError, match="train/0/9") as caught:
-        check(step_batch([1, 0, 1, 0]), np.array([1, 0, bad, 0]))
+        check(StepTasks.of(step_batch([1, 0, 1, 0])), np.array([1, 0, bad, 0]))
     assert (caught.value.code, caught.value.names) == (ErrorCode.BAD_DATA, ["train/0/9"])
     assert "\n" not in str(caught.value)
 
@@ -101,7 +101,7 @@ def test_a_non_finite_number_is_refused_and_its_task_is_named(
 def test_a_step_whose_tasks_are_all_dropped_counts_as_bad_data_and_still_has_a_row() -> None:
     empty = StepBatch(step=5, batch=BatchMeta(tasks=[]), scalars={}, reward_mean_unfiltered=0.0, dropped=2)
     with pytest.raises(RpcError, match="step 5 refused, weights untouched: all 2 of its tasks were dropped") as caught:
-        check_tasks(empty)
+        check_tasks(StepTasks.of(empty))
     assert caught.value.code == ErrorCode.BAD_DATA
     metrics = StepMetrics(step=5)
     metrics.skipped = 1
@@ -114,7 +114,7 @@ def test_a_step_whose_tasks_are_all_dropped_counts_as_bad_data_and_still_has_a_r
 
 def test_mini_batches_carry_their_own_samples() -> None:
     batch = step_batch([1, 0, 0, 1])
-    parts = Batch(batch.batch).with_scalars({"place": np.arange(4)}).split(1)
+    parts = StepTasks.of(batch).tasks.with_scalars({"place": np.arange(4)}).split(1)
     assert [part.task_ids for part in parts] == [("train/0/7",), ("train/0/9",)]
     assert [part.scalars["place"].tolist() for part in parts] == [[0, 1], [2, 3]]
 

@@ -17,7 +17,6 @@ from proto.messages import LossSpec
 from services.policy_trainer.worker.backend import BackendOptions, LocalScores, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
-from shared.model import logprobs
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
@@ -94,10 +93,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_selective_recomputation_keeps_less_than_none_and_more_than_layers(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logprobs, "trains_plainly", lambda model: False)  # recomputed layers are modules
+def test_selective_recomputation_keeps_less_than_none_and_more_than_layers(dtype: str, tmp_path: Path) -> None:
     make_model("qwen3", dtype=getattr(torch, dtype), **SIZES).save_pretrained(tmp_path)
     found = {each: gradient(tmp_path, dtype, each) for each in ("none", "selective", "layers")}
     grads, kept, operations = ({how: each[part] for how, each in found.items()} for part in range(3))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from proto.ids import REVISION
 from proto.messages import (
     BatchMeta,
     BatchPart,
@@ -419,10 +420,12 @@ def test_each_forward_pass_has_its_own_key_and_the_newest_is_read() -> None:
     keys = ["lengths", PROX_KEY]
     with pytest.raises(RpcError, match="run forward first"):
         stored_keys(batch_of(parts), keys)
-    parts += [BatchPart(PROXIMAL.name, [f"{PROX_KEY}.{driver:x}-{order}"]) for driver, order in ((10, 3), (11, 1))]
+    parts += [
+        BatchPart(PROXIMAL.name, [f"{PROX_KEY}{REVISION}{driver:x}-{order}"]) for driver, order in ((10, 3), (11, 1))
+    ]
     assert stored_keys(batch_of(parts), keys) == {
         "lengths": "lengths",
-        PROX_KEY: f"{PROX_KEY}.b-1",
+        PROX_KEY: f"{PROX_KEY}{REVISION}b-1",
     }
     assert stored_keys(batch_of(parts), ["lengths"]) == {"lengths": "lengths"}
 

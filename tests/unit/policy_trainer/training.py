@@ -4,12 +4,16 @@ worker's calls do."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from proto.messages import LossSpec
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.losses.tokens import TokenData
 from services.policy_trainer.worker.samples import trained
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
@@ -22,6 +26,14 @@ def one_rank(folder: Path, dtype: str, optimizer: Optimizer, *, max_tokens: int)
         max_tokens=max_tokens, threads=1, device="cpu", scratch=folder / "offloaded", passes=FASTEST
     )
     return TorchBackend(folder, dtype, optimizer, options, Layout(1).place(0))
+
+
+def token_data(
+    *, rollout: Tensor, versions: Tensor, prox: Tensor | None = None, ref: Tensor | None = None, **others: Any
+) -> TokenData:
+    """Return the data of tokens whose shards have these values. `others` are the other fields of `TokenData`."""
+    named = {"rollout_logprobs": rollout, "versions": versions, "prox_logprobs": prox, "ref_logprobs": ref}
+    return TokenData(shards={key: values for key, values in named.items() if values is not None}, **others)
 
 
 def accumulate(

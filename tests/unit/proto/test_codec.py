@@ -27,8 +27,8 @@ NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 def header(**fields: Any) -> bytes:
     values = {
-        "magic": b"RLBS", "major": 1, "minor": 0, "type": Ack.TYPE, "flags": 0, "reserved": 0, "remaining": 0,
-        "request": 1, "incarnation": 2, "body": 1, "frames": 0, "table": 0, "reserved2": 0, "total": 1,
+        "magic": b"RLBS", "major": 1, "minor": envelope.MINOR, "type": Ack.TYPE, "flags": 0, "reserved": 0,
+        "remaining": 0, "request": 1, "incarnation": 2, "body": 1, "frames": 0, "table": 0, "reserved2": 0, "total": 1,
         **fields,
     }  # fmt: skip
     head = HEAD.pack(*values.values())
@@ -59,7 +59,7 @@ def test_well_formed_header_built_by_hand_is_accepted() -> None:
     ("fields", "match"),
     [
         ({"magic": b"HTTP"}, "magic b'HTTP'"),
-        ({"major": 2, "minor": 7}, r"protocol version 2\.7: this side speaks 1\.0"),
+        ({"major": 2, "minor": 7}, r"protocol version 2\.7: this side speaks 1\.1"),
         ({"flags": 8}, "flags 0x8"),
         ({"reserved": 1}, "flags"),
         ({"reserved2": 1}, "flags"),
@@ -82,17 +82,18 @@ def test_malformed_header_is_refused(fields: dict[str, Any], match: str) -> None
 
 
 def test_newer_major_version_is_reported_even_with_another_kind_of_checksum() -> None:
-    refuse([header(major=2)[:-8] + bytes(8), b"\x80"], r"protocol version 2\.0")
+    refuse([header(major=2)[:-8] + bytes(8), b"\x80"], rf"protocol version 2\.{envelope.MINOR}")
     refuse([header()[:-8] + bytes(8), b"\x80"], "checksum")
 
 
 def test_newer_minor_version_may_set_unknown_flags_and_fields() -> None:
     assert codec.decode([header(minor=3, flags=0x4000, reserved=9, reserved2=9), b"\x80"]).envelope.minor == 3
     body = msgpack.packb({"cursor": 4, "hint": {"a": [1, b"x", None]}})
-    decoded = codec.decode([header(minor=1, type=GetInventory.TYPE, body=len(body), total=len(body)), body])
+    newer = envelope.MINOR + 1
+    decoded = codec.decode([header(minor=newer, type=GetInventory.TYPE, body=len(body), total=len(body)), body])
     assert decoded.body == GetInventory(cursor=4)
     longer = msgpack.packb({"tasks": [["train/0/0", 1, "new", 2.5]], "cursor": 0})
-    decoded = codec.decode([header(minor=1, type=Inventory.TYPE, body=len(longer), total=len(longer)), longer])
+    decoded = codec.decode([header(minor=newer, type=Inventory.TYPE, body=len(longer), total=len(longer)), longer])
     assert decoded.body == Inventory(tasks=[PutTask("train/0/0", 1)], cursor=0)
 
 

@@ -63,7 +63,7 @@ def test_every_record_has_the_mean_and_the_best_reward_of_its_group() -> None:
 
 def test_advantages_and_the_trainers_log_probs_belong_to_their_samples() -> None:
     more = {
-        "advantages": np.array([0.5, -0.5], np.float32),
+        "sample_advantages": np.array([0.5, -0.5], np.float32),
         "train_logprobs": np.array([0, 0, -0.4, -0.2, 0, -1.1, 0, -2.1, 0, 0, -3.1], np.float32),
     }
     one, two = records(ENDED, {**shards(), **more}, 9.0)
@@ -77,7 +77,7 @@ def test_numbers_that_json_cannot_represent_do_not_hide_a_sample(tmp_path: Path)
     text = TaskText(
         "p", [SampleText("c", "stop", float("nan"), {"a": float("nan"), "b": 1.0}, {"m": float("inf")})] * 2
     )
-    more = {"text": pack(text, 11), "advantages": np.array([np.nan, np.inf], np.float32)}
+    more = {"text": pack(text, 11), "sample_advantages": np.array([np.nan, np.inf], np.float32)}
     files = SampleFiles(tmp_path / "samples", 1 << 20)
     assert files.append(records(ENDED, {**given, **more}, 9.0))
     one, two = read(tmp_path)
@@ -90,7 +90,7 @@ def test_numbers_that_json_cannot_represent_do_not_hide_a_sample(tmp_path: Path)
 
 
 def test_log_probs_that_the_trainer_did_not_compute_are_left_out() -> None:
-    more = {"advantages": np.zeros(2, np.float32), "train_logprobs": np.zeros(11, np.float32)}
+    more = {"sample_advantages": np.zeros(2, np.float32), "train_logprobs": np.zeros(11, np.float32)}
     assert [each.train_logprobs for each in records(ENDED, {**shards(), **more}, 9.0)] == [None, None]
 
 

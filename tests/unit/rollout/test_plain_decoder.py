@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.rollout.engines.passes import ModelPasses, PlainPasses
-from shared.model import linear, logprobs
+from services.rollout.engines.passes import ModelPasses, PlainPasses, make_passes
+from shared.model import linear
 from shared.model.linear import MIN_PRODUCTS
 from shared.model.passes import allow
 from shared.model.plain_decoder import PlainDecoder, is_plain
-from shared.topology.passes import FASTEST
-from tests.unit.tiny_models import ragged
+from shared.topology.passes import FASTEST, Passes
 
 SIZES = {
     "vocab_size": 60,
@@ -86,21 +87,6 @@ def test_logprobs_of_a_text_equal_those_of_the_models_own_modules(
     torch.testing.assert_close(PlainDecoder(model).logprobs(ids), wanted, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("max_logits", [logprobs.MAX_LOGITS, 400])
-def test_ragged_sequences_are_scored_as_they_are_by_the_models_own_modules(
-    kind: str, max_logits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logprobs, "MAX_LOGITS", max_logits)
-    model = model_of(kind, **MODELS[kind])
-    ids, lengths, mask = ragged(3, tasks=4)
-    with torch.no_grad():
-        wanted, entropies = logprobs.token_logprobs(model, ids, lengths, mask, 0.8, 64, with_entropy=True)
-    with torch.inference_mode():
-        found = logprobs.token_logprobs(model, ids, lengths, mask, 0.8, 64, with_entropy=True)
-    torch.testing.assert_close(found, (wanted, entropies), atol=2e-5, rtol=0)
-
-
 @torch.inference_mode()
 def test_replaced_weights_take_effect_in_the_next_pass() -> None:
     model, other = model_of("qwen3", **MODELS["qwen3"]), model_of("qwen3", **MODELS["qwen3"])
@@ -130,3 +116,62 @@ def test_a_model_that_computes_differently_is_left_to_its_own_modules(kind: str,
 
 def test_other_precisions_are_left_to_the_models_own_modules() -> None:
     assert not is_plain(model_of("qwen3").to(torch.bfloat16))
+
+
+class Adapted(nn.Module):
+    """An adapter around a layer, whose attributes it forwards, as adapter libraries do."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.added = layer, nn.Linear(layer.in_features, layer.out_features)
+        self.out_features = layer.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.layer.bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layer(rows) + self.added(rows)
+
+
+def adapted(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, given, made: 2 * made)
+
+
+def recomputed(model: Any) -> None:
+    layer = model.model.layers[0]
+    layer.forward = layer.forward
+
+
+@torch.inference_mode()
+def test_a_layer_that_an_adapter_wraps_is_not_left_out() -> None:
+    model = model_of("qwen3", **MODELS["qwen3"])
+    adapted(model)
+    ids = torch.randint(0, 60, (1, 9))
+    wanted = model(input_ids=ids).logits[:, -1]
+    torch.testing.assert_close(make_passes(model, 12).begin(ids, [9]), wanted, atol=2e-5, rtol=0)
+    computed = PlainDecoder(model).begin(ids, *(each[:9] for each in PlainDecoder(model).angles(9)), None)[0][:, -1]
+    assert float((PlainDecoder(model).logits(computed) - wanted).abs().max()) > 0.01  # what would be left out
+
+
+@pytest.mark.parametrize("change", [adapted, hooked, recomputed])
+def test_a_model_with_a_changed_module_is_left_to_its_own_modules(change: Callable[[Any], None]) -> None:
+    model = model_of("qwen3", **MODELS["qwen3"])
+    assert is_plain(model)
+    change(model)
+    assert not is_plain(model)
+
+
+def test_a_model_runs_its_own_modules_unless_its_passes_allow_the_decoder() -> None:
+    model = model_of("qwen3", **MODELS["qwen3"])
+    allow(model, Passes(sequences="packed", head="blocks"))
+    assert not is_plain(model)

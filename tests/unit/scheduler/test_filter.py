@@ -11,7 +11,7 @@ from proto.tensors import Array
 from services.scheduler import snapshot, steps
 from services.scheduler.events import Fail
 from services.scheduler.run_state import RunState
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from tests.unit.scheduler.bench import STORE, Bench, ids, plan
 
 
@@ -115,7 +115,7 @@ def test_a_repeated_request_gets_the_same_unfiltered_mean_even_after_a_restart()
 
 
 def with_reference() -> Bench:
-    return Bench(plan(stages=train_graph(with_reference=True))).start()
+    return Bench(plan(stages=(ROLLOUT, REFERENCE))).start()
 
 
 def test_values_from_the_reference_are_added_to_those_from_the_rollout() -> None:

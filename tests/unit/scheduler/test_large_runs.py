@@ -156,5 +156,5 @@ def test_processes_of_large_runs_send_heartbeats_less_often_but_several_within_a
         f"lease.lease_s={lease_s}",
         "services.batch-store.memory=9GiB",
     ]
-    made = load(write(make(tmp_path)), settings, check_supported=False)
+    made = load(write(make(tmp_path)), settings)
     assert heartbeat_s(made) == pytest.approx(heartbeat, rel=0.01)

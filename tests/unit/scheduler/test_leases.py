@@ -26,7 +26,7 @@ from services.scheduler.events import (
 )
 from services.scheduler.state import Scheduler
 from services.scheduler.steps import HOPELESS_TASKS
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, ids, plan
 
 
@@ -71,7 +71,7 @@ def test_a_result_from_an_earlier_incarnation_of_the_holder_is_refused() -> None
 
 
 def test_a_result_counts_only_for_the_stage_of_its_lease() -> None:
-    bench = Bench(plan(stages=train_graph(with_reference=True))).start()
+    bench = Bench(plan(stages=(ROLLOUT, REFERENCE))).start()
     rollout = bench.granted()
     forged = msgspec.structs.replace(rollout, stage="reference")
     assert {refusal.code for refusal in bench.complete(forged, final=False)} == {ErrorCode.LOST}
@@ -209,7 +209,7 @@ def test_scalars_that_do_not_match_the_samples_are_refused_and_change_nothing() 
 
 
 def test_a_reference_lease_carries_the_handles_of_accepted_rollouts_only() -> None:
-    bench = Bench(plan(stages=train_graph(with_reference=True))).start()
+    bench = Bench(plan(stages=(ROLLOUT, REFERENCE))).start()
     assert bench.lease("reference") is None
     held = bench.calls
     rollout = bench.granted(most=2)
@@ -225,7 +225,7 @@ def test_a_reference_lease_carries_the_handles_of_accepted_rollouts_only() -> No
 
 
 def test_tasks_of_a_lost_reference_lease_are_sampled_again() -> None:
-    bench = Bench(plan(stages=train_graph(with_reference=True))).start()
+    bench = Bench(plan(stages=(ROLLOUT, REFERENCE))).start()
     rollout = bench.granted(most=1)
     bench.complete(rollout)
     bench.granted("reference")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, NextBatch, StepBatch
 from services.scheduler.events import Configure
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from tests.unit.scheduler.bench import Bench, ids, plan
 
 EVERY = 2
@@ -13,7 +13,7 @@ EVERY = 2
 
 def bench(steps: int = 9) -> Bench:
     """Return a run of four tasks per step, scored by a reference that is refreshed after every second step."""
-    made = Bench(plan(stages=train_graph(with_reference=True), reference_every=EVERY), Configure(steps, 3, 2, False))
+    made = Bench(plan(stages=(ROLLOUT, REFERENCE), reference_every=EVERY), Configure(steps, 3, 2, False))
     return made.start()
 
 
@@ -85,7 +85,7 @@ def test_the_version_of_the_reference_is_kept_while_those_of_the_policy_are_coll
 
 def test_after_a_return_to_a_step_before_the_refresh_the_first_model_scores_again() -> None:
     made = Bench(
-        plan(stages=train_graph(with_reference=True), reference_every=EVERY), Configure(9, 3, 2, True)
+        plan(stages=(ROLLOUT, REFERENCE), reference_every=EVERY), Configure(9, 3, 2, True)
     ).start()  # With collection at each commit, no step can be replayed.
     for step in (1, 2):
         roll_out(made)

@@ -21,7 +21,7 @@ from services.scheduler.events import (
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
 from services.scheduler.state import Scheduler
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from tests.unit.scheduler.bench import LEASE_S, Bench, plan
 
 
@@ -29,7 +29,7 @@ def played() -> Bench:
     """Return a run whose history has drops, losses, retries, evaluations, checkpoints and a reload."""
     bench = Bench(
         plan(
-            stages=train_graph(with_reference=True),
+            stages=(ROLLOUT, REFERENCE),
             shuffle=True,
             evals=(EvalPlan("held", rows=[0, 1], samples=1, every=2),),
         ),

@@ -26,7 +26,7 @@ from services.scheduler import shard_loss, snapshot
 from services.scheduler.events import Checked, CheckShards, Effect, Fail, Listed, RequestInventory, Tick, WriteRow
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from tests.unit.scheduler.bench import STORE, Bench, ids, plan
 
 CONTENT = 5
@@ -132,7 +132,7 @@ def test_a_task_under_a_live_lease_is_not_affected_by_a_loss() -> None:
 
 
 def test_a_task_whose_reference_result_is_lost_is_sampled_again() -> None:
-    bench = Bench(plan(stages=train_graph(with_reference=True))).start()
+    bench = Bench(plan(stages=(ROLLOUT, REFERENCE))).start()
     bench.complete(bench.granted())
     scored = bench.granted("reference")
     bench.complete(scored)
@@ -143,7 +143,7 @@ def test_a_task_whose_reference_result_is_lost_is_sampled_again() -> None:
 
 
 def test_a_reference_lease_loses_the_task_whose_rollout_is_lost() -> None:
-    bench = Bench(plan(stages=train_graph(with_reference=True))).start()
+    bench = Bench(plan(stages=(ROLLOUT, REFERENCE))).start()
     bench.complete(bench.granted())
     reading = bench.granted("reference")
     lost, *others = ids(reading)

@@ -34,7 +34,7 @@ from services.scheduler.events import (
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
 from services.scheduler.state import ABSENT_S, GONE_S
-from shared.stages import train_graph
+from shared.stages import REFERENCE, ROLLOUT
 from shared.topology import load
 from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, ids, plan
 from tests.unit.shared.topology.small_topology import make, write
@@ -128,7 +128,7 @@ def test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both(tmp
 
 
 def test_results_of_each_stage_are_counted_in_the_store_where_they_were_put() -> None:
-    bench = TwoHosts(plan(overhead_bytes=3, stages=train_graph(with_reference=True))).begin()
+    bench = TwoHosts(plan(overhead_bytes=3, stages=(ROLLOUT, REFERENCE))).begin()
     run = bench.machine.run
     bench.complete(bench.granted(), store=AWAY)
     first = bench.granted("reference", most=2)
@@ -248,7 +248,7 @@ def test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_
 ) -> None:
     places = ["placement.hosts={b: {}}", "services.rollout.host=b", "transport.listen=10.0.0.1"]
     places += ["algorithm.kl=null", "data.eval={}"]
-    made, _ = make_plan(load(write(make(tmp_path)), places, check_supported=False), tmp_path)
+    made, _ = make_plan(load(write(make(tmp_path)), places), tmp_path)
     bench = TwoHosts(made).begin()
     grant = bench.granted(most=1, instance=1, life=8)
     bench.complete(grant, store=AWAY, life=8)
@@ -259,7 +259,7 @@ def test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_
 
 
 def test_unfinished_tasks_of_a_store_declared_gone_are_sampled_again_and_other_tasks_are_kept() -> None:
-    bench = TwoHosts(plan(stages=train_graph(with_reference=True))).begin()
+    bench = TwoHosts(plan(stages=(ROLLOUT, REFERENCE))).begin()
     here = bench.granted(most=2)
     bench.complete(here, store=STORE)
     there = bench.granted(most=2, instance=1, life=8)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.model import attention, logprobs
+from shared.model import attention, linear, logprobs
 from shared.model.logprobs import token_logprobs
 from shared.model.passes import allow
 from shared.model.proof import prove
@@ -66,6 +66,23 @@ def test_a_vocabulary_scored_in_blocks_gives_the_same_log_probs(monkeypatch: pyt
     assert parts_entropy is not None
     assert torch.allclose(whole_entropy, parts_entropy, rtol=0, atol=1e-12)
     assert torch.allclose(model.get_input_embeddings().weight.grad, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+def test_a_pass_without_gradients_computes_the_bits_of_one_with_gradients(
+    onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ratios of a first update are exactly 1."""
+    monkeypatch.setattr(linear, "USES_ONEDNN", onednn)
+    monkeypatch.setattr(linear, "MIN_PRODUCTS", 0)
+    model = make_model("qwen3", head_dim=12)
+    linear.accelerate(model)
+    arguments = (*ragged(), 0.7, 64)
+    trained, _ = token_logprobs(model, *arguments)
+    assert trained.requires_grad
+    with torch.no_grad():
+        scored, _ = token_logprobs(model, *arguments)
+    assert torch.equal(trained, scored)
 
 
 def test_entropy_is_that_of_the_distribution_scaled_by_the_temperature() -> None:

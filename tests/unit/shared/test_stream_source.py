@@ -14,7 +14,7 @@ from proto.blockfile import BlockLayout
 from proto.errors import WireError
 from proto.messages import PutTask
 from services.batch_store.files import StoreFiles
-from services.batch_store.room import Retire
+from services.batch_store.room import Removal
 from services.batch_store.stream_source import SealedFile, StreamSource, pin
 from shared.dataplane import mapping
 from shared.dataplane.mapping import MappingCache
@@ -39,7 +39,7 @@ def test_kept_mapping_is_dropped_with_its_file_but_not_before_its_streams_end(tm
     files.seal("p")
     stream = cache.get(files.path("p.blk"))
     assert cache.get(files.path("p.blk")) is stream
-    files.retire(Retire("p.blk", "p.zombie"))
+    files.retire(Removal("p.blk", "p.zombie"))
     assert files.unmapped() == []  # The stream is still sending the file.
     with pytest.raises(FileNotFoundError):
         cache.get(files.path("p.blk"))

@@ -65,3 +65,27 @@ def importance_sums(spec: LossSpec, own: Tensor, data: TokenData) -> dict[str, T
         "rollout_k3": k3(rollout, near).sum(),
     }
     return sums | {"capped": (weight > spec.tis_cap).sum()} if spec.tis_cap > 0 else sums
+
+
+@torch.no_grad()
+def mismatch_sums(own: Tensor, data: TokenData, version: int, *, sampled: bool) -> dict[str, Tensor]:
+    """Return sums over the tokens of |own - rollout|, where `own` [M] are the trainer's log-probs at `version`.
+
+    `mismatch` is the sum over all tokens and `mismatch_max` its largest summand. They are also summed separately,
+    together with the number of tokens: `engine` over tokens that `version` itself sampled, where engine and trainer
+    should agree, and `lag` over tokens that earlier versions sampled. No token counts separately if `version` is -1.
+    If the tokens were not `sampled` by an engine, everything is 0.
+    """
+    mismatches = (own - data.rollout).abs() * sampled
+    known = version >= 0 and sampled
+    same, earlier = (data.versions == version) & known, (data.versions < version) & known
+    engine = mismatches * same
+    return {
+        "mismatch": mismatches.sum(),
+        "mismatch_max": mismatches.max() if len(mismatches) else mismatches.sum(),
+        "engine_tokens": same.sum(),
+        "engine": engine.sum(),
+        "engine_max": engine.max() if len(engine) else engine.sum(),
+        "lag_tokens": earlier.sum(),
+        "lag": (mismatches * earlier).sum(),
+    }

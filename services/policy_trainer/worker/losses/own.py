@@ -38,13 +38,13 @@ def user_loss(function: Callable[..., Any], params: Mapping[str, Any]) -> Policy
     """
 
     def loss(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-        found = function(cur, anchor, data, **params)
-        if not isinstance(found, Tensor) or found.shape != cur.shape:
-            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        values = function(cur, anchor, data, **params)
+        if not isinstance(values, Tensor) or values.shape != cur.shape:
+            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 f"loss {spec.name} returned {shape}; it must return one value per token, {list(cur.shape)}",
             )
-        return found, torch.zeros_like(cur, dtype=torch.bool)
+        return values, torch.zeros_like(cur, dtype=torch.bool)
 
     return loss

@@ -3,8 +3,9 @@ loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -19,23 +20,51 @@ def _alone(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenData:
-    """The tokens of one micro-batch that count in the loss. Each tensor is [M] float32 (`versions` int32). `prox` and
-    `ref` are set if needed.
+    """The tokens of one micro-batch that count in the loss.
 
-    `sequences` int64 [M] holds the index of each token's sequence, below `sequence_count`. A micro-batch contains all
-    tokens of a sequence. With context parallelism, some are on other ranks, and `add_up` sums a tensor over these
-    ranks.
+    `shards` holds the per-token shards that the loss reads, by key (`shared.stages`): each is [M], or [M, width] for a
+    key with a width. `advantages` and `weights` are float32 [M]. `sequences` int64 [M] holds the index of each token's
+    sequence, below `sequence_count`. A micro-batch contains all tokens of a sequence. With context parallelism, some
+    are on other ranks, and `add_up` sums a tensor over these ranks.
     """
 
-    rollout: Tensor
+    shards: Mapping[str, Tensor]
     advantages: Tensor
     weights: Tensor
-    versions: Tensor
-    prox: Tensor | None
-    ref: Tensor | None
     sequences: Tensor
     sequence_count: int
     add_up: Callable[[Tensor], Tensor] = _alone
+
+    @property
+    def rollout(self) -> Tensor:
+        """The engine's log-probs."""
+        return self.shards["rollout_logprobs"]
+
+    @property
+    def versions(self) -> Tensor:
+        """int32 [M]: the policy versions that sampled the tokens."""
+        return self.shards["versions"]
+
+    @property
+    def prox(self) -> Tensor | None:
+        """The trainer's log-probs at the start of the step, if the anchor needs them."""
+        return self.shards.get("prox_logprobs")
+
+    @property
+    def ref(self) -> Tensor | None:
+        """The reference's log-probs, if the loss has a KL term."""
+        return self.shards.get("ref_logprobs")
+
+    def at(self, tokens: Tensor, add_up: Callable[[Tensor], Tensor]) -> TokenData:
+        """Return the data of the tokens at the positions `tokens`, int64."""
+        return TokenData(
+            shards={key: values[tokens] for key, values in self.shards.items()},
+            advantages=self.advantages[tokens],
+            weights=self.weights[tokens],
+            sequences=self.sequences[tokens],
+            sequence_count=self.sequence_count,
+            add_up=add_up,
+        )
 
     @torch.no_grad()
     def sequence_sum(self, values: Tensor) -> Tensor:
@@ -51,6 +80,26 @@ class TokenData:
 
     def _sums(self, values: Tensor) -> Tensor:
         return self.add_up(values.new_zeros(self.sequence_count).index_add(0, self.sequences, values))
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a loss: `values` [M], and the factor with which it counts."""
+
+    values: Tensor
+    factor: float = 1.0
+
+
+def weighted(data: TokenData, terms: Mapping[str, Term]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss, which is the sum of W * (factor * term) over tokens and terms, and the sums from which any
+    per-token loss is reported: 1 (`tokens`), W * loss (`loss`), and W * term under the name of each term.
+
+    The loss is a scalar with a gradient. Nothing is normalised.
+    """
+    sums = {name: (data.weights * term.values).sum() for name, term in terms.items()}
+    parts = [sums[name] if term.factor == 1.0 else term.factor * sums[name] for name, term in terms.items()]
+    loss = reduce(torch.add, parts)
+    return loss, {"tokens": loss.new_full((), float(len(data.weights))), "loss": loss, **sums}
 
 
 def ratio(log_ratio: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 from msgspec import structs
 from torch import Tensor
 
@@ -20,10 +19,8 @@ from services.policy_trainer.worker.weights.drill import make_drill
 from services.policy_trainer.worker.weights.side_stream import SideStream
 from services.policy_trainer.worker.weights.staging import Staging
 from shared.dataplane.client import DataClient, Receipt, TaskShards
-from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
-from shared.tensors_torch import to_numpy
 from shared.weights.digests import digests_of
 from shared.weights.drill import canary_error, canary_length, canary_tokens
 
@@ -68,11 +65,6 @@ class Canaries:
 
     def current(self) -> Canary:
         """Return the canary of the current weights. Every rank must call this; rank 0's result is used."""
-        model = self._backend.model
-        if is_plain(model):  # this rank then holds the whole model
-            with torch.inference_mode():
-                ids = torch.from_numpy(self._text.token_ids.astype(np.int64))
-                return self.of(to_numpy(PlainDecoder(model).logprobs(ids)))
         logprobs = self._backend.forward(self._text, 1.0)
         return self.of(logprobs[1:].astype(np.float32))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shared.rpc.replies import GRACE_S, SETTLED_BYTES, SETTLED_REPLIES, SETTLED_S, Key, Replies
+from shared.rpc.replies import GRACE_S, SETTLED_BYTES, SETTLED_REPLIES, SETTLED_S, Replies, RequestKey
 from shared.security.roles import Role
 
 HOUR_S = 3600.0
 
 
-def key(number: int) -> Key:
-    return Key(Role.SERVICE, 1, number)
+def key(number: int) -> RequestKey:
+    return RequestKey(Role.SERVICE, 1, number)
 
 
 def test_an_answer_is_kept_until_its_caller_has_given_up() -> None:

@@ -67,9 +67,9 @@ def edited(folder: Path, old: str, new: str) -> Path:
     return write(folder, BASE.replace(old, new))
 
 
-def problems(path: Path, *overrides: str, check_supported: bool = True) -> list[str]:
+def problems(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(TopologyError) as caught:
-        load(path, list(overrides), check_supported=check_supported)
+        load(path, list(overrides))
     lines = str(caught.value).splitlines()
     assert len(lines) == len(caught.value.problems)
     return [line.removeprefix(f"{path.parent}/") for line in lines]

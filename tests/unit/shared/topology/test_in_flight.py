@@ -51,12 +51,12 @@ def test_completion_order_can_be_chosen(folder: Path) -> None:
     ],
 )
 def test_an_update_is_refused_where_it_has_no_effect(folder: Path, override: str, mode: str, why: str) -> None:
-    lines = problems(write(folder), override, f"services.rollout.in_flight={mode}", check_supported=False)
+    lines = problems(write(folder), override, f"services.rollout.in_flight={mode}")
     assert [line for line in lines if "services.rollout.in_flight: " in line and why in line]
 
 
 def test_keep_is_refused_in_deterministic_mode(folder: Path) -> None:
-    lines = problems(write(folder), "run.deterministic=true", KEEP, check_supported=False)
+    lines = problems(write(folder), "run.deterministic=true", KEEP)
     assert [line for line in lines if "services.rollout.in_flight: keep depends on timing" in line]
 
 

@@ -10,7 +10,6 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,7 +34,7 @@ from shared.topology.algorithm import Optimizer
 from shared.topology.fields import Section
 from shared.topology.passes import FASTEST
 from shared.topology.schema import Reward
-from shared.topology.supported import UNSUPPORTED
+from shared.topology.service_checks import UNSUPPORTED
 from tests.parity.gradient_cases import cases
 from tests.parity.test_gradients_torch import back
 from tests.unit.policy_trainer.test_algorithm_keys import CHANGES as ALGORITHM
@@ -240,7 +239,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "policy.passes.decoder": (
         "shared/model/plain_decoder.py",
         "passes_of(model).decoder",
-        "unit/shared/test_plain_training.py::test_only_whole_plain_models_that_are_trained_as_they_are_use_it",
+        "unit/rollout/test_plain_decoder.py::test_a_model_runs_its_own_modules_unless_its_passes_allow_the_decoder",
     ),
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
@@ -556,9 +555,7 @@ def test_a_key_without_effect_is_refused_by_name(key: str, folder: Path) -> None
 
 
 def test_the_refused_keys_in_this_build_are_those_tested_here() -> None:
-    patterns = [f"{option.path}*" for option in UNSUPPORTED]
-    assert all(any(fnmatch(key, pattern) for key in REFUSED) for pattern in patterns)
-    assert all(any(fnmatch(key, pattern) for pattern in patterns) for key in REFUSED)
+    assert REFUSED.keys() == {f"services.rollout.parallel.{name}" for name in UNSUPPORTED}
 
 
 @pytest.mark.parametrize("key", REWARD)

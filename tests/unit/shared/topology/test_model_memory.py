@@ -18,9 +18,9 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from shared.ranks.layout import Layout
 from shared.topology import Topology, load
 from shared.topology.algorithm import Optimizer
-from shared.topology.memory_plan import Phase, Place, by_place, gpus_that_fit, peak, uses
+from shared.topology.memory_plan import MemoryPlace, Phase, by_place, gpus_that_fit, peak, uses
 from shared.topology.model_files import parameter_count
-from shared.topology.model_memory import Part, keeps_whole_gradients, per_process, saved_bytes, training_parts
+from shared.topology.model_memory import TrainingPart, keeps_whole_gradients, per_process, saved_bytes, training_parts
 from shared.topology.passes import FASTEST
 from tests.unit.policy_trainer.test_host_waits import gradient
 from tests.unit.tiny_models import make_model
@@ -28,7 +28,7 @@ from tests.unit.tiny_models import make_model
 TOPOLOGIES = Path(__file__).resolve().parents[4] / "launch" / "topologies"
 DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "gpus.md"
 GIB = 1 << 30
-HOME = Place(None, "")
+HOME = MemoryPlace(None, "")
 
 
 def write_header(file: Path, shapes: dict[str, list[int]]) -> None:
@@ -73,7 +73,7 @@ def elements(given: Topology) -> int:
     return parameter_count(given.policy.model)
 
 
-def most(given: Topology, phase: Phase) -> dict[Place, int]:
+def most(given: Topology, phase: Phase) -> dict[MemoryPlace, int]:
     """Return the memory that the run needs in each place in `phase`."""
     places = by_place(uses(given, elements(given), visible_gpus(given)))
     return {place: peak(held, frozenset({phase})).nbytes for place, held in places.items()}
@@ -150,12 +150,12 @@ def test_services_that_take_turns_need_room_for_the_largest_and_the_trainer_wait
     gpus = [f"services.{name}.gpus=1" for name in ("policy-trainer", "reference", "rollout")]
     given = topology(half_b, "policy.dtype=bfloat16", *gpus, file="colocate.yaml")
     parts = training_parts(given)
-    assert parts[Part.MASTERS] == 4
+    assert parts[TrainingPart.MASTERS] == 4
     trainer = per_process(given, elements(given))["policy-trainer-worker", 0]
     parameters = trainer / sum(parts.values())
-    waiting = parameters * (sum(parts.values()) - parts[Part.GRADIENTS])
+    waiting = parameters * (sum(parts.values()) - parts[TrainingPart.GRADIENTS])
     published = 2 * parameters
-    assert most(given, Phase.STEPS) == {Place(None, "0"): trainer, HOME: waiting + published}
+    assert most(given, Phase.STEPS) == {MemoryPlace(None, "0"): trainer, HOME: waiting + published}
     assert most(given, Phase.CHECKPOINTS)[HOME] == waiting + published + (2 + 4 + 8) * parameters
 
 
@@ -292,7 +292,7 @@ def test_the_table_has_a_row_for_every_device_of_every_host(half_b: Path) -> Non
     where = ["services.policy-trainer.host=a", "services.rollout.host=b", "services.policy-trainer.gpus=1"]
     given = on_gpus(half_b, "services.rollout.engine=vllm", *hosts, *where)
     places = by_place(uses(given, elements(given), visible_gpus(given)))
-    lines = memory_lines(given, places, {Place("a", ""): 64 * GIB})
+    lines = memory_lines(given, places, {MemoryPlace("a", ""): 64 * GIB})
     rows = [line.split("  ")[0].strip() for line in lines]
     assert [row for row in rows if row] == ["memory of", "this machine", "host b", "GPU 0", "GPU 0 of host b"]
     text = "\n".join(lines)

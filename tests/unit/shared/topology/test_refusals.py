@@ -13,8 +13,8 @@ from proto import codec
 from proto.errors import WireError
 from proto.messages import BatchMeta, StepBatch
 from shared.topology import load, task_bytes, weight_bytes, worst_case_bytes
+from shared.topology.algorithm_checks import MOST_SAMPLES
 from shared.topology.capacity import weight_versions
-from shared.topology.checks import MOST_SAMPLES
 from tests.unit.shared.topology.small_topology import BASE, WEIGHTS, edited, problems, write
 
 LISTEN = ["transport.listen=10.0.0.1"]
@@ -290,12 +290,12 @@ def test_error_for_a_value_out_of_range_names_the_value_and_the_limit(
     ],
 )
 def test_a_contradiction_gives_a_one_line_error_with_its_place(folder: Path, old: str, new: str, line: str) -> None:
-    assert problems(edited(folder, old, new), check_supported=False) == [line]
+    assert problems(edited(folder, old, new)) == [line]
 
 
 def test_spilling_to_disk_needs_a_limit(folder: Path) -> None:
     path = edited(folder, "    memory: 1MiB", "    memory: 1MiB\n    spill: ./disk")
-    assert problems(path, check_supported=False) == [
+    assert problems(path) == [
         f"t.yaml:28: services.batch-store.spill: {folder}/disk has no limit; set spill_limit, such as 500GiB"
     ]
 
@@ -303,7 +303,7 @@ def test_spilling_to_disk_needs_a_limit(folder: Path) -> None:
 def test_unknown_host_and_unknown_colocated_service_are_reported(folder: Path) -> None:
     placement = "placement: {hosts: {betta: {gpus: 1}}, colocate: [reference, monitor]}\n"
     path = write(folder, BASE.replace("    instances: 2", "    host: beta") + placement)
-    assert problems(path, check_supported=False) == [
+    assert problems(path) == [
         "t.yaml:25: services.rollout.host: no host 'beta' in placement.hosts; use 'betta'",
         "t.yaml:28: placement.colocate.1: 'monitor' is not a service with devices; use policy-trainer, reference or "
         "rollout",
@@ -364,8 +364,8 @@ def test_more_gpus_than_a_host_has_are_refused_unless_services_are_colocated(fol
     services = "\n  reference: {host: a, gpus: 4}\n  policy-trainer:\n    host: a\n    gpus: 4\n"
     text = BASE.replace("\n  policy-trainer:\n    backend: torch\n", services)
     shared_gpus = write(folder, f"{text}{placement}, colocate: [policy-trainer, reference]}}\n")
-    assert load(shared_gpus, check_supported=False).services.policy_trainer.dp == 4
-    assert problems(write(folder, f"{text}{placement}}}\n"), check_supported=False) == [
+    assert load(shared_gpus).services.policy_trainer.dp == 4
+    assert problems(write(folder, f"{text}{placement}}}\n")) == [
         "t.yaml:30: placement.hosts.a.gpus: 4 GPUs, but the services on host a use 8; move one or colocate"
     ]
 
@@ -381,7 +381,7 @@ def test_more_gpus_than_a_host_has_are_refused_unless_services_are_colocated(fol
     ],
 )
 def test_deterministic_mode_refuses_what_depends_on_timing(folder: Path, override: str, place: str) -> None:
-    [line] = problems(write(folder), "run.deterministic=true", override, check_supported=False)
+    [line] = problems(write(folder), "run.deterministic=true", override)
     assert line.startswith(f"--set {override}: {place}: ")
     assert "run.deterministic needs" in line
 
@@ -514,10 +514,10 @@ HOSTS = ("placement.hosts={b: {}, c: {}}", "transport.listen=10.0.0.1")
 def test_room_is_required_for_the_versions_that_slow_leases_and_engines_keep_alive(
     folder: Path, versions: int, overrides: list[str]
 ) -> None:
-    topology = load(write(folder), [*overrides, "services.batch-store.memory=8MiB"], check_supported=False)
+    topology = load(write(folder), [*overrides, "services.batch-store.memory=8MiB"])
     assert weight_versions(topology) == versions
     needed = worst_case_bytes(topology, 32, weight_bytes(str(folder / "model"), "bfloat16"))
-    [line] = problems(write(folder), *overrides, f"services.batch-store.memory={needed - 1}", check_supported=False)
+    [line] = problems(write(folder), *overrides, f"services.batch-store.memory={needed - 1}")
     assert f" {versions} weight versions of " in line
     assert f"set at least {needed} (" in line
 

@@ -14,7 +14,6 @@ import pytest
 from shared.topology import (
     TRAINER_STORE,
     ServiceSpec,
-    Topology,
     TopologyError,
     document,
     load,
@@ -88,7 +87,7 @@ def test_a_lease_for_vllm_or_a_workflow_has_at_most_256_samples(
 ) -> None:
     sizes = ["algorithm.tasks_per_step=64", "algorithm.group_size=8", "services.batch-store.memory=1GiB"]
     chosen = [f"services.rollout.engine={engine}", f"workflow={workflow}", "services.rollout.instances=1"]
-    topology = load(write(folder), [*sizes, *chosen], check_supported=False)
+    topology = load(write(folder), [*sizes, *chosen])
     assert topology.services.rollout.block_tasks == block
 
 
@@ -98,9 +97,7 @@ def test_an_engine_that_refills_its_batch_gets_its_share_of_a_step_in_one_lease_
 ) -> None:
     sizes = ["algorithm.tasks_per_step=128", "algorithm.group_size=16", "services.batch-store.memory=4GiB"]
     turns = ["staleness=0", "placement.colocate=[policy-trainer, rollout]", f"services.rollout.engine={engine}"]
-    rollout = load(
-        write(folder), [*sizes, *turns, "services.rollout.instances=2"], check_supported=False
-    ).services.rollout
+    rollout = load(write(folder), [*sizes, *turns, "services.rollout.instances=2"]).services.rollout
     assert rollout.block_tasks == block
 
 
@@ -323,7 +320,6 @@ def test_option_without_effect_in_this_build_is_refused(folder: Path, override: 
     [line] = problems(write(folder), override)
     assert line.startswith(f"--set {override}: {path}: not available in this version: ")
     assert line.endswith(f"; use {use}")
-    assert isinstance(load(write(folder), [override], check_supported=False), Topology)
 
 
 # ------------------------------------------------------------------------------------------ the examples
@@ -360,7 +356,7 @@ def test_monitor_is_a_short_name_for_services_monitor(folder: Path) -> None:
 
 
 def test_monitor_key_given_under_both_names_is_refused(folder: Path) -> None:
-    [line] = problems(write(folder), "services.monitor.web={}", "monitor.web={}", check_supported=False)
+    [line] = problems(write(folder), "services.monitor.web={}", "monitor.web={}")
     assert line == "--set monitor.web={}: monitor.web: given twice, also as services.monitor.web; remove one"
 
 
@@ -368,7 +364,7 @@ def test_qwen7b_example_is_valid_except_for_its_missing_files(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
-    lines = problems(example("qwen7b-math", folder), check_supported=False)
+    lines = problems(example("qwen7b-math", folder))
     assert [line.split(": ")[:2] for line in lines] == [
         ["qwen7b-math.yaml:3", "policy.model"],
         ["qwen7b-math.yaml:7", "data.train.source"],
@@ -386,7 +382,7 @@ def test_plan_of_the_qwen7b_example_has_the_derived_ranks(folder: Path) -> None:
         "data.eval.aime24.source=builtin:x",
     ]
     path = example("qwen7b-math", folder)
-    topology = load(path, ["policy.model=./model", *files], check_supported=False)
+    topology = load(path, ["policy.model=./model", *files])
     assert topology.services.policy_trainer.dp == 2
     assert topology.algorithm.updates_per_step == 2
     plan = topology.services_plan()
@@ -396,13 +392,13 @@ def test_plan_of_the_qwen7b_example_has_the_derived_ranks(folder: Path) -> None:
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
     small = [*files, f"services.batch-store.memory={needed // 2 + 1}", "services.batch-store.spill_limit=1"]
     with pytest.raises(TopologyError, match=f"set at least {needed} "):
-        load(path, ["policy.model=./model", *small], check_supported=False)
+        load(path, ["policy.model=./model", *small])
     assert sum(spec.service == "policy-trainer-worker" for spec in plan) == 8
     assert sum(spec.service == "reference" for spec in plan) == 8
     assert [spec.name for spec in plan if spec.service == "rollout"] == [f"rollout/{i}" for i in range(4)]
     resolved = path.with_name("resolved.yaml")
     topology.dump_resolved(resolved)
-    assert load(resolved, check_supported=False) == topology
+    assert load(resolved) == topology
 
 
 @pytest.mark.parametrize(("trainer", "rollout"), [("b", "a"), ("a", "b")])
@@ -438,7 +434,7 @@ def test_copies_alternate_between_hosts_and_ranks_of_one_copy_are_divided_into_b
 ) -> None:
     places = "placement.hosts={a: {gpus: 8}, b: {gpus: 8}, c: {gpus: 8}}"
     home = [] if "policy-trainer" in settings else ["services.policy-trainer.host=a"]
-    topology = load(write(folder), [places, *home, settings, "transport.listen=10.0.0.1"], check_supported=False)
+    topology = load(write(folder), [places, *home, settings, "transport.listen=10.0.0.1"])
     assert [spec.host for spec in topology.services_plan() if spec.service == service] == list(hosts)
 
 

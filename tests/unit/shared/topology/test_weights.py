@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.topology import engine_checks, load
-from shared.topology.engine_checks import transfer_floor_s
+from shared.topology import load, service_checks
+from shared.topology.service_checks import transfer_floor_s
 from tests.unit.shared.topology.small_topology import problems, write
 
 ON_GPUS = [
@@ -55,7 +55,7 @@ def test_nccl_and_ipc_need_vllm_on_gpus(folder: Path) -> None:
     ],
 )
 def test_an_unsupported_route_is_refused(folder: Path, overrides: list[str], why: str) -> None:
-    lines = problems(write(folder), *overrides, check_supported=False)
+    lines = problems(write(folder), *overrides)
     assert [line for line in lines if "services.rollout.weights: " in line and why in line], lines
 
 
@@ -76,7 +76,7 @@ def test_a_time_limit_too_short_to_send_a_version_is_refused_with_a_sufficient_o
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = [route("nccl"), *ON_GPUS, "services.rollout.instances=4", "services.rollout.gpus=1"]
-    monkeypatch.setattr(engine_checks, "weight_bytes", lambda model, dtype: 15_231_233_024)
+    monkeypatch.setattr(service_checks, "weight_bytes", lambda model, dtype: 15_231_233_024)
     [line] = problems(write(folder), *chosen)
     assert "services.rollout.transfer_s: 20 is too short for 15.2 GB to 4 engines by nccl at 2 GB/s" in line
     assert "set at least 31, and lease.lease_s to at least 46" in line

@@ -67,7 +67,7 @@ def test_impossible_settings_give_one_line_errors(tmp_path: Path, override: str,
 def test_a_workflow_is_refused_in_deterministic_mode(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text(TOPOLOGY)
     with pytest.raises(TopologyError, match="calls of a workflow have no fixed order"):
-        load(tmp_path / "t.yaml", ["workflow={function: 'a:b'}", "run.deterministic=true"], check_supported=False)
+        load(tmp_path / "t.yaml", ["workflow={function: 'a:b'}", "run.deterministic=true"])
 
 
 def test_source_paths_are_relative_to_the_topologys_folder(tmp_path: Path) -> None:
