@@ -14,8 +14,8 @@ from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.samples.plain import SHOWN_CHARACTERS, plain, shortened
 from shared.samples.reader import splits, steps
-from shared.samples.record import Record, group_scores
-from shared.samples.selection import Order, Selection, select
+from shared.samples.record import SampleRecord, group_scores
+from shared.samples.selection import Order, SampleSelection, select
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -39,7 +39,9 @@ class Color(StrEnum):
     NONE = "none"
 
 
-def choose(run: Path, *, step: int | None, task: str | None, split: str, order: Order | None, count: int) -> Selection:
+def choose(
+    run: Path, *, step: int | None, task: str | None, split: str, order: Order | None, count: int
+) -> SampleSelection:
     """Return the samples to show: those of one task, or those of one step (default: the newest).
 
     Raises a one-line RpcError(bad_request) if there are no such samples.
@@ -75,13 +77,13 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "…", *shown[-3:]])
 
 
-def as_json(records: Sequence[Record]) -> list[dict[str, Any]]:
+def as_json(records: Sequence[SampleRecord]) -> list[dict[str, Any]]:
     """Return the records as plain data."""
     plain_data: list[dict[str, Any]] = msgspec.to_builtins(records)
     return plain_data
 
 
-def show(selection: Selection, color: Color, *, full: bool) -> None:
+def show(selection: SampleSelection, color: Color, *, full: bool) -> None:
     """Print the samples and how many are left out. Colours are left out if the output is not a terminal."""
     from rich.console import Console
     from rich.text import Text
@@ -109,14 +111,14 @@ def show(selection: Selection, color: Color, *, full: bool) -> None:
         console.print(Text(f"\n{selection.shown}", style="dim"))
 
 
-def _title(record: Record) -> str:
+def _title(record: SampleRecord) -> str:
     sample = f" sample {record.sample}" if record.sample >= 0 else ""
     of = "version" if record.split != "train" else "step"
     why = f": {plain(record.reason)}" if record.reason else ""
     return f"{plain(record.task)}{sample} · {of} {record.step} · {record.state}{why}"
 
 
-def _facts(record: Record) -> str:
+def _facts(record: SampleRecord) -> str:
     if record.sample < 0:
         return "no samples"
     parts = [f"failed: {plain(record.failure)}" if record.reward is None else f"reward {record.reward:g}"]
@@ -136,7 +138,7 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> str:
     return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in messages)
 
 
-def completion(record: Record, color: Color, most: int) -> Text:
+def completion(record: SampleRecord, color: Color, most: int) -> Text:
     """Return the first `most` characters of the completion, with coloured tokens."""
     from rich.text import Text
 
@@ -154,7 +156,7 @@ def completion(record: Record, color: Color, most: int) -> Text:
     return text
 
 
-def _style(record: Record, at: int, color: Color) -> str:
+def _style(record: SampleRecord, at: int, color: Color) -> str:
     if record.sampled is not None and not record.sampled[at]:
         return "dim italic"
     logprob = record.logprobs[at]

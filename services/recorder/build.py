@@ -14,7 +14,7 @@ import numpy as np
 
 from proto.messages import EndedTask
 from proto.tensors import Array
-from shared.samples.record import Record, SampleState, split_of
+from shared.samples.record import SampleRecord, SampleState, split_of
 from shared.samples.text import SampleText, TaskText, unpack
 from shared.stages import SAMPLE_ADVANTAGES, TEXT, TRAIN_LOGPROBS, Per, declared
 
@@ -25,9 +25,9 @@ LIMIT = float(np.finfo(np.float32).max)
 `metrics`."""
 
 
-def bare(ended: EndedTask, at: float) -> Record:
+def bare(ended: EndedTask, at: float) -> SampleRecord:
     """Return the record of a task whose shards cannot be read, or that has none."""
-    return Record(
+    return SampleRecord(
         task=ended.task_id,
         sample=-1,
         split=split_of(ended.task_id),
@@ -39,7 +39,7 @@ def bare(ended: EndedTask, at: float) -> Record:
     )
 
 
-def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Record]:
+def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[SampleRecord]:
     """Return the records of all samples of a task, the failed ones last, or a single one if it was not sampled.
 
     `shards` holds those of its rollout, and possibly the trainer's. Without samples that did not fail, there is only
@@ -63,7 +63,7 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Re
     return [*alive, *failed] or [group]
 
 
-def _alive(group: Record, text: TaskText, shards: Mapping[str, Array], samples: int) -> list[Record]:
+def _alive(group: SampleRecord, text: TaskText, shards: Mapping[str, Array], samples: int) -> list[SampleRecord]:
     """Return the records of the samples that did not fail, including the fields of `group`, which all samples of the
     task share."""
     # The arrays of a task are converted at once: for short samples, one numpy call takes as long as a whole record.
@@ -85,8 +85,8 @@ def _alive(group: Record, text: TaskText, shards: Mapping[str, Array], samples: 
 
 
 def _record(
-    group: Record, number: int, said: SampleText, advantage: float | None, tokens: Mapping[str, list[Any]]
-) -> Record:
+    group: SampleRecord, number: int, said: SampleText, advantage: float | None, tokens: Mapping[str, list[Any]]
+) -> SampleRecord:
     """Return the record of one sample."""
     mask, trained = tokens["loss_mask"], tokens.get(TRAIN_LOGPROBS, [])
     return msgspec.structs.replace(
@@ -106,13 +106,13 @@ def _record(
     )
 
 
-def _failed(group: Record, number: int, said: SampleText) -> Record:
+def _failed(group: SampleRecord, number: int, said: SampleText) -> SampleRecord:
     """Return the record of a sample without a reward. Its tokens are not in the store."""
     spoken = _spoken(group, number, said)
     return msgspec.structs.replace(spoken, reward=None, failure=said.failure, length=said.length)
 
 
-def _spoken(group: Record, number: int, said: SampleText) -> Record:
+def _spoken(group: SampleRecord, number: int, said: SampleText) -> SampleRecord:
     """Return a record with the fields that every sample has."""
     return msgspec.structs.replace(
         group,

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from shared.names import number
-from shared.samples.record import DISCARDED, SUFFIX, Record, file_of
+from shared.samples.record import DISCARDED, SUFFIX, SampleRecord, file_of
 
 OPEN_FILES = 8
 """Maximum number of files whose tasks are remembered. Other files are read again."""
@@ -52,7 +52,7 @@ class SampleFiles:
         self.left_out = 0
         """Number of tasks that were not written because their file alone would exceed the limit."""
 
-    def append(self, records: Sequence[Record]) -> bool:
+    def append(self, records: Sequence[SampleRecord]) -> bool:
         """Append all records of one task in one write. Return False without changing anything if the task is already
         there.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from proto.tensors import Array
 from shared.megatron.cpu_shims import in_megatron
 from shared.megatron.pieces import Pieces
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 from shared.tensors_torch import to_numpy, to_torch
 
 
@@ -22,7 +22,7 @@ class FrozenMegatron:
     """Implements `frozen.Frozen` for Llama, Qwen2 and Qwen3 models. The process group of all ranks must be open."""
 
     @in_megatron
-    def __init__(self, model: Path, dtype: str, max_tokens: int, place: Place, device: str) -> None:
+    def __init__(self, model: Path, dtype: str, max_tokens: int, place: RankPlace, device: str) -> None:
         """`max_tokens` limits one micro-batch. Raises RpcError(bad_request) if megatron does not support the model."""
         self._pieces = Pieces(model, dtype, place, device=device, max_tokens=max_tokens)
         self._pieces.model.eval().requires_grad_(False)

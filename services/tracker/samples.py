@@ -10,7 +10,7 @@ from pathlib import Path
 from shared.runfiles.metrics import CommittedRow
 from shared.samples.plain import conversation
 from shared.samples.reader import read
-from shared.samples.record import EVAL_PREFIX, Record
+from shared.samples.record import EVAL_PREFIX, SampleRecord
 from shared.stages import TRAIN
 
 COLUMNS = (
@@ -76,7 +76,7 @@ def _sets(row: CommittedRow) -> list[str]:
     return sorted({match[1] for match in names if match})
 
 
-def _cells(record: Record, rewards: Sequence[str]) -> tuple[Cell, ...]:
+def _cells(record: SampleRecord, rewards: Sequence[str]) -> tuple[Cell, ...]:
     return (
         record.split,
         record.task,

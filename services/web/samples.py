@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from shared.samples import reader
-from shared.samples.record import Record, group_scores, split_of
+from shared.samples.record import SampleRecord, group_scores, split_of
 from shared.samples.selection import Order, select
 
 MAX_RECORDS = 500
@@ -58,7 +58,7 @@ def shown(run: Path, split: str, step: int, task: str, sample: int) -> dict[str,
     return body(records[-1]) if records else None
 
 
-def _head(record: Record) -> dict[str, Any]:
+def _head(record: SampleRecord) -> dict[str, Any]:
     return {
         **_facts(record),
         "prompt": _text(record.prompt)[-HEAD_CHARS:],
@@ -66,7 +66,7 @@ def _head(record: Record) -> dict[str, Any]:
     }
 
 
-def body(record: Record, *, max_chars: int = MAX_CHARS, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
+def body(record: SampleRecord, *, max_chars: int = MAX_CHARS, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
     """Return a sample with its tokens. All texts are cut to `max_chars`."""
     texts = {
         "prompt": _text(record.prompt),
@@ -90,7 +90,7 @@ def body(record: Record, *, max_chars: int = MAX_CHARS, max_tokens: int = MAX_TO
     }
 
 
-def _facts(record: Record) -> dict[str, Any]:
+def _facts(record: SampleRecord) -> dict[str, Any]:
     return {
         "task": record.task,
         "sample": record.sample,

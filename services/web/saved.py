@@ -20,7 +20,7 @@ from services.web import parts
 from services.web.samples import body
 from shared.runfiles.files import RunFiles
 from shared.samples.reader import read, splits, steps
-from shared.samples.record import FOLDER, Record, file_of, rank
+from shared.samples.record import FOLDER, SampleRecord, file_of, rank
 from shared.stages import TRAIN
 from shared.view.curves import PANELS, Panel, Point
 
@@ -84,7 +84,10 @@ def _name(folder: Path, folders: Sequence[Path]) -> str:
 
 
 def _data(
-    runs: dict[str, RunFiles], records: dict[str, tuple[int, int, list[Record]]], panels: Sequence[Panel], share: float
+    runs: dict[str, RunFiles],
+    records: dict[str, tuple[int, int, list[SampleRecord]]],
+    panels: Sequence[Panel],
+    share: float,
 ) -> dict[str, Any]:
     """Return the data of the page, each part of which has at most `share` of its maximum size."""
     run, *others = runs
@@ -121,7 +124,7 @@ def _curves(files: RunFiles, points: int) -> dict[str, Any]:
     return {"last": files.last_step, "points": {name: thinned(curve, pieces) for name, curve in curves.items()}}
 
 
-def _chosen(run: Path, split: str) -> tuple[int, int, list[Record]]:
+def _chosen(run: Path, split: str) -> tuple[int, int, list[SampleRecord]]:
     """Return the newest step with samples, their number, and those with the highest and lowest rewards and the longest.
 
     Of an evaluation, return those with the lowest rewards.

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from shared.megatron.cpu_shims import megatron_device
 from shared.model.context import ContextRank
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -25,7 +25,7 @@ class Groups:
     """The groups of this rank. All ranks must create their Groups at the same time. A process can have only one
     layout."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankPlace) -> None:
         """Raises ValueError if the process has groups for another layout, or if there are several ranks but no process
         group."""
         layout = place.layout

@@ -37,7 +37,7 @@ from shared.model.context import Cut
 from shared.model.logprobs import Entropy, Scores, max_logits
 from shared.model.nodes import Nodes
 from shared.model.tree import MicroBatch, head_blocks
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Packed:
     entropy: Entropy
 
 
-def transformer_config(model: Architecture, dtype: torch.dtype, place: Place, *, engine: bool) -> TransformerConfig:
+def transformer_config(model: Architecture, dtype: torch.dtype, place: RankPlace, *, engine: bool) -> TransformerConfig:
     """Return the settings of `model` in megatron-core's terms. `engine` selects Transformer Engine (CUDA only), with
     sequence parallelism if tp > 1.
     """
@@ -127,7 +127,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     """A pipeline stage. `forward` maps a `Packed` to hidden states [N, 1, hidden], or on the last stage to `Scores`."""
 
     def __init__(
-        self, model: Architecture, frequencies: Tensor, config: TransformerConfig, place: Place, *, engine: bool
+        self, model: Architecture, frequencies: Tensor, config: TransformerConfig, place: RankPlace, *, engine: bool
     ) -> None:
         """`frequencies` is the result of `architecture.rotary_frequencies`. The weights are uninitialised."""
         layout = place.layout

@@ -27,7 +27,7 @@ from shared.model import attention, context, tree
 from shared.model.load import read_config
 from shared.model.logprobs import Entropy, Scores
 from shared.model.nodes import to_nodes
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 from shared.rpc.errors import BadInput
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class Pieces:
     """The part of a folder's model that `place` holds. The weights are uninitialized until they are copied in."""
 
-    def __init__(self, model_dir: Path, dtype: str, place: Place, *, device: str, max_tokens: int) -> None:
+    def __init__(self, model_dir: Path, dtype: str, place: RankPlace, *, device: str, max_tokens: int) -> None:
         """`max_tokens` is the limit for one micro-batch. The process group of all ranks must be open.
 
         Raises RpcError(bad_request) if the model cannot be loaded, and ValueError for degrees that do not divide the

@@ -30,16 +30,16 @@ class Layout:
         """Number of data-parallel ranks, among which the samples of a batch are divided."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlace:
         """Return the position of `rank` along each parallel dimension."""
         tp_rank, rest = rank % self.tp, rank // self.tp
         cp_rank, rest = rest % self.cp, rest // self.cp
         dp_rank, pp_rank = rest % self.dp, rest // self.dp
-        return Place(self, rank, dp_rank, tp_rank, pp_rank, cp_rank)
+        return RankPlace(self, rank, dp_rank, tp_rank, pp_rank, cp_rank)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """One rank of a layout."""
 
     layout: Layout

@@ -8,12 +8,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 from shared.ranks.meeting import NCCL_INTERFACE, Meeting, exactly
 from shared.ranks.store import open_store
 
 
-def open_group(meeting: Meeting, place: Place, device: str, *, deadline_s: float) -> None:
+def open_group(meeting: Meeting, place: RankPlace, device: str, *, deadline_s: float) -> None:
     """Join the group of all ranks, which meet at `meeting`. This blocks until all have joined.
 
     A collective that takes longer than `deadline_s` raises RuntimeError.

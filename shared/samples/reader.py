@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from shared import names
-from shared.samples.record import EVAL_PREFIX, FOLDER, SUFFIX, Record, file_of
+from shared.samples.record import EVAL_PREFIX, FOLDER, SUFFIX, SampleRecord, file_of
 from shared.stages import TRAIN
 
-_decoder = msgspec.json.Decoder(Record)
+_decoder = msgspec.json.Decoder(SampleRecord)
 
 
 def splits(run: Path) -> list[str]:
@@ -38,13 +38,13 @@ def steps(run: Path, split: str = TRAIN) -> list[int]:
 
 def read(
     run: Path, *, step: int | None = None, task: str | None = None, split: str = TRAIN, limit: int | None = None
-) -> list[Record]:
+) -> list[SampleRecord]:
     """Return the records of a split, for one step or all steps, and for one task or all tasks.
 
     They are in step order, and within a step in the order in which they were written. With `limit`, at most `limit`
     records are returned, from the newest steps.
     """
-    by_step: list[list[Record]] = []
+    by_step: list[list[SampleRecord]] = []
     missing = limit
     for number in reversed(_chosen(run, step, split)):
         if missing is not None and missing <= 0:
@@ -55,7 +55,7 @@ def read(
     return [record for records in reversed(by_step) for record in records]
 
 
-def every(run: Path, *, step: int | None = None, task: str | None = None, split: str = TRAIN) -> Iterator[Record]:
+def every(run: Path, *, step: int | None = None, task: str | None = None, split: str = TRAIN) -> Iterator[SampleRecord]:
     """Yield the records that `read` returns without a limit, in the same order, one at a time."""
     for number in _chosen(run, step, split):
         yield from _records(run / FOLDER / file_of(split, number), task)
@@ -72,7 +72,7 @@ def _is_split(split: str) -> bool:
     return split == TRAIN or (name != split and "/" not in name and name not in ("", ".", ".."))
 
 
-def _records(path: Path, task: str | None) -> Iterator[Record]:
+def _records(path: Path, task: str | None) -> Iterator[SampleRecord]:
     """Yield the records in a file, which may have been removed in the meantime."""
     wanted = b"" if task is None else b'{"task":' + msgspec.json.encode(task) + b","
     with contextlib.suppress(OSError), path.open("rb") as file:

@@ -4,7 +4,7 @@
     samples/eval/<set>/<version>.jsonl                      samples of an evaluation of a policy version
     samples/discarded/<lineage>/<split>/<number>.jsonl      samples of steps that were rolled back
 
-Each line is a JSON object with the fields of `Record`. Only the service `recorder` writes these files.
+Each line is a JSON object with the fields of `SampleRecord`. Only the service `recorder` writes these files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SampleState(StrEnum):
     SCORED = "scored"  # it belongs to an evaluation
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One sample. The token lists have equal lengths, and omit the tokens before a sequence's first sampled token.
 
     A failed sample has no reward and no tokens. A task that was not sampled has one record, with `sample` -1.
@@ -74,12 +74,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0  # time at which the record was written, in Unix seconds
 
 
-def rank(record: Record) -> float:
+def rank(record: SampleRecord) -> float:
     """Return the reward for ordering records. Failed samples come below all others."""
     return -math.inf if record.reward is None else record.reward
 
 
-def group_scores(record: Record) -> dict[str, float]:
+def group_scores(record: SampleRecord) -> dict[str, float]:
     """Return the mean and the highest reward of the sample's group by name, or {} if the group has one sample.
 
     For an evaluated row, these equal avg@k and pass@k, except that avg@k and pass@k count failed samples as 0.

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from shared.samples.reader import every
-from shared.samples.record import Record, rank
+from shared.samples.record import SampleRecord, rank
 
 
 class Order(StrEnum):
@@ -21,7 +21,7 @@ class Order(StrEnum):
     LONGEST = "longest"
 
 
-_KEYS: dict[Order | None, Callable[[Record], float]] = {
+_KEYS: dict[Order | None, Callable[[SampleRecord], float]] = {
     None: lambda record: 0.0,
     Order.WORST: rank,
     Order.BEST: lambda record: -rank(record),
@@ -30,10 +30,10 @@ _KEYS: dict[Order | None, Callable[[Record], float]] = {
 
 
 @dataclass(frozen=True)
-class Selection:
+class SampleSelection:
     """The first samples in some order."""
 
-    records: list[Record]
+    records: list[SampleRecord]
     total: int
     """Number of samples that match, including those beyond the limit."""
 
@@ -52,7 +52,7 @@ def select(
     task: str | None = None,
     order: Order | None = None,
     limit: int | None = None,
-) -> Selection:
+) -> SampleSelection:
     """Return the first `limit` samples of one step or all steps, and of one task or all tasks.
 
     All matching samples are put in order before the limit applies. No more than `limit` of them are held in memory. If
@@ -61,7 +61,7 @@ def select(
     """
     total = 0
 
-    def matching() -> Iterator[Record]:
+    def matching() -> Iterator[SampleRecord]:
         nonlocal total
         for record in every(run, step=step, task=task, split=split):
             if order is None or record.sample >= 0:
@@ -70,4 +70,4 @@ def select(
 
     # Equal keys keep their order.
     chosen = heapq.nsmallest(sys.maxsize if limit is None else limit, matching(), key=_KEYS[order])
-    return Selection(chosen, total)
+    return SampleSelection(chosen, total)

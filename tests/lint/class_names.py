@@ -7,24 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-TOLERATED = frozenset(
-    {
-        "Claim",
-        "Entry",
-        "Head",
-        "Held",
-        "History",
-        "Place",
-        "Record",
-        "Refused",
-        "Selection",
-        "Table",
-        "Unusable",
-        "_Line",
-    }
-)
-"""Names that are still defined more than once. This set may only become smaller."""
-
 
 def class_places(files: Iterable[Path]) -> dict[str, list[str]]:
     """Return where each class is defined, as `file:line`."""
@@ -36,10 +18,10 @@ def class_places(files: Iterable[Path]) -> dict[str, list[str]]:
     return places
 
 
-def problems(files: Iterable[Path], tolerated: frozenset[str] = TOLERATED) -> list[str]:
-    """Return a line for each name that has several classes and is not tolerated."""
+def problems(files: Iterable[Path]) -> list[str]:
+    """Return a line for each name that has several classes."""
     return [
         f"class {name} is defined {len(places)} times: {', '.join(places)}; a class name exists once, so rename"
         for name, places in sorted(class_places(files).items())
-        if len(places) > 1 and name not in tolerated
+        if len(places) > 1
     ]

@@ -82,8 +82,8 @@ ROLLOUT = [
     Mutation(
         "a token of unverified weights gets a version",
         Promise.SYNCED,
-        "services/rollout/weights/versions.py",
-        "if (known[at] != swaps).any():",
+        TRAJECTORY,
+        "if (counts[at] != swaps).any():",
         "if False:",
         f"{VERSIONS}::test_no_token_is_sampled_with_weights_that_fail_verification",
     ),
@@ -106,9 +106,9 @@ ROLLOUT = [
     Mutation(
         "every sample gets the versions of the first one",
         Promise.STALENESS,
-        "services/rollout/sampling/partial.py",
-        "known[end - len(each) : end]",
-        "known[: len(each)]",
+        TRAJECTORY,
+        "steps[end - len(counts) : end]",
+        "steps[: len(counts)]",
         "tests/unit/rollout/test_in_flight.py::test_every_token_carries_the_version_that_sampled_it",
     ),
     Mutation(

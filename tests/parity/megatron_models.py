@@ -15,7 +15,7 @@ from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.model.load import named_weights
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 from tests.unit.tiny_models import make_model
 
 VOCAB = 61
@@ -53,12 +53,12 @@ def options(scratch: Path, max_tokens: int = 4096, recompute: str = "none") -> B
 
 
 def megatron(
-    model: Path, place: Place, *, dtype: str = "float32", max_tokens: int = 4096, recompute: str = "none"
+    model: Path, place: RankPlace, *, dtype: str = "float32", max_tokens: int = 4096, recompute: str = "none"
 ) -> MegatronBackend:
     return MegatronBackend(model, dtype, options(model / "scratch", max_tokens, recompute), place)
 
 
-def alone(family: str, folder: Path, place: Place, *, dtype: str = "float32") -> TorchBackend:
+def alone(family: str, folder: Path, place: RankPlace, *, dtype: str = "float32") -> TorchBackend:
     """Return the torch backend of one process with the same weights."""
     return TorchBackend(folder, dtype, options(folder / "scratch"), place, load=lambda _, name: hf_model(family, name))
 

@@ -15,7 +15,7 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.export import export
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.model.load import named_weights
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from tests.parity.gradient_cases import cases
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import FAMILIES, every_next_token, megatron, options, plain_distributions, save
@@ -42,7 +42,7 @@ LAYOUTS = {
 }
 
 
-def work(backend: str, place: Place, folder: Path) -> None:
+def work(backend: str, place: RankPlace, folder: Path) -> None:
     """Train twice, export and score, for every family and dtype that the test has saved."""
     for model in sorted((folder.parent / "models").iterdir()):
         dtype = model.name.rpartition("-")[2]

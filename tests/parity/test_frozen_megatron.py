@@ -14,7 +14,7 @@ from proto.tensors import Array
 from services.reference.frozen import Frozen, FrozenTorch
 from services.reference.frozen_megatron import FrozenMegatron
 from shared.model.load import mismatched_weights
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from shared.topology.passes import FASTEST
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import FAMILIES, every_next_token, save
@@ -55,7 +55,7 @@ def both(frozen: Frozen, model: Path) -> Array:
     return np.stack([first, second])
 
 
-def work(place: Place, folder: Path) -> None:
+def work(place: RankPlace, folder: Path) -> None:
     for family in FAMILIES:
         model = folder.parent / "models" / f"{family}-float32"
         frozen = FrozenMegatron(model, "float32", MAX_TOKENS, place, "cpu")

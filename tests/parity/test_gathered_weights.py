@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from services.policy_trainer.worker.spare_memory import SpareMemory
 from services.policy_trainer.worker.weights.channels import LiveWeights
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import alone, megatron, save
 
@@ -30,7 +30,7 @@ class Roomy:
         return GPU
 
 
-def publish(place: Place, folder: Path) -> None:
+def publish(place: RankPlace, folder: Path) -> None:
     """Gather the weights without and with room for them on the device."""
     model = folder.parent / "models" / f"{FAMILY}-bfloat16"
     shards = alone(FAMILY, model, Layout(2).place(place.rank), dtype="bfloat16")

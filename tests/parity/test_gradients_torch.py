@@ -21,7 +21,7 @@ from services.policy_trainer.worker.backend import BackendOptions, LocalScores, 
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.blocks import blocks_of
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from shared.topology.passes import FASTEST
 from tests.parity.gradient_cases import RUNS, VOCAB, Case, cases, nothing_trained
 from tests.parity.groups import run_group, sums_of
@@ -38,7 +38,9 @@ MICRO_BATCH = 20
 """Cases with several micro-batches of this size on both of two ranks; the ranks have different numbers of them."""
 
 
-def backend_of(dtype: str, place: Place, folder: Path, max_tokens: int = 4096, recompute: str = "none") -> TorchBackend:
+def backend_of(
+    dtype: str, place: RankPlace, folder: Path, max_tokens: int = 4096, recompute: str = "none"
+) -> TorchBackend:
     def load(_: Path, name: str) -> torch.nn.Module:
         return make_model("qwen3", dtype=getattr(torch, name), head_dim=12, tie_word_embeddings=True, vocab_size=VOCAB)
 
@@ -67,7 +69,7 @@ def back(backend: TorchBackend, case: Case) -> dict[str, float]:
     return backend.forward_backward(sequences, case.spec.temperature, loss, entropy=loss.entropy)
 
 
-def work(place: Place, folder: Path) -> None:
+def work(place: RankPlace, folder: Path) -> None:
     """Run every case, micro-batch size and precision on this rank. Rank 0 keeps the gradients."""
     for dtype, max_tokens in RUNS:
         backend = backend_of(dtype, place, folder, max_tokens, "layers" if max_tokens == 30 else "none")
@@ -121,7 +123,7 @@ class ReduceScatters(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def count_sums(place: Place, folder: Path) -> None:
+def count_sums(place: RankPlace, folder: Path) -> None:
     """Write how often the gradients of each case were added up over the ranks, and the gradients, with whole gradients
     kept until the last micro-batch and without. In between, a batch fails before its second backward pass. Layers are
     recomputed selectively."""

@@ -16,7 +16,7 @@ from services.policy_trainer.worker.backend import LocalScores, Sequences, Train
 from services.policy_trainer.worker.colocation.residency import PARTS
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.megatron.cpu_shims import megatron_device
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from shared.rpc.errors import RpcError
 from tests.parity.gradient_cases import Case, cases
 from tests.parity.groups import run_group
@@ -44,7 +44,7 @@ def train(backend: MegatronBackend, steps: range) -> None:
         backend.step(step, adamw(step, **TRAINING))
 
 
-def resumed_has_the_same_bits(model: Path, dtype: str, place: Place, folder: Path) -> None:
+def resumed_has_the_same_bits(model: Path, dtype: str, place: RankPlace, folder: Path) -> None:
     """Pass the state of rank 0 to all ranks through a file, as a checkpoint does."""
     backend = megatron(model, place, dtype=dtype)
     train(backend, range(1, 3))
@@ -69,7 +69,7 @@ def resumed_has_the_same_bits(model: Path, dtype: str, place: Place, folder: Pat
     assert same(other.state(), fresh.state())
 
 
-def moving_changes_no_bit(model: Path, place: Place) -> None:
+def moving_changes_no_bit(model: Path, place: RankPlace) -> None:
     still, moved = (megatron(model, place) for _ in range(2))
     batches: list[Case] = list(cases())
     for step in (1, 2):
@@ -82,7 +82,7 @@ def moving_changes_no_bit(model: Path, place: Place) -> None:
     assert same(moved.state(), still.state())
 
 
-def what_is_wrong_is_refused(model: Path, place: Place) -> None:
+def what_is_wrong_is_refused(model: Path, place: RankPlace) -> None:
     backend = megatron(model, place)
     train(backend, range(1, 2))
     before = backend.state()
@@ -101,7 +101,7 @@ def what_is_wrong_is_refused(model: Path, place: Place) -> None:
     assert same(backend.state(), before)
 
 
-def a_head_in_blocks_changes_nothing(model: Path, place: Place, folder: Path) -> None:
+def a_head_in_blocks_changes_nothing(model: Path, place: RankPlace, folder: Path) -> None:
     gradients = []
     for limit in (1 << 26, 200):
         with patch("shared.model.logprobs.MAX_LOGITS", limit), megatron_device():
@@ -116,7 +116,7 @@ def a_head_in_blocks_changes_nothing(model: Path, place: Place, folder: Path) ->
         np.testing.assert_allclose(blocks[name], value, rtol=1e-4, atol=1e-5)
 
 
-def work(place: Place, folder: Path) -> None:
+def work(place: RankPlace, folder: Path) -> None:
     models = folder.parent / "models"
     for dtype in ("float32", "bfloat16"):
         resumed_has_the_same_bits(models / f"{FAMILY}-{dtype}", dtype, place, folder)

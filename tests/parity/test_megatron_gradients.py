@@ -15,7 +15,7 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.megatron.cpu_shims import megatron_device
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from tests.parity.gradient_cases import RUNS, Case, cases, nothing_trained
 from tests.parity.groups import run_group, sums_of
 from tests.parity.megatron_models import alone, megatron, save
@@ -46,7 +46,7 @@ def back(backend: MegatronBackend | TorchBackend, case: Case) -> dict[str, float
     return backend.forward_backward(sequences, case.spec.temperature, loss, entropy=loss.entropy)
 
 
-def work(place: Place, folder: Path) -> None:
+def work(place: RankPlace, folder: Path) -> None:
     """Run every case in both precisions, whole and in small micro-batches, and then three updates."""
     models, mine = folder.parent / "models", folder / f"rank-{place.rank}"
     for dtype, max_tokens in RUNS:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import FAMILIES, every_next_token, hf_model, megatron, plain_distributions, save
 
@@ -23,7 +23,7 @@ LAYOUTS = {
 }
 
 
-def work(place: Place, folder: Path) -> None:
+def work(place: RankPlace, folder: Path) -> None:
     """Save the log-probs of every family."""
     sequences = every_next_token()
     for family in FAMILIES:

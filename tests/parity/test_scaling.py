@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.megatron.cpu_shims import megatron_device
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from tests.parity.gradient_cases import Case, cases
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import alone, megatron, save
@@ -107,7 +107,7 @@ def judged(found: dict[str, torch.Tensor], dtype: str) -> None:
     assert norms[1] == pytest.approx(norms[0] * LARGE, rel=1e-5 if dtype == "float32" else 2**-6)
 
 
-def work(place: Place, folder: Path) -> None:
+def work(place: RankPlace, folder: Path) -> None:
     """Run the cases. On two ranks, torch divides samples and weights between them, and megatron divides tensors."""
     for dtype in LIMITS:
         model = folder.parent / "models" / f"{FAMILY}-{dtype}"

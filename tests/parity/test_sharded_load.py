@@ -16,7 +16,7 @@ from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.blocks import blocks_of
 from shared.model.load import load_model, load_shapes, named_weights
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from shared.rpc.errors import RpcError
 from shared.topology.passes import FASTEST
 from tests.parity.groups import run_group
@@ -36,12 +36,12 @@ def resident_bytes(what: str) -> int:
     return int(found[1]) * 1024
 
 
-def backend_of(model: Path, dtype: str, place: Place, folder: Path) -> TorchBackend:
+def backend_of(model: Path, dtype: str, place: RankPlace, folder: Path) -> TorchBackend:
     options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=folder, recompute="none", passes=FASTEST)
     return TorchBackend(model, dtype, options, place)
 
 
-def load_and_keep(place: Place, folder: Path) -> None:
+def load_and_keep(place: RankPlace, folder: Path) -> None:
     """Load the model, change it and load it again. Keep the weights of rank 0 and the memory of every rank."""
     # Loading the small model imports modules and creates everything that a process creates only once.
     backend_of(folder.parent / "small", "bfloat16", place, folder)
@@ -73,7 +73,7 @@ def test_ranks_other_than_0_hold_only_pieces_and_all_weights_arrive(tmp_path: Pa
     assert max(grown[1:]) < ROOM * whole, f"{[each / whole for each in grown]} of the model in float32"
 
 
-def refuse(place: Place, folder: Path) -> None:
+def refuse(place: RankPlace, folder: Path) -> None:
     with pytest.raises(RpcError, match=r"no config\.json there") as raised:
         backend_of(folder.parent / "missing", "float32", place, folder)
     assert raised.value.code == ErrorCode.BAD_REQUEST

@@ -28,7 +28,7 @@ from proto.messages import Ack, DrainService, RestartService
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name
 from shared.samples import reader
-from shared.samples.record import FOLDER, Record, file_of, split_of
+from shared.samples.record import FOLDER, SampleRecord, file_of, split_of
 from shared.samples.selection import Order, select
 from shared.stages import TRAIN
 from shared.view.curves import PANELS
@@ -98,7 +98,7 @@ class MonitorApp(App[None]):
         self._filter = ""
         self._log_shown: LogLine | None = None
         self._split, self._sample_step, self._sample_task = TRAIN, -1, ""
-        self._records: list[Record] = []
+        self._records: list[SampleRecord] = []
         self._order: Order | None = None
         self._color = Color.LOGPROB
         self._samples_read: tuple[object, ...] = ()

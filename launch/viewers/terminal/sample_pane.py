@@ -8,7 +8,7 @@ from launch.viewers.samples import INFO_CHARACTERS, Color, completion
 from launch.viewers.terminal.plot import number
 from launch.viewers.terminal.visible import visible, visible_text
 from shared.samples.plain import shortened
-from shared.samples.record import Record, group_scores
+from shared.samples.record import SampleRecord, group_scores
 from shared.samples.selection import Order
 
 MAX_SHOWN_CHARS = 20_000
@@ -32,7 +32,7 @@ COLUMNS = {
 """Columns of the sample list, with their widths."""
 
 
-def cells(record: Record) -> list[Text]:
+def cells(record: SampleRecord) -> list[Text]:
     """Return the cells of a sample, in the order of `COLUMNS`."""
     values = (
         record.task,
@@ -48,7 +48,7 @@ def cells(record: Record) -> list[Text]:
     return [Text(visible(value)) for value in values]
 
 
-def page(record: Record, color: Color) -> Text:
+def page(record: SampleRecord, color: Color) -> Text:
     """Return a whole sample: its numbers, prompt and completion."""
     text = Text()
     text.append(f"{record.task}", style="bold")
@@ -79,7 +79,7 @@ def page(record: Record, color: Color) -> Text:
     return visible_text(text)
 
 
-def _prompt(record: Record) -> list[tuple[str, str]]:
+def _prompt(record: SampleRecord) -> list[tuple[str, str]]:
     if record.messages:
         return [(str(message.get("role", "")), str(message.get("content", ""))) for message in record.messages]
     if isinstance(record.prompt, str):

@@ -24,7 +24,7 @@ from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.colocation.shelves import PartShelves
 from shared.model.load import mismatched_weights
 from shared.model.logprobs import Entropy, Scores
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 from shared.rpc.errors import RpcError
 from shared.topology.passes import Passes
 from shared.topology.services import Recompute
@@ -97,9 +97,9 @@ class PublishedWeights:
 
 
 class Backend(Protocol):
-    """A model in training. Constructors of backends take (model_dir, dtype, BackendOptions, Place)."""
+    """A model in training. Constructors of backends take (model_dir, dtype, BackendOptions, RankPlace)."""
 
-    place: Place
+    place: RankPlace
     shelves: PartShelves
 
     @property

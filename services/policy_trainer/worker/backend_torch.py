@@ -41,7 +41,7 @@ from shared.model import cpu
 from shared.model.load import load_model, load_shapes, named_weights
 from shared.model.logprobs import Entropy, Scores, vocabulary
 from shared.model.passes import allow
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 
@@ -57,7 +57,7 @@ class TorchBackend:
         model_dir: Path,
         dtype: str,
         options: BackendOptions,
-        place: Place,
+        place: RankPlace,
         load: Callable[[Path, str], nn.Module] = load_model,
         load_shapes: Callable[[Path, str], nn.Module] = load_shapes,
     ) -> None:

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shared.model.context import ContextRank
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 
 
 class Mesh:
     """The groups of a layout without tensor and pipeline ranks. All ranks must create this object at the same time."""
 
-    def __init__(self, place: Place, device: str) -> None:
+    def __init__(self, place: RankPlace, device: str) -> None:
         """Raises ValueError if tp or pp is above 1, because only the megatron backend splits layers."""
         layout = place.layout
         if layout.tp * layout.pp > 1:

@@ -28,7 +28,7 @@ from shared.actor.own_store import own_store
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient
 from shared.ranks.group import Group
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Deferred
 from shared.rundir import RunDir
@@ -46,7 +46,7 @@ class Rank:
         self,
         run: RunDir,
         model: TrainedModel,
-        place: Place,
+        place: RankPlace,
         group: Group,
         data: DataClient,
         compute: ThreadPoolExecutor,

@@ -27,7 +27,7 @@ from proto.errors import WireError
 from proto.messages import ErrorCode, HeldSnapshot
 from proto.tensors import Array
 from shared.dataplane.write import copy_block
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 from shared.rpc.errors import RpcError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _STATE = "state"
 class Snapshots:
     """The two files of one rank. A rank in another layout does not see them."""
 
-    def __init__(self, folder: Path, place: Place) -> None:
+    def __init__(self, folder: Path, place: RankPlace) -> None:
         layout = place.layout
         ranks = f"{layout.world_size}-tp{layout.tp}-pp{layout.pp}-cp{layout.cp}"
         self._files = [folder / f"rank-{place.rank}-of-{ranks}.{index}" for index in range(2)]

@@ -15,7 +15,7 @@ from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions
 from shared.inputs import check_model
 from shared.model.load import require_deterministic_algorithms
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 from shared.ranks.meeting import Meeting
 from shared.ranks.process_group import open_group, own_device
 from shared.rundir import RunDir
@@ -47,7 +47,7 @@ def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, 
     return backend, {kind: run for subject in subjects for kind, run in subject.runners.items()}
 
 
-def make_backend(run: RunDir, model: TrainedModel, place: Place, meeting: Meeting) -> Backend:
+def make_backend(run: RunDir, model: TrainedModel, place: RankPlace, meeting: Meeting) -> Backend:
     """Return the backend of this rank with its model. With several ranks, open their process group."""
     check_model(run.path, f"{model.name}.model", str(model.folder))
     settings = model.settings

@@ -22,7 +22,7 @@ from launch.viewers.terminal.app import MAX_SAMPLES, TABS, MonitorApp
 from launch.viewers.terminal.feed import Feed
 from launch.viewers.terminal.widgets import Confirm
 from shared.rundir import RunDir
-from shared.samples.record import FOLDER, Record, file_of
+from shared.samples.record import FOLDER, SampleRecord, file_of
 from shared.view.services import Health, ServiceView
 from tests.integration.monitor.played_run import PlayedRun, metrics_row, monitored
 from tests.integration.tiny.harness import ROOT, TINY, environment, launched, wait_for
@@ -58,15 +58,15 @@ async def send_always(played: PlayedRun) -> None:
         await asyncio.sleep(1.0)
 
 
-def record(number: int, **fields: object) -> Record:
+def record(number: int, **fields: object) -> SampleRecord:
     values = {
         "task": f"train/0/{number}", "step": 3, "prompt": "1+1=", "completion": "two", "pieces": ["t", "wo"],
         "logprobs": [-0.1, -5.0], "reward": number / 4, "length": number, "finish_reason": "stop", "versions": [2],
     }  # fmt: skip
-    return Record(**{**values, **fields})
+    return SampleRecord(**{**values, **fields})
 
 
-def write_samples(run: RunDir, *records: Record) -> None:
+def write_samples(run: RunDir, *records: SampleRecord) -> None:
     first = records[0]
     path = run.path / FOLDER / file_of(first.split, first.step or 0)
     path.parent.mkdir(parents=True, exist_ok=True)

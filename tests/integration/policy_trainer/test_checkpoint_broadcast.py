@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from services.policy_trainer.worker.checkpoint import SavedState
 from services.policy_trainer.worker.checkpoint_broadcast import from_rank_0
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from tests.parity.groups import run_group
 
 STATE = SavedState(
@@ -20,7 +20,7 @@ STATE = SavedState(
 )
 
 
-def receive(place: Place, folder: Path) -> None:
+def receive(place: RankPlace, folder: Path) -> None:
     """Receive the state that rank 0 has read from files."""
     read = [load_file(folder.parent / f"{name}.safetensors") for name in ("weights", "optimizer")]
     state = from_rank_0(SavedState(STATE.step, *read) if place.rank == 0 else None)

@@ -28,7 +28,7 @@ from services.reference.scorer import FrozenScorer
 from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
 from shared.colocation.devices import ENGINE, WEIGHTS
-from shared.ranks.layout import Layout, Place
+from shared.ranks.layout import Layout, RankPlace
 from shared.topology.passes import FASTEST
 from tests.parity.groups import run_group
 from tests.unit.policy_trainer.training import adamw
@@ -88,7 +88,7 @@ def updated(
     return made.state().weights
 
 
-def megatron_rank(place: Place, folder: Path) -> None:
+def megatron_rank(place: RankPlace, folder: Path) -> None:
     """Run a rank on the device that `folder` is named after."""
     from services.policy_trainer.worker.megatron.backend import MegatronBackend
 

@@ -34,7 +34,7 @@ from proto.messages import (
 from shared.dataplane.client import TaskShards
 from shared.rundir import RunDir
 from shared.samples.reader import read, steps
-from shared.samples.record import Record, SampleState
+from shared.samples.record import SampleRecord, SampleState
 from shared.samples.text import SampleText, TaskText, pack
 from shared.stages import SAMPLE_ADVANTAGES, TEXT, TRAIN_LOGPROBS
 from tests.integration.store_scheduler import (
@@ -144,7 +144,7 @@ async def recorded(run: RunDir) -> AsyncIterator[tuple[Bench, Process, DriverAct
             recorder.kill()
 
 
-def once(records: list[Record]) -> bool:
+def once(records: list[SampleRecord]) -> bool:
     """Return whether each sample of each task was recorded once."""
     return set(Counter((each.task, each.sample) for each in records).values()) == {1}
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from shared.samples.reader import read, splits, steps
-from shared.samples.record import Record, SampleState
+from shared.samples.record import SampleRecord, SampleState
 from tests.integration import parity_run as parity
 from tests.integration.tiny.harness import QUICKSTART, ROOT, ctl, processes_of
 from tests.integration.whole_cluster import cluster
@@ -45,11 +45,11 @@ def rows_of(path: Path) -> dict[int, dict[str, float]]:
     return {int(row["step"]): row for row in rows}
 
 
-def once(records: list[Record]) -> bool:
+def once(records: list[SampleRecord]) -> bool:
     return set(Counter((each.task, each.sample) for each in records).values()) <= {1}
 
 
-def mismatch(records: list[Record]) -> float:
+def mismatch(records: list[SampleRecord]) -> float:
     """Return the largest difference between the engine's and the trainer's log-probs."""
     return max(
         float(np.abs(np.subtract(each.logprobs, each.train_logprobs or [np.inf])).max(initial=0)) for each in records
@@ -218,6 +218,6 @@ def test_a_resume_sets_aside_the_samples_and_metrics_of_the_steps_that_it_rolls_
     assert discarded == [step for step in before if step > saved] != []
     for step in discarded:
         lines = (run.path / "samples" / "discarded" / "0" / "train" / f"{step}.jsonl").read_bytes().splitlines()
-        assert [msgspec.json.decode(line, type=Record) for line in lines] == before[step]
+        assert [msgspec.json.decode(line, type=SampleRecord) for line in lines] == before[step]
     rows = [json.loads(line) for line in (run.path / "metrics.discarded.jsonl").read_text().splitlines()]
     assert set(discarded) <= {row["step"] for row in rows}

@@ -19,7 +19,7 @@ from services.scheduler.metrics_file import MetricsFile
 from services.tracker import ledger
 from services.tracker.ledger import Ledger
 from shared.rundir import RunDir
-from shared.samples.record import FOLDER, Record, file_of
+from shared.samples.record import FOLDER, SampleRecord, file_of
 from shared.topology import load
 from tests.integration.tiny.harness import ROOT, wait_for
 from tests.unit.shared.topology.small_topology import make, write
@@ -65,7 +65,7 @@ class Tracked:
         path = self.run.path / FOLDER / file_of(split, step)
         path.parent.mkdir(parents=True, exist_ok=True)
         fields = {"split": split, "step": step, "prompt": "1 | 1", "completion": completion, "length": 3} | fields
-        record = Record(task=f"{split}/0/1", **fields)
+        record = SampleRecord(task=f"{split}/0/1", **fields)
         path.write_bytes(msgspec.json.encode(record) + b"\n")
 
     def start(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shared.rundir import RunDir
-from shared.samples.record import Record
+from shared.samples.record import SampleRecord
 from tests.integration.tiny.harness import ROOT, environment
 
 HOSTILE = (
@@ -43,15 +43,15 @@ def row(step: int, offset: float = 0.0) -> dict[str, float]:
     }
 
 
-def add_samples(path: Path, step: int, *records: Record) -> None:
+def add_samples(path: Path, step: int, *records: SampleRecord) -> None:
     folder = path / "samples" / "train"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{step}.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
 
-def sample(task: str, number: int, *, step: int, reward: float, text: str = "12") -> Record:
+def sample(task: str, number: int, *, step: int, reward: float, text: str = "12") -> SampleRecord:
     """Return a sample whose tokens are the characters of `text`."""
-    return Record(
+    return SampleRecord(
         task=task,
         sample=number,
         step=step,

@@ -17,14 +17,14 @@ from services.recorder.files import SampleFiles
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.samples.plain import plain, shortened
-from shared.samples.record import Record, SampleState
-from shared.samples.selection import Order, Selection
+from shared.samples.record import SampleRecord, SampleState
+from shared.samples.selection import Order, SampleSelection
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202eevil\u2066\r\x00\ud800[bold]markup[/bold]"
 
 
-def record(step: int, index: int, number: int, reward: float, length: int) -> Record:
-    return Record(
+def record(step: int, index: int, number: int, reward: float, length: int) -> SampleRecord:
+    return SampleRecord(
         task=f"train/0/{index}",
         sample=number,
         samples=2,
@@ -52,16 +52,20 @@ def run(tmp_path: Path) -> Path:
         files.append([record(step, step, number, reward=0.5 * number, length=9 - number) for number in range(2)])
         files.append([record(step, step + 7, number, reward=1 - number, length=number) for number in range(2)])
     files.append(
-        [Record(task="held/2/0", split="eval/held", step=2, state=SampleState.SCORED, completion=HOSTILE[:20] * 1000)]
+        [
+            SampleRecord(
+                task="held/2/0", split="eval/held", step=2, state=SampleState.SCORED, completion=HOSTILE[:20] * 1000
+            )
+        ]
     )
     return tmp_path
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, records: list[Record], color: Color, *, terminal: bool = True) -> str:
+def drawn(monkeypatch: pytest.MonkeyPatch, records: list[SampleRecord], color: Color, *, terminal: bool = True) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200, color_system="standard" if terminal else None)
     monkeypatch.setattr("rich.console.Console", lambda **options: console)
-    show(Selection(records, len(records)), color, full=False)
+    show(SampleSelection(records, len(records)), color, full=False)
     return out.getvalue()
 
 
@@ -126,7 +130,7 @@ def test_a_failed_sample_shows_the_failure(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_hostile_text_is_escaped_before_it_reaches_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hostile = Record(
+    hostile = SampleRecord(
         task=HOSTILE,
         step=1,
         reason=HOSTILE,

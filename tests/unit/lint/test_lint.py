@@ -31,7 +31,6 @@ def test_an_import_circle_is_found(package: Path, import_of_a: str) -> None:
     assert import_circles.import_circles([name]) == [[f"{name}.a", f"{name}.b", f"{name}.c"]]
     (problem,) = import_circles.problems([name])
     assert problem.startswith(f"import circle of 3 modules: {name}.a, {name}.b, {name}.c;")
-    assert import_circles.problems([name], tolerated=[name]) == []
 
 
 def test_imports_in_one_direction_are_no_circle(package: Path) -> None:
@@ -47,4 +46,3 @@ def test_a_class_name_that_exists_twice_is_found(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_text("\nclass Table:\n    class Row: ...\n")
     (problem,) = class_names.problems(tmp_path.iterdir())
     assert problem.startswith(f"class Row is defined 2 times: {tmp_path}/a.py:1, {tmp_path}/b.py:3;")
-    assert class_names.problems(tmp_path.iterdir(), tolerated=frozenset({"Row"})) == []

@@ -9,14 +9,16 @@ import pytest
 
 from services.recorder.files import SampleFiles
 from shared.samples.reader import read, steps
-from shared.samples.record import DISCARDED, Record, SampleState
+from shared.samples.record import DISCARDED, SampleRecord, SampleState
 
 LARGE = 1 << 30
 
 
-def group(step: int, index: int, samples: int = 2, *, lineage: int = 0, split: str = "train") -> list[Record]:
+def group(step: int, index: int, samples: int = 2, *, lineage: int = 0, split: str = "train") -> list[SampleRecord]:
     return [
-        Record(task=f"train/0/{index}", sample=number, samples=samples, step=step, lineage=lineage, split=split, at=1.0)
+        SampleRecord(
+            task=f"train/0/{index}", sample=number, samples=samples, step=step, lineage=lineage, split=split, at=1.0
+        )
         for number in range(samples)
     ]
 

@@ -19,6 +19,8 @@ from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.slots import SlotTable, generator_of, pick
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
+from shared.model.passes import allow
+from shared.topology.passes import FASTEST
 from tests.unit.rollout.rollout_engine import MODEL, sampling
 
 pytestmark = pytest.mark.slow
@@ -34,6 +36,7 @@ class Watched:
 
     def __init__(self, slots: int, *, steady: bool = False) -> None:
         self.model = load_model(MODEL, "float32").eval().requires_grad_(False)
+        allow(self.model, FASTEST)
         self.table = SlotTable(
             self.model,
             eos_ids=[EOS],

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from shared.samples.reader import read, splits, steps
-from shared.samples.record import FOLDER, Record, SampleState, file_of
+from shared.samples.record import FOLDER, SampleRecord, SampleState, file_of
 
 
-def write(run: Path, *records: Record, torn: bytes = b"") -> None:
+def write(run: Path, *records: SampleRecord, torn: bytes = b"") -> None:
     for record in records:
         assert record.step is not None
         path = run / FOLDER / file_of(record.split, record.step)
@@ -20,8 +20,8 @@ def write(run: Path, *records: Record, torn: bytes = b"") -> None:
             file.write(msgspec.json.encode(record) + b"\n" + torn)
 
 
-def sample(step: int, index: int, number: int = 0) -> Record:
-    return Record(task=f"train/0/{index}", sample=number, step=step, completion="4 + 3", reward=0.5)
+def sample(step: int, index: int, number: int = 0) -> SampleRecord:
+    return SampleRecord(task=f"train/0/{index}", sample=number, step=step, completion="4 + 3", reward=0.5)
 
 
 def test_records_are_read_by_step_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_one_task_is_found_in_all_steps(tmp_path: Path) -> None:
 
 
 def test_each_evaluation_set_has_its_own_split(tmp_path: Path) -> None:
-    scored = Record(task="sums/7/0", split="eval/sums", step=7, state=SampleState.SCORED)
+    scored = SampleRecord(task="sums/7/0", split="eval/sums", step=7, state=SampleState.SCORED)
     write(tmp_path, scored)
     assert splits(tmp_path) == ["eval/sums"]
     write(tmp_path, sample(1, 0))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.recorder.files import SampleFiles
-from shared.samples.record import Record
+from shared.samples.record import SampleRecord
 from shared.samples.selection import Order, select
 
 COUNT = 700
@@ -21,8 +21,8 @@ def run(tmp_path: Path) -> Path:
         for index in range(COUNT):
             late = index - COUNT + 3
             reward, length = {0: (-1.0, 5), 1: (2.0, 5), 2: (0.5, 99)}.get(late, (0.5, 5))
-            files.append([Record(task=f"train/{step}/{index}", step=step, reward=reward, length=length)])
-    files.append([Record(task="train/2/900", step=2, sample=-1, reward=-9.0)])
+            files.append([SampleRecord(task=f"train/{step}/{index}", step=step, reward=reward, length=length)])
+    files.append([SampleRecord(task="train/2/900", step=2, sample=-1, reward=-9.0)])
     return tmp_path
 
 
@@ -50,7 +50,7 @@ def test_the_samples_beyond_the_limit_are_counted(run: Path) -> None:
 def test_a_failed_sample_is_the_worst(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path / "samples", 1 << 30)
     for task, reward in (("train/0/1", -5.0), ("train/0/2", None), ("train/0/3", 1.0)):
-        files.append([Record(task=task, step=1, reward=reward)])
+        files.append([SampleRecord(task=task, step=1, reward=reward)])
     worst, best = (select(tmp_path, split="train", order=order).records for order in (Order.WORST, Order.BEST))
     assert [each.task[-1] for each in worst] == ["2", "1", "3"]
     assert [each.task[-1] for each in best] == ["3", "1", "2"]

@@ -9,7 +9,7 @@ import pytest
 
 from services.tracker.samples import COLUMNS, is_due, table_of
 from shared.runfiles.metrics import CommittedRow
-from shared.samples.record import FOLDER, Record, SampleState, file_of
+from shared.samples.record import FOLDER, SampleRecord, SampleState, file_of
 
 
 def row(step: int, **values: float) -> CommittedRow:
@@ -32,9 +32,11 @@ def test_the_first_recorded_step_of_each_interval_is_due(every: int, recorded: i
 
 def test_a_table_has_a_column_for_each_named_reward(tmp_path: Path) -> None:
     records = [
-        Record(task="train/0/1", reward=1.0, rewards={"exact": 1.0}, versions=[3, 4], turns=2, finish_reason="stop"),
-        Record(task="train/0/2", state=SampleState.FILTERED, rewards={"short": 0.5}),
-        Record(task="train/0/3", sample=-1),
+        SampleRecord(
+            task="train/0/1", reward=1.0, rewards={"exact": 1.0}, versions=[3, 4], turns=2, finish_reason="stop"
+        ),
+        SampleRecord(task="train/0/2", state=SampleState.FILTERED, rewards={"short": 0.5}),
+        SampleRecord(task="train/0/3", sample=-1),
     ]
     path = tmp_path / FOLDER / file_of("train", 5)
     path.parent.mkdir(parents=True)
@@ -52,7 +54,7 @@ def test_a_table_has_no_more_samples_than_the_topology_allows(tmp_path: Path) ->
     for split, step in (("train", 5), ("eval/held", 4)):
         path = tmp_path / FOLDER / file_of(split, step)
         path.parent.mkdir(parents=True)
-        path.write_bytes(b"".join(msgspec.json.encode(Record(task="t", split=split)) + b"\n" for _ in range(9)))
+        path.write_bytes(b"".join(msgspec.json.encode(SampleRecord(task="t", split=split)) + b"\n" for _ in range(9)))
     table = table_of(tmp_path, row(5, **{"policy/version": 4.0, "eval/held/accuracy": 1.0}), 3)
     assert table is not None
     assert [cells[0] for cells in table.rows] == ["train"] * 3 + ["eval/held"] * 3

@@ -7,19 +7,19 @@ from pathlib import Path
 import msgspec
 
 from services.web import samples
-from shared.samples.record import Record
+from shared.samples.record import SampleRecord
 from shared.samples.selection import Order
 
 
-def write(run: Path, step: int, *records: Record, split: str = "train") -> None:
+def write(run: Path, step: int, *records: SampleRecord, split: str = "train") -> None:
     path = run / "samples" / split / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
 
 def test_the_newest_step_is_listed_if_no_step_is_given(tmp_path: Path) -> None:
-    write(tmp_path, 3, Record(task="train/0/1", step=3, prompt="1+1=", completion="2", reward=1.0))
-    write(tmp_path, 12, Record(task="train/0/2", step=12), Record(task="train/0/2", sample=1, step=12))
+    write(tmp_path, 3, SampleRecord(task="train/0/1", step=3, prompt="1+1=", completion="2", reward=1.0))
+    write(tmp_path, 12, SampleRecord(task="train/0/2", step=12), SampleRecord(task="train/0/2", sample=1, step=12))
     newest = samples.listed(tmp_path, "train", None)
     assert (newest["step"], newest["steps"], len(newest["samples"])) == (12, [3, 12], 2)
     [first] = samples.listed(tmp_path, "train", 3)["samples"]
@@ -32,7 +32,7 @@ def test_a_run_without_samples_has_an_empty_list(tmp_path: Path) -> None:
 
 def test_texts_of_ten_megabytes_and_very_long_tokens_are_truncated_and_counted(tmp_path: Path) -> None:
     big, count = "x" * 10_000_000, 20_000
-    record = Record(
+    record = SampleRecord(
         task="t/0/0",
         step=1,
         prompt=big,
@@ -54,8 +54,8 @@ def test_texts_of_ten_megabytes_and_very_long_tokens_are_truncated_and_counted(t
 
 def test_a_split_that_names_a_path_outside_the_samples_is_not_read(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    write(run, 1, Record(task="t/0/0", step=1))
-    write(tmp_path, 1, Record(task="secret", step=1), split="other")
+    write(run, 1, SampleRecord(task="t/0/0", step=1))
+    write(tmp_path, 1, SampleRecord(task="secret", step=1), split="other")
     for split in ("../../samples/other", "/etc", "..", ""):
         assert samples.shown(run, split, 1, "secret", 0) is None
         assert samples.listed(run, split, 1)["split"] == "train"
@@ -63,7 +63,7 @@ def test_a_split_that_names_a_path_outside_the_samples_is_not_read(tmp_path: Pat
 
 def test_messages_are_shown_with_their_roles(tmp_path: Path) -> None:
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    write(tmp_path, 1, Record(task="t/0/0", step=1, prompt=prompt))
+    write(tmp_path, 1, SampleRecord(task="t/0/0", step=1, prompt=prompt))
     shown = samples.shown(tmp_path, "train", 1, "t/0/0", 0)
     assert shown is not None
     assert shown["prompt"] == "[system]\nBe brief.\n\n[user]\nHi"
@@ -71,16 +71,16 @@ def test_messages_are_shown_with_their_roles(tmp_path: Path) -> None:
 
 def test_the_worst_samples_of_a_step_come_first_wherever_they_were_written(tmp_path: Path) -> None:
     count = samples.MAX_RECORDS + 100
-    write(tmp_path, 1, *(Record(task=f"train/0/{at}", step=1, reward=float(count - at)) for at in range(count)))
+    write(tmp_path, 1, *(SampleRecord(task=f"train/0/{at}", step=1, reward=float(count - at)) for at in range(count)))
     found = samples.listed(tmp_path, "train", 1, order=Order.WORST)
     assert [each["reward"] for each in found["samples"]] == [float(at + 1) for at in range(samples.MAX_RECORDS)]
     assert found["total"] == count
 
 
 def test_a_task_is_found_in_its_own_split_and_in_all_steps(tmp_path: Path) -> None:
-    write(tmp_path, 1, Record(task="train/0/1", step=1))
-    write(tmp_path, 4, Record(task="held/4/0", step=4), Record(task="held/4/1", step=4), split="eval/held")
-    write(tmp_path, 8, Record(task="held/8/0", step=8), split="eval/held")
+    write(tmp_path, 1, SampleRecord(task="train/0/1", step=1))
+    write(tmp_path, 4, SampleRecord(task="held/4/0", step=4), SampleRecord(task="held/4/1", step=4), split="eval/held")
+    write(tmp_path, 8, SampleRecord(task="held/8/0", step=8), split="eval/held")
     found = samples.listed(tmp_path, "train", 1, task="held/4/1")
     assert (found["split"], found["step"], [each["task"] for each in found["samples"]]) == (
         "eval/held",

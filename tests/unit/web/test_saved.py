@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from services.web.saved import LIMIT_BYTES, page, thinned
-from shared.samples.record import FOLDER, Record, SampleState, file_of
+from shared.samples.record import FOLDER, SampleRecord, SampleState, file_of
 
 HOSTILE = "</script><script>alert(1)</script><!-- <script> <img src=x onerror=alert(2)>\u202e\x1b[31m\x00]]>"
 
@@ -52,15 +52,15 @@ def lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def sample(task: str, reward: float, text: str, number: int = 0, split: str = "train", step: int = 3) -> Record:
-    return Record(
+def sample(task: str, reward: float, text: str, number: int = 0, split: str = "train", step: int = 3) -> SampleRecord:
+    return SampleRecord(
         task=task, sample=number, split=split, step=step, state=SampleState.TRAINED, reason="", prompt=text,
         completion=text, reward=reward, rewards={text[:50]: reward}, length=len(text), finish_reason="stop",
         versions=[2], pieces=[text] * 9, logprobs=[-0.5] * 9,
     )  # fmt: skip
 
 
-def write_samples(run: Path, records: Iterable[Record], split: str = "train", step: int = 3) -> None:
+def write_samples(run: Path, records: Iterable[SampleRecord], split: str = "train", step: int = 3) -> None:
     path = run / FOLDER / file_of(split, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))

@@ -35,7 +35,7 @@ from shared.megatron.cpu_shims import in_megatron
 from shared.megatron.pieces import Pieces
 from shared.model import cpu
 from shared.model.logprobs import Entropy, Scores
-from shared.ranks.layout import Place
+from shared.ranks.layout import RankPlace
 from shared.tensors_torch import to_numpy
 
 
@@ -43,7 +43,7 @@ class MegatronBackend:
     """The `backend.Backend` for models of megatron-core."""
 
     @in_megatron
-    def __init__(self, model_dir: Path, dtype: str, options: BackendOptions, place: Place) -> None:
+    def __init__(self, model_dir: Path, dtype: str, options: BackendOptions, place: RankPlace) -> None:
         """Raises RpcError(bad_request) if the model cannot be loaded, and ValueError if the layout does not divide the
         model."""
         cpu.set_up(options.threads)

@@ -13,7 +13,7 @@ from launch.viewers.terminal import panes, sample_pane
 from launch.viewers.terminal.plot import LABEL, Series, bar, number, plot
 from launch.viewers.terminal.visible import visible, visible_text
 from proto.messages import TopicRow
-from shared.samples.record import Record
+from shared.samples.record import SampleRecord
 from shared.view import RunView
 
 NOW = 1_000_000.0
@@ -130,7 +130,7 @@ def test_control_characters_become_visible_and_line_breaks_are_kept() -> None:
 
 
 def test_only_tokens_with_unusual_values_are_coloured() -> None:
-    record = Record(
+    record = SampleRecord(
         task="train/0/1", pieces=["Hel", "lo", "!"], completion="Hello!", logprobs=[-0.1, -9.0, -1.5],
         train_logprobs=[-0.9, -9.0, -1.5],
     )  # fmt: skip
@@ -145,7 +145,7 @@ def test_only_tokens_with_unusual_values_are_coloured() -> None:
 
 
 def test_a_sample_of_ten_megabytes_is_truncated() -> None:
-    record = Record(task="train/0/1", prompt="p" * (10 << 20), completion="c" * (10 << 20))
+    record = SampleRecord(task="train/0/1", prompt="p" * (10 << 20), completion="c" * (10 << 20))
     text = sample_pane.page(record, Color.LOGPROB).plain
     assert len(text) < 3 * sample_pane.MAX_SHOWN_CHARS
     assert "10,465,760 more characters" in text
