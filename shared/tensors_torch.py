@@ -81,30 +81,30 @@ def to_device(arrays: Sequence[Array], device: torch.device) -> list[torch.Tenso
     Elsewhere, all arrays travel in one copy. On CUDA, the copy is made from page-locked memory and the host does not
     wait for it; for a copy from other memory, the host would wait for all earlier work of the device.
     """
-    found = [to_torch(each) for each in arrays]
+    tensors = [to_torch(array) for array in arrays]
     if device.type == "cpu":
-        return found
+        return tensors
     # The allocator of page-locked memory keeps the packed tensors until their copy is complete.
-    return unpacked(packed(found, page_locked=device.type == "cuda").to(device, non_blocking=True), found)
+    return unpacked(packed(tensors, page_locked=device.type == "cuda").to(device, non_blocking=True), tensors)
 
 
 def packed(tensors: Sequence[torch.Tensor], *, page_locked: bool = False) -> torch.Tensor:
     """Return a uint8 tensor that holds all tensors of the host, one after the other."""
     starts = _starts(tensors)
     whole = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=page_locked)
-    for place, each in zip(unpacked(whole, tensors), tensors, strict=True):
-        place.copy_(each)
+    for place, tensor in zip(unpacked(whole, tensors), tensors, strict=True):
+        place.copy_(tensor)
     return whole
 
 
 def unpacked(whole: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors in `whole`, which is the result of `packed` for tensors of the shapes and dtypes of `like`."""
     return [
-        whole[start : start + each.nbytes].view(each.dtype).view(each.shape)
-        for each, start in zip(like, _starts(like)[:-1], strict=True)
+        whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(like, _starts(like)[:-1], strict=True)
     ]
 
 
 def _starts(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the byte at which each tensor begins in a packed tensor, and the size of the packed tensor."""
-    return list(accumulate((-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors), initial=0))
+    return list(accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0))

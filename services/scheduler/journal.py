@@ -160,9 +160,9 @@ class Journal:
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA wal_autocheckpoint=0")  # checkpoints would sync on this thread: see wal.py
             page_bytes = self._db.execute("PRAGMA page_size").fetchone()[0]
-            found = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
-            if found != "ok":
-                raise sqlite3.DatabaseError(found)
+            verdict = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
             self._check_tables(fingerprint)
             kept, chain, *_ = self._snapshot_row()
             query = "SELECT seq, chain FROM events WHERE seq > ? ORDER BY seq DESC LIMIT 1"
@@ -191,21 +191,21 @@ class Journal:
 
     def _check_tables(self, fingerprint: str) -> None:
         """Create the tables of a new journal, or check those of an existing one. Raises RpcError."""
-        found = tables.schema(self._db)
-        if not found:
+        schema = tables.schema(self._db)
+        if not schema:
             rows = [("format", FORMAT), ("plan", fingerprint)]
             self._db.execute("BEGIN IMMEDIATE")
             tables.create(self._db)
             self._db.executemany(tables.SAVE_META, rows)
             self._db.execute("COMMIT")
-        elif self._is_of_the_format_before(found):
+        elif self._is_of_the_format_before(schema):
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("DROP TABLE evals")
             self._db.execute(tables.SAVE_META, ("format", FORMAT))
             self._db.execute("COMMIT")
-        elif "meta" not in (names := sorted(name for _, name, *_ in found)):
+        elif "meta" not in (names := sorted(name for _, name, *_ in schema)):
             raise sqlite3.DatabaseError(f"it is not a scheduler's journal (tables {', '.join(names)})")
-        elif found != tables.expected_schema():
+        elif schema != tables.expected_schema():
             written = dict(self._db.execute("SELECT key, value FROM meta")).get("format")
             if written != FORMAT:
                 raise self.broken(
@@ -228,9 +228,9 @@ class Journal:
                 "run; start a new run"
             )
 
-    def _is_of_the_format_before(self, found: list[tuple[str, ...]]) -> bool:
-        rest = [entry for entry in found if entry[2] != "evals"]
-        if len(rest) == len(found) or rest != tables.expected_schema():
+    def _is_of_the_format_before(self, schema: list[tuple[str, ...]]) -> bool:
+        rest = [entry for entry in schema if entry[2] != "evals"]
+        if len(rest) == len(schema) or rest != tables.expected_schema():
             return False
         return dict(self._db.execute("SELECT key, value FROM meta")).get("format") == _BEFORE
 
@@ -256,7 +256,7 @@ class Journal:
         try:
             yield
         except _DAMAGE as error:
-            cause = "".join(each if each.isprintable() else "?" for each in " ".join(str(error).split()))[:200]
+            cause = "".join(char if char.isprintable() else "?" for char in " ".join(str(error).split()))[:200]
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _ENVIRONMENT:
                 raise self._unreachable(f"cannot be read: {cause}") from None
             raise self.broken(f"{what} is damaged: {cause}; {_REMEDY}") from None
@@ -289,8 +289,8 @@ class Journal:
         with self._reading(f"event {seq}"):
             kept = self._snapshot_row()
             rows = self._db.execute("SELECT chain FROM events WHERE seq = ?", (seq,)).fetchall()
-        known = [(kept.chain,)] if seq == kept.seq else rows
-        return f"event {seq} is not the one that its mark names" if known not in ([], [(chain,)]) else ""
+        chains = [(kept.chain,)] if seq == kept.seq else rows
+        return f"event {seq} is not the one that its mark names" if chains not in ([], [(chain,)]) else ""
 
     @property
     def has_snapshot(self) -> bool:
@@ -302,9 +302,9 @@ class Journal:
         for number in range(parts):
             with self._reading(f"part {number} of snapshot {seq}"):
                 query = "SELECT body, chain FROM parts WHERE seq = ? AND part = ?"
-                body, found = self._db.execute(query, (seq, number)).fetchone() or (b"", b"")
+                body, stored = self._db.execute(query, (seq, number)).fetchone() or (b"", b"")
                 chain = tables.link(chain, seq, number, 0.0, body)
-                if found != chain:
+                if stored != chain:
                     raise ValueError("its checksum does not match")
             yield body
         if chain != last:
@@ -322,11 +322,11 @@ class Journal:
                 row = next(events, None)
                 if row is None:
                     return
-                seq, at, kind, body, found = row
+                seq, at, kind, body, stored = row
                 if seq != last + 1:
                     raise ValueError("it is missing")
                 chain = tables.link(chain, seq, kind, at, body)
-                if chain != found:
+                if chain != stored:
                     raise ValueError("its checksum does not match")
                 last = seq
             try:
@@ -343,10 +343,10 @@ class Journal:
         """
         first = self.forgotten + 1
         with self._reading("table rows"):
-            found = {step for (step,) in self._db.execute("SELECT step FROM rows")}
-            if wrong := found ^ {step for step in rows if step >= first}:
+            written = {step for (step,) in self._db.execute("SELECT step FROM rows")}
+            if wrong := written ^ {step for step in rows if step >= first}:
                 raise ValueError(
-                    f"the row for step {min(wrong)} is {'unexpected' if min(wrong) in found else 'missing'}"
+                    f"the row for step {min(wrong)} is {'unexpected' if min(wrong) in written else 'missing'}"
                 )
         with self._reading("table steps"):
             if wrong := set(range(max(first, 1), steps + 1)) - {

@@ -43,27 +43,27 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
     Rows that were added after the run began are not in the plan, either. `where` is the path of the topology, in the
     run directory. Raises BadInput if a source or the model cannot be used.
     """
-    kept = {key: each.rows for key, each in Inputs.load(where.parent).rows.items()}
+    kept = {key: rows_of_set.rows for key, rows_of_set in Inputs.load(where.parent).rows.items()}
     try:
         train = open_source(topology.data.train.source, where=f"{where}: data.train")
         count = min(len(train), kept.get("data.train.source", len(train)))
-        bad = [each for each in train.validate() if each.index < count]
+        bad = [problem for problem in train.validate() if problem.index < count]
         evals = tuple(
             EvalPlan(
                 name=name,
                 rows=_usable(
-                    open_source(each.source, where=f"{where}: data.eval.{name}"),
-                    kept.get(f"data.eval.{name}.source", each.rows),
+                    open_source(evaluation.source, where=f"{where}: data.eval.{name}"),
+                    kept.get(f"data.eval.{name}.source", evaluation.rows),
                 ),
-                samples=each.samples,
-                every=each.every,
+                samples=evaluation.samples,
+                every=evaluation.every,
             )
-            for name, each in topology.data.eval.items()
+            for name, evaluation in topology.data.eval.items()
         )
         prompt = _prompt_tokens(topology, where, train, count, bad)
     except DataError as error:
         raise BadInput(str(error)) from error
-    excluded = {each.index for each in bad}
+    excluded = {problem.index for problem in bad}
     rows = [index for index in range(count) if index not in excluded] if bad else range(count)
     if not len(rows):
         raise BadInput(f"{where}: data.train: no usable row; the first is bad: {bad[0].message}")
@@ -155,7 +155,7 @@ def _prompt_tokens(topology: Topology, where: Path, train: Source, count: int, b
     """
     prompt = topology.data.train.max_prompt_tokens
     if prompt is None:
-        prompt = _longest_prompt_bytes(train, count, {each.index for each in bad}) + _TEMPLATE_TOKENS
+        prompt = _longest_prompt_bytes(train, count, {problem.index for problem in bad}) + _TEMPLATE_TOKENS
         needed = worst_case_bytes(topology, prompt, _version_bytes(topology))
         if limit_bytes(topology) < needed:
             raise BadInput(

@@ -63,11 +63,11 @@ def forbidden_pairs(models: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 def barred(pairs: Iterable[tuple[str, str]]) -> Mapping[str, Parts]:
     """Return, for each part, the parts that `pairs` forbid beside it."""
-    found: dict[str, Parts] = {}
+    barred: dict[str, Parts] = {}
     for one, other in pairs:
-        found[one] = found.get(one, NOTHING) | {other}
-        found[other] = found.get(other, NOTHING) | {one}
-    return MappingProxyType(found)
+        barred[one] = barred.get(one, NOTHING) | {other}
+        barred[other] = barred.get(other, NOTHING) | {one}
+    return MappingProxyType(barred)
 
 
 FORBIDDEN = forbidden_pairs(WORKERS)
@@ -128,16 +128,16 @@ class DeviceLedger:
         """Return the parts that other processes must release before `holder` may use `parts`."""
         barred = barred_by(parts)
         return {
-            other: held & barred
-            for other, held in self._held.items()
-            if other != holder and not barred.isdisjoint(held)
+            other: parts_there & barred
+            for other, parts_there in self._held.items()
+            if other != holder and not barred.isdisjoint(parts_there)
         }
 
     def put(self, holder: Holder, parts: Parts) -> None:
         """Record that `holder` holds exactly `parts`. If a pair is forbidden, change nothing and raise
         ForbiddenPair."""
-        for (service, instance), held in self.in_the_way(holder, parts).items():
-            there = min(held)
+        for (service, instance), parts_there in self.in_the_way(holder, parts).items():
+            there = min(parts_there)
             new = min(parts & barred_by([there]))
             raise ForbiddenPair(
                 f"{new} of {holder[0]}/{holder[1]} cannot be on the devices at the same time as {there} of "

@@ -120,21 +120,21 @@ class Released:
 
 def release(tensors: Iterable[Tensor]) -> list[Released]:
     """Free the memory of `tensors`; their values are lost. After `restore`, tensors that shared memory do so again."""
-    found: dict[tuple[int, torch.Size], Released] = {}
+    groups: dict[tuple[int, torch.Size], Released] = {}
     for tensor in tensors:
         key = (tensor.data_ptr(), tensor.shape)
-        found.setdefault(key, Released([], tensor.shape, tensor.dtype, tensor.device)).tensors.append(tensor)
-    for each in found.values():
-        for tensor in each.tensors:
-            tensor.data = torch.empty(0, dtype=each.dtype, device=each.device)
-    return list(found.values())
+        groups.setdefault(key, Released([], tensor.shape, tensor.dtype, tensor.device)).tensors.append(tensor)
+    for group in groups.values():
+        for tensor in group.tensors:
+            tensor.data = torch.empty(0, dtype=group.dtype, device=group.device)
+    return list(groups.values())
 
 
 def restore(released: Iterable[Released]) -> None:
     """Allocate uninitialized memory for the tensors that were released."""
-    for each in released:
-        data = torch.empty(each.shape, dtype=each.dtype, device=each.device)
-        for tensor in each.tensors:
+    for group in released:
+        data = torch.empty(group.shape, dtype=group.dtype, device=group.device)
+        for tensor in group.tensors:
             tensor.data = data
 
 

@@ -97,8 +97,8 @@ class SharedDevices:
                 await asyncio.wait({asking, changed}, return_when=asyncio.FIRST_COMPLETED)
                 order = asking.result() if asking.done() else None
             finally:
-                for each in (asking, changed):
-                    each.cancel()
+                for task in (asking, changed):
+                    task.cancel()
                 await asyncio.gather(asking, changed, return_exceptions=True)
             if order is None:
                 continue

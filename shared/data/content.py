@@ -55,8 +55,8 @@ class RowCheck:
         first = number * begun.block
         rows = range(first, min(first + begun.block, begun.rows))
         made = _Digests(len(rows), begun.block)
-        for each in rows if len(self._source) >= rows.stop else ():
-            made.add(self._source.content(each))
+        for index in rows if len(self._source) >= rows.stop else ():
+            made.add(self._source.content(index))
         if made.finish() != begun.digest(number):
             raise SourceChanged(
                 f"source {self._source.name!r}: {begun.rows_of(number)} changed since the run began; restore the rows "
@@ -73,7 +73,7 @@ def read_rows(
     With `like`, only as many rows have digests as in `like`, and the digests are of as many rows each.
     """
     limits = (most, like.rows if like is not None else None)
-    rows = min([len(source), *(each for each in limits if each is not None)])
+    rows = min([len(source), *(limit for limit in limits if limit is not None)])
     block = like.block if like is not None else max(1, -(-rows // MOST_DIGESTS))
     digests = _Digests(rows, block)
     return source.validate(digests.add), RowDigests(rows, block, digests.finish())

@@ -10,8 +10,8 @@ _PARAMETERS = re.compile(r"(?P<path>.+?)\?(?P<query>\w+=[^/?]*)", re.DOTALL)
 
 def split_parameters(rest: str) -> tuple[str, str]:
     """Return the path and the query from `rest`, the text that follows the kind of a source. The query may be empty."""
-    found = _PARAMETERS.fullmatch(rest)
-    return (found["path"], found["query"]) if found else (rest, "")
+    match = _PARAMETERS.fullmatch(rest)
+    return (match["path"], match["query"]) if match else (rest, "")
 
 
 def matching_files(path: str) -> list[Path]:

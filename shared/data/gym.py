@@ -34,11 +34,11 @@ class GymEntries:
         dataset, _, query = source.partition(":")[2].partition("?")
         if dataset not in factory.DATASETS:
             raise DataError(f"{where}: source {source!r} is not a known data set{nearest(dataset, factory.DATASETS)}")
-        known = {each.name for each in dataclasses.fields(factory.DATASETS[dataset][1])}
+        parameters = {field.name for field in dataclasses.fields(factory.DATASETS[dataset][1])}
         given: dict[str, Any] = {"size": SIZE, "seed": 0}
         for key, text in parse_qsl(query, keep_blank_values=True):
-            if key not in known:
-                raise DataError(f"{where}: source {source!r} has unknown parameter {key!r}{nearest(key, known)}")
+            if key not in parameters:
+                raise DataError(f"{where}: source {source!r} has unknown parameter {key!r}{nearest(key, parameters)}")
             given[key] = _value(text)
         try:
             self._dataset = factory.create_dataset(dataset, **given)

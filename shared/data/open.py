@@ -46,14 +46,14 @@ def open_source(source: str, *, where: str) -> Source:
         return AdditionSource(split, name=source)
     if kind in ("jsonl", "parquet", "datasets"):
         path, query = split_parameters(rest)
-        known = ("prompt", "split") if kind == "datasets" else ("prompt",)
-        given = _parameters(source, query, where, known)
+        valid = ("prompt", "split") if kind == "datasets" else ("prompt",)
+        given = _parameters(source, query, where, valid)
         prompt = given.get("prompt", "prompt")
         if kind == "datasets":
             from shared.data.tables import open_saved_dataset
 
             return open_saved_dataset(path, given.get("split", ""), prompt, name=source, where=where)
-        files = [str(each) for each in matching_files(path)] or [path]
+        files = [str(file) for file in matching_files(path)] or [path]
         if kind == "jsonl":
             parts: list[Source] = [JsonlSource(file, prompt, name=source, where=where) for file in files]
         else:
@@ -68,10 +68,10 @@ def open_source(source: str, *, where: str) -> Source:
     raise DataError(f"{where}: source {source!r} has an unknown kind; write {FORMS}")
 
 
-def _parameters(source: str, query: str, where: str, known: tuple[str, ...]) -> dict[str, str]:
+def _parameters(source: str, query: str, where: str, valid: tuple[str, ...]) -> dict[str, str]:
     """Return the parameters of a source. Raises DataError for an unknown parameter."""
     given = dict(parse_qsl(query, keep_blank_values=True))
     for key in given:
-        if key not in known:
-            raise DataError(f"{where}: source {source!r} has unknown parameter {key!r}{nearest(key, known)}")
+        if key not in valid:
+            raise DataError(f"{where}: source {source!r} has unknown parameter {key!r}{nearest(key, valid)}")
     return given

@@ -69,9 +69,9 @@ class Source(Protocol):
         """
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
+def nearest(given: str, valid: Iterable[str]) -> str:
     """Return the end of an error message about the unknown name `given`: the closest name, or the known ones."""
-    names = sorted(known)
+    names = sorted(valid)
     close = difflib.get_close_matches(given, names, n=1)
     shown = names if len(names) <= 12 else [*names[:12], f"and {len(names) - 12} more"]
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(shown)}"

@@ -111,7 +111,7 @@ def open_parquet(path: str, prompt: str, *, name: str, where: str) -> TableSourc
         table = cache.pop(at, None)
         if table is None:
             table = file.read_row_group(at)
-            while cache and sum(each.nbytes for each in cache.values()) + table.nbytes > _CACHED_BYTES:
+            while cache and sum(cached.nbytes for cached in cache.values()) + table.nbytes > _CACHED_BYTES:
                 cache.popitem(last=False)
         cache[at] = table
         return table
@@ -139,13 +139,13 @@ def open_saved_dataset(path: str, split: str, prompt: str, *, name: str, where: 
         state = json.loads((folder / "state.json").read_text())
         if state.get("_indices_data_files"):
             raise DataError(f"{where}: source {name!r} was saved with an index; save it after flatten_indices()")
-        tables = [_mapped(folder / each["filename"]) for each in state["_data_files"]]
+        tables = [_mapped(folder / file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise DataError(
             f"{where}: source {name!r} cannot be read: {why}; give a folder written by Dataset.save_to_disk"
         ) from None
-    sizes = [each.num_rows for each in tables]
+    sizes = [table.num_rows for table in tables]
     return TableSource(str(folder), sizes, tables.__getitem__, prompt, name=name, where=where)
 
 
@@ -160,7 +160,7 @@ def _without_nulls(value: Any) -> Any:
     """Drop null fields at all levels. Arrow gives all rows of a table the same columns, and all messages in a column
     the same fields, with null for the absent ones."""
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return value

@@ -94,7 +94,7 @@ def read(config: Any) -> Architecture:
         linear_bias=linear_bias,
         qk_norm=kind == "qwen3",
         tied=bool(config.tie_word_embeddings),
-        windows=tuple(int(config.sliding_window) if each == "sliding_attention" else None for each in kinds),
+        windows=tuple(int(config.sliding_window) if kind == "sliding_attention" else None for kind in kinds),
     )
 
 

@@ -45,7 +45,7 @@ class PackedAttention(torch.nn.Module):
         **_: Any,  # mask settings, which are redundant: the positions define the causal mask
     ) -> Tensor:
         """Map `query` [N, 1, H, D] and `key`, `value` [N, 1, G, D] to [N, 1, H * D]."""
-        q_1HND, k_1GND, v_1GND = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        q_1HND, k_1GND, v_1GND = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if isinstance(attention_mask, Cut):
             out_1NHD, _none = attend_cut(
                 self, q_1HND, k_1GND, v_1GND, None, cut=attention_mask, scaling=self._scale, sliding_window=self._window

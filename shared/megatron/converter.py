@@ -63,7 +63,7 @@ class Converter:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the full shape of every Hugging Face tensor. A tied tensor is included once."""
-        return {part: shape for each in self.weights for part, shape in zip(each.parts, each.shapes, strict=True)}
+        return {part: shape for weight in self.weights for part, shape in zip(weight.parts, weight.shapes, strict=True)}
 
     @property
     def elements(self) -> int:
@@ -83,13 +83,13 @@ class Converter:
             return Weight(stage, f"{target}.{name}", rule, (part,), (shape,))
 
         def several(name: str, rule: Rule, parts: Sequence[str], rows: Sequence[int], *rest: int) -> Weight:
-            return Weight(stage, f"{target}.{name}", rule, tuple(parts), tuple((each, *rest) for each in rows))
+            return Weight(stage, f"{target}.{name}", rule, tuple(parts), tuple((first, *rest) for first in rows))
 
         def ends(parts: Sequence[str], end: str) -> list[str]:
             return [f"{part}.{end}" for part in parts]
 
         rows = (queries, keys, keys)
-        found = [
+        weights = [
             one("input_layernorm.weight", "whole", f"{source}.input_layernorm.weight", hidden),
             several("self_attention.linear_qkv.weight", "qkv", ends(qkv, "weight"), rows, hidden),
             one("self_attention.linear_proj.weight", "columns", f"{attention}.o_proj.weight", hidden, queries),
@@ -98,19 +98,19 @@ class Converter:
             one("mlp.linear_fc2.weight", "columns", f"{mlp}.down_proj.weight", hidden, ffn),
         ]
         if model.qkv_bias:
-            found.append(several("self_attention.linear_qkv.bias", "qkv", ends(qkv, "bias"), rows))
+            weights.append(several("self_attention.linear_qkv.bias", "qkv", ends(qkv, "bias"), rows))
         if model.linear_bias:
-            found += [
+            weights += [
                 one("self_attention.linear_proj.bias", "whole", f"{attention}.o_proj.bias", hidden),
                 several("mlp.linear_fc1.bias", "gate_up", ends(gate_up, "bias"), (ffn, ffn)),
                 one("mlp.linear_fc2.bias", "whole", f"{mlp}.down_proj.bias", hidden),
             ]
         if model.qk_norm:
-            found += [
+            weights += [
                 one("self_attention.q_layernorm.weight", "whole", f"{attention}.q_norm.weight", dim),
                 one("self_attention.k_layernorm.weight", "whole", f"{attention}.k_norm.weight", dim),
             ]
-        return found
+        return weights
 
     # ---- one weight
 
@@ -126,7 +126,7 @@ class Converter:
             return list(torch.cat([parts[0], padding]).chunk(tp))
         if rule == "qkv":
             grouped = [part.view(self._model.key_heads, -1, *part.shape[1:]) for part in parts]
-            return [each.flatten(0, 1) for each in torch.cat(grouped, 1).chunk(tp)]
+            return [piece.flatten(0, 1) for piece in torch.cat(grouped, 1).chunk(tp)]
         if rule == "gate_up":
             return [torch.cat(pair) for pair in zip(*(part.chunk(tp) for part in parts), strict=True)]
         return list(parts[0].chunk(tp))
@@ -141,13 +141,13 @@ class Converter:
         if rule == "vocab":
             # cut first: a slice of the whole would keep the padding's memory alive
             rows = len(shards[0])
-            return [torch.cat([each[: max(0, self._model.vocab - at * rows)] for at, each in enumerate(shards)])]
+            return [torch.cat([shard[: max(0, self._model.vocab - at * rows)] for at, shard in enumerate(shards)])]
         if rule == "qkv":
             model = self._model
             sizes = [model.heads // model.key_heads * model.head_dim, model.head_dim, model.head_dim]
-            whole = torch.cat([each.view(-1, sum(sizes), *each.shape[1:]) for each in shards])
+            whole = torch.cat([shard.view(-1, sum(sizes), *shard.shape[1:]) for shard in shards])
             return [part.flatten(0, 1) for part in torch.split(whole, sizes, 1)]
         if rule == "gate_up":
-            halves = [each.chunk(2) for each in shards]
+            halves = [shard.chunk(2) for shard in shards]
             return [torch.cat([half[index] for half in halves]) for index in range(2)]
         return [torch.cat(list(shards))]

@@ -67,7 +67,7 @@ def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dt
     raw = config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     save_torch_state_dict(
-        {name: _with_own_storage(each) for name, each in weights.items()}, folder, metadata={"format": "pt"}
+        {name: _with_own_storage(tensor) for name, tensor in weights.items()}, folder, metadata={"format": "pt"}
     )
 
 

@@ -105,20 +105,20 @@ class Groups:
         """
         source = stage * (self.place.layout.world_size // self.place.layout.pp)
         if source != 0 and self.place.rank == source:
-            for each in tensors:
-                dist.send(each.contiguous(), 0)
+            for tensor in tensors:
+                dist.send(tensor.contiguous(), 0)
         if self.place.rank != 0:
             return None
         if source != 0:
-            for each in tensors:
-                dist.recv(each, source)
+            for tensor in tensors:
+                dist.recv(tensor, source)
         return list(tensors)
 
     def most(self, value: float) -> float:
         """Return the largest `value` across all ranks."""
-        found = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return float(found)
+        largest = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest)
 
 
 def _deadline() -> timedelta:

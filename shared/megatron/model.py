@@ -199,7 +199,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
         for some, children in head_blocks(packed.batch, step):
-            found, entropy = checkpoint(
+            chunk_logprobs, entropy = checkpoint(
                 self._head,
                 packed,
                 rows[some],
@@ -208,7 +208,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            logprobs.append(found)
+            logprobs.append(chunk_logprobs)
             if entropy is not None:
                 entropies.append(entropy)
         return torch.cat(logprobs), torch.cat(entropies) if entropies else None

@@ -67,7 +67,7 @@ class Pieces:
     def weights(self) -> list[Weight]:
         """Weights of this rank's pipeline stage, including copies of another stage's weights."""
         mine = self.place.pp_rank
-        return [each for each in [*self.converter.weights, *self.converter.copies] if each.stage == mine]
+        return [weight for weight in [*self.converter.weights, *self.converter.copies] if weight.stage == mine]
 
     def mine(self, weight: Weight, parts: list[Tensor]) -> Tensor:
         """Return this rank's part of the full `parts`."""
@@ -169,6 +169,6 @@ class Pieces:
             return batch
         zeros = np.zeros(self.place.layout.tp - odd, np.int64)
         token_ids, depths, scatter = (
-            np.concatenate([each, zeros]) for each in (batch.token_ids, batch.depths, batch.scatter)
+            np.concatenate([array, zeros]) for array in (batch.token_ids, batch.depths, batch.scatter)
         )
         return replace(batch, token_ids=token_ids, depths=depths, scatter=scatter)

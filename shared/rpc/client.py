@@ -192,8 +192,8 @@ class Client:
     def waits(self) -> Iterator[WaitRow]:
         """Yield the requests that the peer has not answered, and those that it keeps refusing for lack of room."""
         now = self._loop.time()
-        for each in self._pending.values():
-            yield WaitRow(WaitKind.CALL, each.kind, now - each.began, each.deadline - each.began, self.peer)
+        for call in self._pending.values():
+            yield WaitRow(WaitKind.CALL, call.kind, now - call.began, call.deadline - call.began, self.peer)
         for kind, refused in self._refusals.items():
             if now - refused.last < STILL_REFUSED_S:
                 yield WaitRow(WaitKind.REFUSED, f"{kind}: {refused.text}", now - refused.began, 0.0, self.peer)
@@ -203,9 +203,9 @@ class Client:
             self._refusals.pop(kind, None)
             return
         now = self._loop.time()
-        known = self._refusals.get(kind)
-        lapsed = known is None or now - known.last > STILL_REFUSED_S
-        self._refusals[kind] = _Refusals(now if known is None or lapsed else known.began, now, error.message)
+        earlier = self._refusals.get(kind)
+        lapsed = earlier is None or now - earlier.last > STILL_REFUSED_S
+        self._refusals[kind] = _Refusals(now if earlier is None or lapsed else earlier.began, now, error.message)
 
     def close(self) -> None:
         """Fail all pending requests and close the socket."""

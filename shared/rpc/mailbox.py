@@ -212,8 +212,8 @@ class Mailbox:
             "unread": offenders.unread,
             "quarantines": offenders.quarantines,
             "lost_replies": self.lost_replies,
-            "failed_handshakes": sum(each.failed for each in doors),
-            "ended_connections": sum(each.ended for each in doors),
+            "failed_handshakes": sum(door.failed for door in doors),
+            "ended_connections": sum(door.ended for door in doors),
         }
 
     async def close(self) -> None:
@@ -379,13 +379,13 @@ class Mailbox:
             else:
                 running.door, running.sender = call.door, call.sender
             return True
-        known = self._replies[call.role].get(key)
-        if known is None:
+        answer = self._replies[call.role].get(key)
+        if answer is None:
             return False
-        if known[0] != call.request:
+        if answer[0] != call.request:
             self._conflict(call)
         else:
-            self._transmit(call, known[1])
+            self._transmit(call, answer[1])
         return True
 
     def _conflict(self, call: Call) -> None:

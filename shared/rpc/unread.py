@@ -59,24 +59,24 @@ class Unread:
 
     def takes(self, sender: Sender, nbytes: int) -> bool:
         """Return whether an answer may be sent: False if too many bytes are waiting for `sender`."""
-        known = self._peers.get(sender.peer)
-        if known is not None:
-            self._read(sender.peer, known)
-        held = known.nbytes if known is not None else 0
-        total = held + nbytes + MESSAGE_BYTES
+        peer_state = self._peers.get(sender.peer)
+        if peer_state is not None:
+            self._read(sender.peer, peer_state)
+        unread = peer_state.nbytes if peer_state is not None else 0
+        total = unread + nbytes + MESSAGE_BYTES
         if sender.is_guest and not self._guests_take(sender.account, total):
             self._look()
             if not self._guests_take(sender.account, total):
                 return False
-        return not held or total <= (GUEST_BYTES if sender.is_guest else SERVICE_BYTES)
+        return not unread or total <= (GUEST_BYTES if sender.is_guest else SERVICE_BYTES)
 
     def sent(self, sender: Sender, nbytes: int, tracker: zmq.MessageTracker) -> None:
         """Count an answer that has been sent. `tracker` tracks its last frame."""
-        known = self._peers.get(sender.peer)
-        if known is None:
-            known = self._peers[sender.peer] = _Peer(sender.account if sender.is_guest else None)
-        known.waiting.append((nbytes + MESSAGE_BYTES, tracker))
-        self._add(known, nbytes + MESSAGE_BYTES)
+        peer_state = self._peers.get(sender.peer)
+        if peer_state is None:
+            peer_state = self._peers[sender.peer] = _Peer(sender.account if sender.is_guest else None)
+        peer_state.waiting.append((nbytes + MESSAGE_BYTES, tracker))
+        self._add(peer_state, nbytes + MESSAGE_BYTES)
         if len(self._peers) > self._look_at:
             self._look()
             self._look_at = 64 + 2 * len(self._peers)
@@ -84,21 +84,21 @@ class Unread:
     def _guests_take(self, account: Account, nbytes: int) -> bool:
         return nbytes + self._guests[account] + self._guests_bytes <= GUESTS_BYTES
 
-    def _add(self, known: _Peer, nbytes: int) -> None:
-        known.nbytes += nbytes
-        if known.account is not None:
-            self._guests[known.account] += nbytes
+    def _add(self, peer_state: _Peer, nbytes: int) -> None:
+        peer_state.nbytes += nbytes
+        if peer_state.account is not None:
+            self._guests[peer_state.account] += nbytes
             self._guests_bytes += nbytes
-            if not self._guests[known.account]:
-                del self._guests[known.account]
+            if not self._guests[peer_state.account]:
+                del self._guests[peer_state.account]
 
     def _look(self) -> None:
-        for peer, known in list(self._peers.items()):
-            self._read(peer, known)
+        for peer, peer_state in list(self._peers.items()):
+            self._read(peer, peer_state)
 
-    def _read(self, peer: bytes, known: _Peer) -> None:
-        waiting = known.waiting
+    def _read(self, peer: bytes, peer_state: _Peer) -> None:
+        waiting = peer_state.waiting
         while waiting and waiting[0][1].done:
-            self._add(known, -waiting.popleft()[0])
+            self._add(peer_state, -waiting.popleft()[0])
         if not waiting:
             del self._peers[peer]

@@ -91,7 +91,7 @@ def _content(access: Access) -> _File:
 def _access(path: Path, content: _File) -> Access:
     try:
         role = Role.of_label(content.role)
-        known = {each: content.known[each.label] for each in Role}
+        known = {one: content.known[one.label] for one in Role}
     except (ValueError, KeyError):
         raise keys.damaged(path, "a role is missing or unknown") from None
     if not all(is_tcp(content.endpoints.get(service, "")) for service in ANNOUNCED):

@@ -92,7 +92,7 @@ def load(folder: Path, role: Role) -> Keyring:
     publics = read_private(folder / PUBLIC_FILE, _PublicFile)
     if pair.role != role.label:
         raise damaged(key_file(folder, role), "it belongs to another role")
-    known = {each: getattr(publics, each.label) for each in Role}
+    known = {one: getattr(publics, one.label) for one in Role}
     return keyring(folder, role, pair.public, pair.secret, known)
 
 
@@ -105,7 +105,7 @@ def keyring(where: Path, role: Role, public: str, secret: str, known: Mapping[Ro
         raise damaged(where, f"the two halves of the key of {role.label} do not belong together")
     if known[role] != public or len(set(known.values())) != len(Role):
         raise damaged(where, f"the public keys lack that of {role.label}, or contain a key twice")
-    return Keyring(role, public.encode(), secret.encode(), {each: key.encode() for each, key in known.items()})
+    return Keyring(role, public.encode(), secret.encode(), {owner: key.encode() for owner, key in known.items()})
 
 
 def save(folder: Path, ring: Keyring) -> None:
