@@ -18,20 +18,21 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from proto.messages import LossSpec
-
 if TYPE_CHECKING:
+    from proto.messages import LossSpec
     from shared.topology.schema import Topology
+
+_ITEM_BYTES = {"float32": 4, "int32": 4, "uint8": 1}
 
 TRAIN = "train"
 WEIGHTS = "weights"
 """Split name of weight shards. The task id is `weights/<lineage>/<step>`, with one key per parameter."""
 
 TEXT = "text"
-"""Key of the text of a task's samples, for recorded tasks only. It does not hold numbers per token, sequence or sample.
-`shared.samples.text` limits its size."""
+"""Key of the text of the samples of recorded tasks. It does not hold numbers per token, sequence or sample."""
+TEXT_TOKEN_BYTES = 16
+TEXT_SAMPLE_BYTES = 1024
+"""The text of a recorded task may take up this many bytes per token and per sample."""
 
 REFERENCE_SCALAR = "reference_step"
 """Scalar with the policy version of the reference, present with `algorithm.kl.refresh_every`."""
@@ -70,7 +71,7 @@ class Key:
     @property
     def nbytes(self) -> int:
         """Bytes per token, sequence or sample."""
-        return np.dtype(self.dtype).itemsize * self.width
+        return _ITEM_BYTES[self.dtype] * self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,11 @@ SAMPLE_ADVANTAGES, TRAIN_LOGPROBS = RECORD.makes
 
 GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, PROXIMAL)
 """The stages of a training task in topological order, with all keys that any topology has."""
+
+
+def text_limit_bytes(tokens: int, samples: int) -> int:
+    """Return the maximum bytes of the text of a task with `tokens` tokens (including prompts) and `samples` samples."""
+    return TEXT_TOKEN_BYTES * tokens + TEXT_SAMPLE_BYTES * samples
 
 
 def declared() -> dict[str, Key]:

@@ -8,16 +8,7 @@ import msgspec
 import numpy as np
 
 from proto.tensors import Array
-
-TOKEN_BYTES = 16
-SAMPLE_BYTES = 1024
-"""The text of a recorded task may take up `TOKEN_BYTES` bytes per token plus `SAMPLE_BYTES` bytes per sample."""
-
-
-def text_limit_bytes(tokens: int, samples: int) -> int:
-    """Return the maximum size, in bytes, of the shard of a task that has `tokens` tokens (including prompts) and
-    `samples` samples."""
-    return TOKEN_BYTES * tokens + SAMPLE_BYTES * samples
+from shared.stages import text_limit_bytes
 
 
 class SampleText(msgspec.Struct, array_like=True):

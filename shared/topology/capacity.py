@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from shared.samples.text import text_limit_bytes
-from shared.stages import RECORD, Per, Stage, task_stages
+from shared.stages import RECORD, Per, Stage, task_stages, text_limit_bytes
 from shared.topology.model_files import named_shapes
 from shared.topology.schema import Topology
 

@@ -330,7 +330,7 @@ class Topology(Section):
     @property
     def colocated_services(self) -> frozenset[str]:
         """The services whose processes take turns on the same devices (`placement.colocate`)."""
-        return frozenset(DEVICE_SERVICE[name] for name in self.placement.colocate)
+        return frozenset(DEVICE_SERVICE[name] for name in self.placement.colocate if name in DEVICE_SERVICE)
 
     @property
     def home(self) -> str | None:

@@ -49,8 +49,8 @@ BUS = [
         "a retry of an answered request is executed again",
         Promise.ONCE,
         MAILBOX,
-        "known = self._replies[call.role].get(key)",
-        "known = None",
+        "answer = self._replies[call.role].get(key)",
+        "answer = None",
         f"{RPC}::test_duplicate_of_an_answered_request_gets_the_same_bytes_again",
     ),
     Mutation(
@@ -65,8 +65,8 @@ BUS = [
         "a reply is sent to another role that uses the same id",
         Promise.WIRE,
         MAILBOX,
-        "known = self._replies[call.role].get(key)",
-        "known = next((r.get(k) for r in self._replies.values() for k in r._kept if k[1:] == key[1:]), None)",
+        "answer = self._replies[call.role].get(key)",
+        "answer = next((r.get(k) for r in self._replies.values() for k in r._kept if k[1:] == key[1:]), None)",
         f"{SECURITY}::test_an_answer_is_never_given_to_another_role_under_the_same_id",
     ),
     Mutation(

@@ -226,7 +226,7 @@ SCHEDULER = [
         Promise.KILLED,
         JOURNAL,
         """\
-                if chain != found:
+                if chain != stored:
                     raise ValueError("its checksum does not match")
                 last = seq
 """,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from launch.checks.preflight import check
 from launch.processes.gpus import described, gpu_names, visible_gpus, wanted
 from shared.topology import Topology, load
-from shared.topology.services import DEVICE_SERVICE
+from shared.topology.models import DEVICE_SERVICE
 from tests.unit.shared.topology.small_topology import BASE, make, problems, write
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ import pytest
 
 from launch.processes.plan import Resources
 from launch.supervisor import scaling
-from launch.supervisor.scaling import THREADS_PER_CPU, Scaling, ranks
+from launch.supervisor.scaling import THREADS_PER_CPU, Scaling
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.topology import load
@@ -91,4 +91,4 @@ def test_too_many_gpus_are_refused_with_both_numbers(make: Make, monkeypatch: py
 
 def test_ranks_of_one_model_are_counted_for_each_service(make: Make) -> None:
     run = make("services.policy-trainer.workers=2")
-    assert ranks(load(run.topology)) == {"policy-trainer-worker": 2, "reference": 1}
+    assert load(run.topology).ranks == {"policy-trainer-worker": 2, "reference": 1}

@@ -149,4 +149,4 @@ def test_a_save_killed_between_any_two_changes_leaves_a_whole_checkpoint(
         assert all(is_whole(folder, step) for step in found)
         _save(folder)  # The next save removes the leftovers.
         assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
-    assert kills >= 3
+    assert kills >= (3 if replaced else 1)  # a new checkpoint appears with one change

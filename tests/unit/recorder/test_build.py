@@ -12,7 +12,8 @@ from services.recorder.build import bare, records
 from services.recorder.files import SampleFiles
 from shared.samples.reader import read
 from shared.samples.record import SampleState, group_scores, split_of
-from shared.samples.text import SampleText, TaskText, pack, text_limit_bytes, unpack
+from shared.samples.text import SampleText, TaskText, pack, unpack
+from shared.stages import text_limit_bytes
 
 
 def shards() -> dict[str, Array]:

@@ -66,7 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def feed(run: RunDir, monkeypatch: pytest.MonkeyPatch, **fakes: Fake) -> dict[str, Outlet]:
     """Feed the trackers to the end of the run and return their outlets."""
     monkeypatch.setattr(outlet, "make", lambda name, _: fakes[name])
-    feeder = Feeder(run, load(run.topology, check_supported=False, check_files=False), list(fakes))
+    feeder = Feeder(run, load(run.topology, check_files=False), list(fakes))
     feeder.end(End("done"))
     thread = threading.Thread(target=feeder.run, daemon=True)
     thread.start()

@@ -282,32 +282,32 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     ),
     "workflow.function": (
         ROLLOUT,
-        "chosen.function",
+        "workflow.function",
         "unit/rollout/test_workflow.py::test_the_calculator_corrects_wrong_answers",
     ),
     "workflow.params": (
         ROLLOUT,
-        "chosen.params",
+        "workflow.params",
         "unit/rollout/test_workflow.py::test_the_calculator_corrects_wrong_answers",
     ),
     "workflow.timeout_s": (
         ROLLOUT,
-        "chosen.timeout_s",
+        "workflow.timeout_s",
         "unit/rollout/test_workflow.py::test_only_the_sample_that_hangs_is_lost",
     ),
     "workflow.max_tokens": (
         ROLLOUT,
-        "chosen.max_tokens",
+        "workflow.max_tokens",
         "unit/rollout/test_workflow.py::test_a_sample_has_at_most_max_tokens",
     ),
     "workflow.memory": (
         ROLLOUT,
-        "chosen.memory",
+        "workflow.memory",
         "unit/rollout/test_workflow.py::test_only_the_sample_that_kills_its_process_is_lost",
     ),
     "workflow.processes": (
         ROLLOUT,
-        "chosen.processes",
+        "workflow.processes",
         "unit/rollout/test_workflow.py::test_workflows_are_spread_across_processes_without_torch_that_end_with_the_pool",
     ),
     "services.policy-trainer.backend": (
