@@ -4,8 +4,8 @@ spare has no name that a reader could find.
 A put spends three quarters of its time allocating fresh pages. Writing 1 GiB, including checksums, takes 0.58 s if the
 pages are new, 0.22 s if they are old, and 0.13 s if they are old and the writer has already mapped them. Training puts
 similar sizes at every step. Without spares, publishing 2 GiB ten times takes 1.5 times as long and twice the processor
-time (medians of seven pairs on two busy cores); fresh huge pages (a mount with huge=advise) save no processor time. A
-spare is resized to the put that takes it, so a file takes up no more room than its bytes need.
+time (medians of seven pairs on two busy cores). A spare is resized to the put that takes it, so a file takes up no more
+room than its bytes need.
 """
 
 from __future__ import annotations
