@@ -52,7 +52,7 @@ async def load(workers: WorkerDispatch, step: int, lineage: int = LINEAGE) -> No
 
 def file_of(run: RunDir, layout: Layout, rank: int, step: int) -> Path:
     """Return the file in which a dead rank sealed its snapshot of `step`."""
-    for file in (run.shm / "trainer").glob(f"rank-{rank}-*"):
+    for file in (run.shm / "trainer" / "policy").glob(f"rank-{rank}-*"):
         alone = run.path / "alone"
         alone.mkdir(exist_ok=True)
         (alone / file.name).write_bytes(file.read_bytes())
@@ -92,7 +92,7 @@ def play_losses(run: RunDir, layout: Layout, *options: str, exact: bool) -> None
             found[step] = await present(step)
             if step == 1:
                 await workers.save_checkpoint(1)
-        sizes = [file.stat().st_size for file in (run.shm / "trainer").iterdir()]
+        sizes = [file.stat().st_size for file in (run.shm / "trainer" / "policy").iterdir()]
         assert len(sizes) == 2 * layout.world_size
         assert sum(sizes) <= snapshot_bytes(topologies.load(run.topology))
         group.kill(1)

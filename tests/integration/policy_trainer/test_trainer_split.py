@@ -21,6 +21,9 @@ from tests.unit.policy_trainer.training import adamw
 __all__ = ["run"]
 STEPS = 30
 LIMIT = 1e-4
+LR = 3e-4
+"""The quickstart's learning rate. Adam's first updates are of that size however small the gradient is, so with 1e-3,
+rounding alone would drive two runs apart by more than the limit within ten steps."""
 WEIGHTED = ("policy", "kl", "loss")
 """Names of sums that the token weights have already turned into means."""
 
@@ -33,7 +36,7 @@ async def rows(bench: Bench, layout: Layout) -> list[dict[str, float]]:
     for step in range(1, STEPS + 1):
         batch = await bench.batch(step)
         gradient = workers.forward_backward(batch, ROLLOUT)
-        done, update = await asyncio.gather(gradient, workers.optim_step(adamw()))
+        done, update = await asyncio.gather(gradient, workers.optim_step(adamw(lr=LR)))
         tokens = done.sums["tokens"]
         means = {name: value if name in WEIGHTED else value / tokens for name, value in done.sums.items()}
         found.append({**means, "tokens": tokens, "grad_norm": update.grad_norm, "lr": update.lr})
@@ -48,10 +51,6 @@ ROLLOUT = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout
     [pytest.param(Layout(2), (), marks=pytest.mark.long), (Layout(2, cp=2), ("parallel: {cp: 2}",))],
 )
 def test_two_ranks_write_the_same_metrics_as_one(run: RunDir, layout: Layout, options: tuple[str, ...]) -> None:
-    # This is the quickstart's learning rate. Adam's first updates are of that size however small the gradient is, so
-    # with 1e-3, rounding alone would drive two runs apart by more than the limit within ten steps.
-    run.topology.write_text(run.topology.read_text().replace("lr: 1.0e-3", "lr: 3.0e-4"))
-
     async def scene(of: Layout) -> list[dict[str, float]]:
         async with bench_of(run) as bench:
             return await rows(bench, of)
