@@ -42,7 +42,7 @@ class TokenVersions:
     def _read_new(self) -> None:
         if not (self._run.path / "run.json").exists():
             return
-        for file in set(self._run.run.shm.glob("*/*")) - self._read:
+        for file in set(self._run.run.shm.glob("*/*.blk")) - self._read:
             try:
                 data = file.read_bytes()
                 table = blockfile.parse(data, len(data))

@@ -90,7 +90,7 @@ class Cluster:
     def newest_weights(self) -> Path:
         """Return the file with the newest version in the store's shared memory."""
         found: dict[int, Path] = {}
-        for file in self.run.shm.glob("*/*"):
+        for file in self.run.shm.glob("*/*.blk"):
             with contextlib.suppress(FileNotFoundError, blockfile.WireError):
                 data = file.read_bytes()
                 for task_id in blockfile.parse(data, len(data)).task_ids:

@@ -39,7 +39,7 @@ KEYS = ("token_ids", "lengths", "loss_mask", "ref_logprobs")
 def scored_tasks(shm: Path) -> dict[str, dict[str, Array]]:
     """Return the shards of the scored training tasks that are in the memory of the run's stores."""
     found: dict[str, dict[str, Array]] = {}
-    for file in shm.glob("*/*"):
+    for file in shm.glob("*/*.blk"):
         with contextlib.suppress(FileNotFoundError, WireError):
             data = file.read_bytes()
             block = blockfile.parse(data, len(data))
