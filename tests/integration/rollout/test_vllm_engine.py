@@ -74,8 +74,8 @@ def test_an_error_names_weights_that_do_not_fit_the_model(case: Case) -> None:
     first = case.answer["names"][0]
     assert case.answer["names"] == list(case.base)
     assert f"missing {first}, unexpected model.other" in case.answer["renamed"]
-    assert f"WeightsMismatch: parameter {first}: torch.float32 [63, 128] given" in case.answer["reshaped"]
-    assert f"WeightsMismatch: parameter {first}: torch.float16 [64, 128] given" in case.answer["retyped"]
+    assert f"WeightsMismatch: parameter {first}: float32 [63, 128] given" in case.answer["reshaped"]
+    assert f"WeightsMismatch: parameter {first}: float16 [64, 128] given" in case.answer["retyped"]
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("warm", 1.0), ("cold", 0.7), ("greedy", 1.0)])
