@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def save(family: str, folder: Path, dtype: str = "float32") -> Path:
 
 
 def options(scratch: Path, max_tokens: int = 4096, recompute: str = "none") -> BackendOptions:
-    return BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=scratch, recompute=recompute)  # type: ignore[arg-type]
+    own = scratch / f"of-{os.getpid()}"  # every rank is a process
+    return BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=own, recompute=recompute)  # type: ignore[arg-type]
 
 
 def megatron(

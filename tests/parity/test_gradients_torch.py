@@ -4,6 +4,7 @@ micro-batch."""
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,7 +46,12 @@ def backend_of(
         return make_model("qwen3", dtype=getattr(torch, name), head_dim=12, tie_word_embeddings=True, vocab_size=VOCAB)
 
     options = BackendOptions(
-        max_tokens=max_tokens, threads=1, device="cpu", scratch=folder, recompute=recompute, passes=FASTEST
+        max_tokens=max_tokens,
+        threads=1,
+        device="cpu",
+        scratch=folder / f"of-{os.getpid()}",
+        recompute=recompute,
+        passes=FASTEST,
     )  # type: ignore[arg-type]
     return TorchBackend(folder, dtype, options, place, load=load, load_shapes=load)
 

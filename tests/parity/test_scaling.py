@@ -75,7 +75,7 @@ def everything(backend: TorchBackend | MegatronBackend) -> dict[str, torch.Tenso
     for name, factor in (("step", 1.0), ("large-step", LARGE)):
         backend.restart()
         back(backend, replace(made, weights=(made.weights * np.float32(factor)).astype(np.float32)))
-        out[f"norm/{name}"] = torch.tensor(backend.step(1, adamw()).grad_norm, dtype=torch.float64)
+        out[f"norm/{name}"] = torch.tensor(backend.step(1, adamw(**TRAINING)).grad_norm, dtype=torch.float64)
         state = backend.state()
         masters = {key.removeprefix("master/"): each for key, each in state.optimizer.items() if "master/" in key}
         out |= {f"{name}/{weight}": each.clone() for weight, each in (masters or state.weights).items()}
@@ -111,8 +111,8 @@ def work(place: RankPlace, folder: Path) -> None:
     """Run the cases. On two ranks, torch divides samples and weights between them, and megatron divides tensors."""
     for dtype in LIMITS:
         model = folder.parent / "models" / f"{FAMILY}-{dtype}"
-        shards = alone(FAMILY, model, Layout(2).place(place.rank), dtype=dtype, **TRAINING)
-        pieces = megatron(model, place, dtype=dtype, max_tokens=MAX_TOKENS, **TRAINING)
+        shards = alone(FAMILY, model, Layout(2).place(place.rank), dtype=dtype)
+        pieces = megatron(model, place, dtype=dtype, max_tokens=MAX_TOKENS)
         for name, backend in (("torch", shards), ("megatron", pieces)):
             found = everything(backend)
             if place.rank == 0:
@@ -122,7 +122,7 @@ def work(place: RankPlace, folder: Path) -> None:
 def test_scaling_the_loss_equals_scaling_the_gradient_and_nothing_overflows(tmp_path: Path) -> None:
     for dtype in LIMITS:
         model = save(FAMILY, tmp_path / "models", dtype)
-        judged(everything(alone(FAMILY, model, Layout(1).place(0), dtype=dtype, **TRAINING)), dtype)
+        judged(everything(alone(FAMILY, model, Layout(1).place(0), dtype=dtype)), dtype)
     run_group("tests.parity.test_scaling:work", Layout(2, tp=2), tmp_path / "ranks")
     for dtype in LIMITS:
         for name in ("torch", "megatron"):

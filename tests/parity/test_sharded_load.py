@@ -4,6 +4,7 @@ whole model."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def resident_bytes(what: str) -> int:
 
 
 def backend_of(model: Path, dtype: str, place: RankPlace, folder: Path) -> TorchBackend:
-    options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=folder, recompute="none", passes=FASTEST)
+    options = BackendOptions(
+        max_tokens=4096, threads=1, device="cpu", scratch=folder / f"of-{os.getpid()}", recompute="none", passes=FASTEST
+    )
     return TorchBackend(model, dtype, options, place)
 
 
