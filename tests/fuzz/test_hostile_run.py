@@ -27,6 +27,7 @@ from proto.messages import (
     GetInventory,
     GetLog,
     GetSnapshot,
+    GetWaits,
     GetWorkerState,
     KillInstance,
     Meet,
@@ -190,7 +191,7 @@ async def send_hostile_values(clients: dict[str, Client], requests: int) -> list
     attacker = Attacker(dice, known)
     every = all_messages().values()
     kinds = [kind for kind in every if issubclass(kind, Request) and kind not in ORDERS]
-    kinds += [Telemetry, *(GetLog, Meet) * 5]
+    kinds += [Telemetry, *(GetLog, GetWaits, Meet, Ping) * 5]
     outcomes: Counter[str] = Counter()
     defects: set[str] = set()
 
