@@ -1,1 +1,1 @@
-"""What the commands share: finding a run, printing, signals, directories."""
+"""Code that the commands share: printing, signals, run directories, and the agent of a host."""

@@ -69,7 +69,7 @@ OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -si
 
 @dataclass(frozen=True)
 class Resources:
-    """What one process is given on its host."""
+    """The resources that one process has on its host."""
 
     threads: int = 1
     """CPU threads."""

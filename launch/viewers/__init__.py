@@ -1,1 +1,1 @@
-"""What people read about a run: status, logs, stories, samples, reports, the terminal."""
+"""Views of a run for people: status, logs, stories, samples, reports and the terminal interface."""

@@ -14,7 +14,7 @@ from shared.colocation.devices import Parts
 
 T = TypeVar("T")
 FULL_ONLY = frozenset({WeightsKind.FULL})
-"""What an engine loads that sets complete versions only."""
+"""The kinds of versions that an engine without adapters loads."""
 
 
 class GenerationCancelled(Exception):

@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _WorkflowParts:
-    """What samples need if a workflow makes them: its processes, and the endpoint that their agents call."""
+    """A workflow with the processes that run it and the endpoint that its agents call."""
 
     workflow: Workflow
     pool: UserPool

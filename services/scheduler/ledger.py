@@ -218,7 +218,7 @@ class TaskLedger:
         self.tasks.least_fence = highest + 1
 
     def raise_pending(self) -> None:
-        """Let every PENDING task have such a fence, too."""
+        """Raise the fence of every PENDING task to the lowest one that new attempts may have."""
         for task in self.tasks:
             if task.state == TaskState.PENDING:
                 task.fence = max(task.fence, self.tasks.least_fence)

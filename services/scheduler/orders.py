@@ -98,7 +98,7 @@ def _retry_or_drop(ledger: TaskLedger, task: Task, cost: int, reason: str) -> No
 
 
 def _admit_again(ledger: TaskLedger, step: int, tasks: list[Task]) -> None:
-    """Put the tasks of the steps after `step` before the waiting tasks, which are sampled again, too.
+    """Put the tasks of the steps after `step` before the waiting tasks, which are also sampled again.
 
     The waiting tasks are sampled again because their versions were withdrawn, or were chosen for steps to which the
     tasks no longer belong.

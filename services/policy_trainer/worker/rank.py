@@ -76,7 +76,7 @@ class Rank:
         folder = model.snapshots_in(run.shm)
         self.snapshots = SnapshotKeeper(Snapshots(folder, place) if model.snapshots else None)
         self.resources = AsyncExitStack()
-        """What must be closed when the rank ends."""
+        """Closes everything that the rank has opened."""
         self.resources.callback(data.close)
         self.resources.callback(shutil.rmtree, model.offloaded(run.path, place.rank), ignore_errors=True)
         self.resources.callback(self.reader.forget_prefetched)

@@ -66,7 +66,7 @@ class PolicyTrainerWorker(Service):
         publishing = Publishing(self._sender) if publishes is not None else None
         self._rank = Rank(run, self._model, place, self._group, data, self._compute, self, publishing)
         self._runners: dict[type[WorkerRequest], Runner] = {}
-        """What runs each kind of call, once the model is loaded."""
+        """The runner of each kind of call. It is empty until the model is loaded."""
         self.progress = lambda: self._rank.progress
         self.drain_s = stop_limit_s(topology)
         self._running = asyncio.Lock()

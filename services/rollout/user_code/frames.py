@@ -1,4 +1,4 @@
-"""What passes between the service and a process that runs users' code.
+"""Messages between the service and a process that runs users' code.
 
 Messages are length-prefixed msgpack structs over a socket. `Marks` are memory that both share.
 

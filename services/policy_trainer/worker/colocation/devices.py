@@ -101,8 +101,8 @@ class Devices:
     def after(self, request: WorkerRequest, *, followed: bool) -> None:
         """End the turn after `request`, unless an update is under way or the next call is already waiting.
 
-        A forward pass leaves nothing on the device that the next call needs. To keep its turn could wait for ever: the
-        next call may come only once another model, which waits for the device, has made its pass, too.
+        A forward pass leaves nothing on the device that the next call needs. If the turn were kept, the
+        trainer could wait forever: the next call may depend on another model that is waiting for the device.
         """
         in_step = isinstance(request, messages.ForwardBackward) or (
             isinstance(request, messages.OptimStep | messages.SkipUpdate) and not request.last
