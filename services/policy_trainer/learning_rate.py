@@ -26,9 +26,9 @@ def optimizer_numbers(options: Optimizer, step: int) -> AdamW:
     )
 
 
-def committed_rates(metrics: Path) -> dict[int, float]:
-    """Return the learning rate of each committed step whose row is in `metrics.jsonl` (steps without an update have
-    none).
+def committed_rates(metrics: Path, *, after: int) -> dict[int, float]:
+    """Return the learning rate of each committed step after step `after` whose row is in `metrics.jsonl` (steps without
+    an update have none).
 
     The scheduler writes these rows from its journal. A step that is replayed repeats its rate, even if the run was
     resumed with another one.
@@ -36,6 +36,7 @@ def committed_rates(metrics: Path) -> dict[int, float]:
     follower, rates = MetricsFollower(metrics), dict[int, float]()
     while (page := follower.poll()).more:
         for row in page.rows:
-            if (step := row.get("step")) is not None and (rate := row.get("policy/lr")):
+            step, rate = row.get("step"), row.get("policy/lr")
+            if step is not None and step > after and rate:
                 rates[int(step)] = rate
     return rates

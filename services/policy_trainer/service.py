@@ -160,7 +160,7 @@ class PolicyTrainerService(Service):
                 self._show,
                 self._stop,
                 export=self.run.export,
-                rates=await asyncio.to_thread(committed_rates, self.run.metrics),
+                rates=await asyncio.to_thread(committed_rates, self.run.metrics, after=resumed.version),
             )
             await driver.train()
         finally:

@@ -32,11 +32,12 @@ def test_warm_up_is_linear_and_then_constant() -> None:
 
 def test_committed_rates_are_those_of_the_rows_with_an_update(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    assert committed_rates(metrics) == {}
+    assert committed_rates(metrics, after=0) == {}
     rows: list[dict[str, Any]] = [{"step": 0, "eval/a": 1.0}]
     rows += [{"step": 1, "policy/lr": 0.1 + 0.2}, {"step": 2, "policy/lr": 0.0}, {"step": 3, "policy/lr": 1e-5}]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "poli')
-    assert committed_rates(metrics) == {1: 0.1 + 0.2, 3: 1e-5}
+    assert committed_rates(metrics, after=0) == {1: 0.1 + 0.2, 3: 1e-5}
+    assert committed_rates(metrics, after=1) == {3: 1e-5}
 
 
 def test_a_replayed_step_repeats_the_rate_of_its_commit_and_a_new_step_takes_that_of_the_topology(
