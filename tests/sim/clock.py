@@ -177,6 +177,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready.append(made)  # type: ignore[attr-defined]
         return made
 
+    # asyncio calls it to close an async generator that nothing refers to any more, such as one of a killed process
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         made = Callback(callback, args, context, when)
         heapq.heappush(self._scheduled, (when, next(self._numbers), made))  # type: ignore[attr-defined]

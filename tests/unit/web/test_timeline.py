@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
@@ -18,13 +19,16 @@ WAIT: dict[str, float | str] = {"what": "call", "seconds": 1 / RATE, "of": "poli
 
 
 @pytest.mark.parametrize("seconds", [5, 60, 300])
-def test_a_process_with_thirty_spans_per_second_fills_its_lane(tmp_path: Path, seconds: int) -> None:
+def test_a_process_with_thirty_spans_per_second_fills_its_lane(
+    tmp_path: Path, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page, now = Page(tmp_path, operable=False), time.time()
     for number in range(400 * RATE, 0, -1):
         values = WORK if number % 2 else WAIT
         page.own.view.apply(
             TopicRow(service="reference", instance=0, topic="span", at=now - number / RATE, values=values)
         )
+    monkeypatch.setattr("services.web.application.time", SimpleNamespace(time=lambda: now))
     client = TestClient(application(page, None, None), base_url="http://127.0.0.1")
     [lane] = client.get(f"/api/timeline?seconds={seconds}").json()["lanes"]
     assert lane["known_s"] == pytest.approx(seconds)
