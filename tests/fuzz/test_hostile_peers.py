@@ -23,7 +23,7 @@ import zmq
 from proto import codec
 from proto.messages import Error, GetInventory, GetSnapshot, Inventory, Located, Snapshot
 from shared.os_limits import raise_descriptor_limit
-from shared.rpc.offenders import MAX_PEERS, QUARANTINE_S, STRIKES, WINDOW_S, Offenders
+from shared.rpc.offenders import MAX_PEERS, QUARANTINE_S, WINDOW_S, Offenders
 from shared.rpc.replies import CACHED_REPLY_BYTES
 from shared.rpc.transport import MAX_FRAMES, SKIP_FRAMES, Pump
 from shared.rpc.unread import GUEST_BYTES, GUESTS_BYTES, SERVICE_BYTES
@@ -37,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FEW_DESCRIPTORS = 1024
 GROWTH_BYTES = 64 << 20
 ANSWER_S = 10.0
+STRIKES = 32
+"""Number of offences that lead to quarantine, as proto/SPEC.md states it."""
 
 
 @dataclass

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from launch.spares import spare
-from launch.spares import state as s
 from launch.spares.heavy import spare_kinds
 from launch.spares.state import SpareKind, SpareRules
 from launch.supervisor.state import WINDOW_S
@@ -86,7 +85,7 @@ def test_services_share_a_spare_except_rollouts_with_vllm_and_a_host_imports_wha
 
 
 def test_a_killed_spare_is_replaced_until_too_many_were_killed_within_the_window(rules: SpareRules) -> None:
-    for _ in range(s.KILL_LIMIT - 1):
+    for _ in range(2):
         start(rules)
         assert rules.exited(TORCH, SIGKILL, 0.0) == ""
     start(rules)

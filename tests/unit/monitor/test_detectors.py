@@ -49,6 +49,7 @@ CASES: list[tuple[str, Callable[[int], Values], str]] = [
     ("kl-blow-up", lambda s: {"loss/kl": after(s, 60, 0.3, 2.5)}, "2.5 nats per token"),
     ("kl-blow-up", lambda s: {"loss/kl": after(s, 60, 0.02, 0.4)}, "0.4 nats per token"),
     ("mismatch", lambda s: {"rollout/logprob_mismatch_engine": 0.01 + 0.0005 * s}, "disagree by 0.03"),
+    ("mismatch", lambda s: {"rollout/logprob_mismatch_engine": 0.1}, "disagree by 0.1 nats per token on tokens"),
     ("truncation", lambda s: {"rollout/truncated_fraction": after(s, 60, 0.01, 0.4)}, "; 1% at the start"),
     ("gradient", lambda s: {"policy/grad_norm": after(s, 60, 2.0, 50.0)}, "from 2 to 50"),
     ("gradient", lambda s: {"policy/updates_skipped": after(s, 60, 0.0, 1.0)}, "updates skipped for bad data: 1"),

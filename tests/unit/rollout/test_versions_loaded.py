@@ -99,6 +99,31 @@ def test_an_update_by_an_undrilled_entry_leaves_a_running_lease_unchanged(tmp_pa
     assert versions_of(asyncio.run(scenario())) == {FRESH: [FIRST] * NEW_TOKENS}
 
 
+def test_newer_weights_come_from_the_store_for_a_minute_after_a_failed_transfer() -> None:
+    async def scenario() -> list[int]:
+        loop, skipped = asyncio.get_running_loop(), [0.0]
+        clock = loop.time
+        loop.time = lambda: clock() + skipped[0]  # type: ignore[method-assign]
+        source, asked = Source(LoadEntry.SET), list[int]()
+        fetch = source.fetch
+
+        async def counted(ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Lost:
+            asked.append(ref.step)
+            return await fetch(ref, on_progress)
+
+        source.fetch = counted  # type: ignore[method-assign]
+        async with rig() as made:
+            made.versions._source = source  # type: ignore[assignment]
+            versions = made.begin(exact=False)
+            for number, skip_s in enumerate((0.0, 58.0, 2.1, 58.0, 2.1), 1):
+                skipped[0] += skip_s
+                await made.swapped(FIRST + number)
+            made.end(versions)
+        return [step - FIRST for step in asked]
+
+    assert asyncio.run(scenario()) == [1, 3, 5]
+
+
 class Silent(Lost):
     """Weights from a sender that does not answer."""
 

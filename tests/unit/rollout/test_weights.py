@@ -20,10 +20,10 @@ from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.weights.publish import FLOOR, MEDIAN, SIGNAL, Canaries
 from services.policy_trainer.worker.weights.publish import TOLERANCE as TRAINERS_TOLERANCE
-from services.rollout.engine import WeightsMismatch
+from services.rollout.engine import Engine, WeightsMismatch
 from services.rollout.engines import transformers_engine
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.weights.source import LoadEntry
+from services.rollout.weights.source import LoadedWeights, LoadEntry
 from services.rollout.weights.sync import CALIBRATION, HeldVersion, WeightsSync
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
@@ -40,6 +40,7 @@ from shared.weights.drill import (
     noise_factors,
     perturb,
 )
+from shared.weights.weight_set import WeightSet
 from tests.unit.rollout.rollout_engine import MODEL
 from tests.weights_refs import weights_ref
 
@@ -321,6 +322,48 @@ def test_a_version_that_differs_from_the_announced_one_by_a_bit_is_refused() -> 
     asyncio.run(engine.stop())
 
 
+def test_a_version_with_a_wrong_number_of_digests_is_refused() -> None:
+    engine = started(deterministic=False)
+    sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
+    ref, weights = version(1, announced=True)
+    fewer = msgspec.structs.replace(ref.canary, digests=ref.canary.digests[:-1])
+    with pytest.raises(RpcError, match=r"does not hold version 1 .*: 45 digests announced for 46 parameters"):
+        asyncio.run(sync.load(msgspec.structs.replace(ref, canary=fewer), weights))
+    assert sync.holds == HeldVersion()
+    asyncio.run(engine.stop())
+
+
+class Sent:
+    """Weights that the trainer put into the engine itself, so the rollout has no copy to compare them with."""
+
+    entry = LoadEntry.SET
+
+    def __init__(self, weights: Mapping[str, Array]) -> None:
+        self._weights = weights
+
+    async def begin(self) -> None: ...
+
+    def decline(self) -> None: ...
+
+    async def load(self, engine: Engine) -> LoadedWeights:
+        await engine.set_weights(self._weights)
+        return LoadedWeights("transfer", self.entry, WeightSet.of(self._weights))
+
+
+def test_a_version_that_was_sent_without_digests_is_refused() -> None:
+    engine = started(deterministic=False)
+    sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
+    ref, weights = version(1, announced=True)
+    asyncio.run(sync.load(ref, weights))
+    ref, weights = version(2, announced=True)
+    asyncio.run(sync.load(ref, Sent(weights)))
+    ref, weights = version(3)
+    with pytest.raises(RpcError, match="sent them by transfer and announced no digests"):
+        asyncio.run(sync.load(ref, Sent(weights)))
+    assert sync.holds == HeldVersion()
+    asyncio.run(engine.stop())
+
+
 def test_an_engine_refuses_a_kind_of_version_that_it_cannot_load_and_keeps_its_version() -> None:
     engine = started(deterministic=False)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
@@ -344,6 +387,40 @@ def test_a_head_that_is_no_longer_tied_to_its_embedding_is_reported() -> None:
         head = engine._model.lm_head
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         with pytest.raises(WeightsMismatch, match=r"have wrong bits: lm_head\.weight"):
+            await engine.verify(weights, {})
+
+    asyncio.run(scenario())
+    asyncio.run(engine.stop())
+
+
+def test_a_tied_head_that_reads_the_embedding_with_other_strides_is_reported() -> None:
+    engine = started(deterministic=False)
+    weights = base()
+
+    async def scenario() -> None:
+        await engine.set_weights(weights)
+        head, embedding = engine._model.lm_head, engine._model.get_input_embeddings().weight.detach()
+        rows, columns = embedding.shape
+        crossed = torch.as_strided(embedding, (rows, columns), (1, rows))  # the same bytes in another order
+        head.weight = torch.nn.Parameter(crossed, requires_grad=False)
+        with pytest.raises(WeightsMismatch, match=r"have wrong bits: lm_head\.weight|model\.embed_tokens\.weight"):
+            await engine.verify(weights, {})
+
+    asyncio.run(scenario())
+    asyncio.run(engine.stop())
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"])
+def test_a_parameter_that_reads_the_given_bytes_with_other_strides_is_reported(name: str) -> None:
+    engine = started(deterministic=False)
+    weights = base()
+
+    async def scenario() -> None:
+        await engine.set_weights(weights)
+        parameter = engine._model.get_parameter(name)
+        rows, columns = parameter.shape
+        parameter.data = torch.as_strided(parameter.data, (rows, columns), (1, rows))
+        with pytest.raises(WeightsMismatch, match=f"1 of 46 parameters have wrong bits: {name}"):
             await engine.verify(weights, {})
 
     asyncio.run(scenario())

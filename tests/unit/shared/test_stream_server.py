@@ -273,6 +273,17 @@ def test_strangers_cannot_take_every_place_from_readers(server: StreamServer, so
     assert len(server._places) <= 4
 
 
+def test_a_connection_without_a_hello_is_ended_after_ten_seconds(server: StreamServer) -> None:
+    stranger = connected(server.open_line().endpoint)
+    until(lambda: len(server._places) == 1)
+    [place] = server._places._held
+    server._sweep(place.used + 9.9)
+    assert server.stats().unproven == 0
+    server._sweep(place.used + 10.1)
+    assert server.stats().unproven == 1
+    assert ended(stranger)
+
+
 def test_stranger_that_sends_its_hello_too_slowly_is_evicted(
     server: StreamServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
