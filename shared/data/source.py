@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,6 +99,29 @@ def with_prompt(row: Any, field: str) -> Any:
     return row | {"prompt": row[field]} if isinstance(row, dict) and field in row else row
 
 
+def content_text(message: Mapping[str, Any]) -> Any:
+    """Return the content of a message. A list of text parts is joined into one text; another list stays as it is."""
+    content = message.get("content")
+    if isinstance(content, list) and all(map(_is_text, content)):
+        return "".join(part if isinstance(part, str) else part["text"] for part in content)
+    return content
+
+
+def not_text(content: list[object]) -> str:
+    """Return what the first part of a message's content is that is not text, or an empty string."""
+    for number, part in enumerate(content):
+        if not _is_text(part):
+            kind = part.get("type", "an object") if isinstance(part, dict) else _json_type(part)
+            return f"part {number} of its content is no text but {str(kind)[:40]}"
+    return ""
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, str) or (
+        isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+    )
+
+
 def row_problem(row: object) -> str | None:
     """Return the reason why `row` is unusable, with the remedy, or None if it is usable."""
     if not isinstance(row, dict):
@@ -127,9 +150,11 @@ def _prompt_problem(prompt: object) -> str | None:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f'prompt message {number} has no role; a message is {{"role": ..., "content": ...}}'
         content = message.get("content")
-        # A list contains parts, for templates that support them; a turn that only calls tools has no content.
+        # A list contains parts, whose texts are joined; a turn that only calls tools has no content.
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             return f'prompt message {number} has no content; a message is {{"role": ..., "content": ...}}'
+        if isinstance(content, list) and (part := not_text(content)):
+            return f"prompt message {number}: {part}; a policy is trained on text only"
     return None
 
 

@@ -153,6 +153,59 @@ def has_chat_template(model: str) -> bool:
     return written or bool(_object(Path(model) / "tokenizer_config.json").get("chat_template"))
 
 
+def end_tokens(model: str) -> list[int]:
+    """Return the ids of the tokens that end a completion: the end-of-sequence tokens of the tokenizer and of
+    generation_config.json (or of config.json, if the former names none), in ascending order.
+
+    Raises a one-line ValueError for an id that is not a whole number of at least 0.
+    """
+    folder = Path(model)
+    ids: set[int] = set()
+    sources = {"generation_config.json": _object(folder / "generation_config.json"), "config.json": read_config(model)}
+    for name, content in sources.items():
+        named = content.get("eos_token_id")
+        for number in named if isinstance(named, list) else [named] if named is not None else []:
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise ValueError(f"{folder / name}: eos_token_id is {named!r:.60}, not a token id or a list of them")
+            ids.add(number)
+        if ids:
+            break
+    own = _token_id(folder, _end_text(folder))
+    return sorted(ids if own is None else {*ids, own})
+
+
+def _end_text(folder: Path) -> str:
+    """Return the text of the tokenizer's end-of-sequence token, or an empty string if its files name none."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _object(folder / name).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text:
+            return text
+    return ""
+
+
+def _token_id(folder: Path, text: str) -> int | None:
+    """Return the id of the token with this text, or None if the files of the tokenizer do not list it."""
+    if not text:
+        return None
+    tokenizer, added = _object(folder / "tokenizer.json"), _object(folder / "tokenizer_config.json")
+    listed = [*_dicts(tokenizer.get("added_tokens"))]
+    decoder = added.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        listed += [{**token, "id": int(number)} for number, token in decoder.items() if isinstance(token, dict)]
+    for token in listed:
+        if token.get("content") == text and isinstance(token.get("id"), int):
+            return int(token["id"])
+    model = tokenizer.get("model")
+    vocabulary = (model.get("vocab") if isinstance(model, dict) else None) or _object(folder / "vocab.json")
+    number = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    return number if isinstance(number, int) else None
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
 def largest_token(model: str) -> int | None:
     """Return the largest token id of the tokenizer, or None if its file format is not supported here."""
     folder = Path(model)
@@ -173,14 +226,14 @@ def _ids(tokenizer: dict[str, Any]) -> Iterator[Any]:
         yield from vocabulary.values()
     elif isinstance(vocabulary, list):
         yield len(vocabulary) - 1
-    for token in added if isinstance(added, list) else ():
-        yield token["id"]
+    for token in _dicts(added):
+        yield token.get("id")
 
 
 def _object(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`, or {} if the file is missing or holds something else."""
     try:
         parsed = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return parsed if isinstance(parsed, dict) else {}

@@ -45,12 +45,12 @@ from services.rollout.engines.proof.weights import (
     folder_file,
     memory_file,
 )
-from services.rollout.engines.transformers_engine import eos_ids
 from shared.colocation.devices import Parts
 from shared.http_client import HttpClient, HttpRefused
 from shared.model.load import load_model, named_weights
 from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
+from shared.topology.model_files import end_tokens
 from shared.weights.digests import digests_of
 from shared.weights.weight_set import WeightSet
 
@@ -178,7 +178,7 @@ class OpenAIEngine:
         if self._served not in served:
             raise self._lacks(f"model {self._served or '(none chosen)'}", f"set model to one of {', '.join(served)}")
         self._expected = expected_weights(self._path, self._dtype)
-        self._eos_ids = list(eos_ids(self._path))
+        self._eos_ids = end_tokens(str(self._path))
         config = json.loads((self._path / "config.json").read_text())
         config = config.get("text_config", config)
         positions = int(config["max_position_embeddings"])

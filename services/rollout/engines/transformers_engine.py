@@ -8,7 +8,6 @@ paused.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +33,8 @@ from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.ranks.process_group import own_device
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
+from shared.tokenizer import load_tokenizer
+from shared.topology.model_files import end_tokens
 from shared.topology.passes import Passes
 from shared.weights.digests import as_int, digest_whole
 from shared.weights.weight_set import WeightSet, shown
@@ -186,7 +187,7 @@ class TransformersEngine:
         self._holders = weight_holders(self._model)
         self._table = SlotTable(
             self._model,
-            eos_ids=eos_ids(self._path),
+            eos_ids=end_tokens(str(self._path)),
             stopped=self._stop_finder,
             swaps=lambda: self._swaps,
             steady=self._deterministic,
@@ -275,9 +276,7 @@ class TransformersEngine:
             return None
         if texts in self._stop_finders:
             return self._stop_finders[texts]
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self._path)
+        tokenizer = load_tokenizer(self._path)
         # A token is at least one byte of text, so a stop text that has just ended spans at most as many tokens as it
         # has bytes. Special tokens have no text, so a few more are decoded.
         tail = max(len(text.encode()) for text in texts) + 4
@@ -298,14 +297,3 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     return torch.equal(one.view(bits), other.view(bits))  # bits, since -0.0 == 0.0 and NaN != NaN
-
-
-def eos_ids(model: Path) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a completion, from the model's generation_config.json or else
-    config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = model / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    return ()

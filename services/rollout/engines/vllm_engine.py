@@ -33,7 +33,6 @@ from services.rollout.engines.compute import ComputeThread
 from services.rollout.engines.proof.load_trace import Proof, WeightPart
 from services.rollout.engines.proof.weights import check_fits, check_proofs, expected_weights, fitting, memory_file
 from services.rollout.engines.side_by_side import EngineCall, SideBySide
-from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker
 from services.rollout.engines.vllm_outputs import generation, under_way
 from services.rollout.engines.vllm_setup import (
@@ -49,6 +48,7 @@ from shared.model.load import load_model, named_weights
 from shared.ranks.meeting import Meeting
 from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
+from shared.topology.model_files import end_tokens
 from shared.topology.services import WeightsRoute
 from shared.weights.digests import digests_of
 from shared.weights.weight_set import WeightSet
@@ -273,7 +273,7 @@ class VllmEngine:
         if self._tensor_parallel > 1:
             fixed |= {"tensor_parallel_size": self._tensor_parallel, "distributed_executor_backend": "mp"}
         self._expected = expected_weights(self._path, self._dtype)
-        self._eos_ids = list(eos_ids(self._path))
+        self._eos_ids = end_tokens(str(self._path))
         try:
             # vLLM chooses its batch size according to the usage context. The default context is for testing the engine
             # alone.

@@ -15,6 +15,11 @@ from typing import Any
 from shared.data.gym import GYM_KEY, PACKAGE, GymEntries
 from shared.sample import Sample
 
+_DOLLAR = re.compile(r"(?<!\\)\$")
+"""Matches a dollar sign that is not escaped."""
+_CURRENCY = re.compile(r"(?:\b[A-Z]{2,3})?\\?\$")
+_EMPTY_SET = "\\varnothing", "\\emptyset"
+"""A name of the empty set that the library does not know, and one that it knows."""
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -54,10 +59,12 @@ def math_verify(sample: Sample) -> float:
     from math_verify import parse, verify
 
     # The library's own timeouts are off, because they use SIGALRM. A late process is killed from outside anyway.
-    gold = parse(_as_latex(str(sample.row["answer"])), parsing_timeout=None, raise_on_error=True)
+    gold = parse(_as_latex(str(sample.row["answer"])).replace(*_EMPTY_SET), parsing_timeout=None, raise_on_error=True)
     if not gold:
         raise ValueError(f"answer {sample.row['answer']!r:.60} is not a mathematical expression")
-    answer = parse(sample.completion, parsing_timeout=None)
+    # The library makes a set of several boxed answers; the last one counts.
+    said = sample.completion[max(sample.completion.rfind("\\boxed"), 0) :].replace(*_EMPTY_SET)
+    answer = parse(said, parsing_timeout=None)
     return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
 
 
@@ -86,7 +93,11 @@ def row_number(value: Any) -> float:
 
 
 def _as_latex(answer: str) -> str:
-    return answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
+    """Return the answer as a formula. A dollar sign that delimits no formula is a currency and is left out."""
+    dollars = len(_DOLLAR.findall(answer))
+    if "\\boxed" in answer or (dollars and dollars % 2 == 0):
+        return answer
+    return f"${_CURRENCY.sub('', answer)}$"
 
 
 def _check_regex(params: dict[str, Any]) -> None:

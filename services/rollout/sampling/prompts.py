@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from shared.data.source import content_text, not_text
 from shared.rpc.errors import BadInput
+from shared.tokenizer import answer_ends, load_tokenizer
 from shared.workflow import ToolCall
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -41,19 +43,18 @@ class PromptBuilder:
 
     def __init__(self, model: Path, *, add_generation_prompt: bool) -> None:
         """Load the tokenizer from the model directory. This imports transformers. Raises BadInput."""
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise BadInput(f"model {model}: no tokenizer: {first[:300]}") from error
+        self._tokenizer = load_tokenizer(model)
+        self._ends = answer_ends(model, self._tokenizer)
         self._add_generation_prompt = add_generation_prompt
+        self._appended = self._tokens_after_a_text()
         self._pieces: dict[int, str] = {}
         """Texts of individually decoded tokens."""
-        self._special_ids = {
-            int(number) for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
+        special = {
+            int(number): token.content
+            for number, token in self._tokenizer.added_tokens_decoder.items()
+            if token.special
         }
+        self._special_ids, self._special_texts = special.keys(), [text for text in special.values() if text]
 
     def check_vocabulary(self, size: int) -> None:
         """Raise BadInput if the tokenizer has token ids beyond a model's vocabulary of `size` tokens."""
@@ -75,6 +76,8 @@ class PromptBuilder:
             if isinstance(prompt, str):
                 self._check_length(prompt, at_most)
                 ids = self._tokenizer(prompt)["input_ids"]
+                if self._appended and ids[-len(self._appended) :] == self._appended:
+                    ids = ids[: -len(self._appended)]
             elif isinstance(prompt, list):
                 if not self._tokenizer.chat_template:
                     raise NoChatTemplate("the prompt has messages, but the model's tokenizer has no chat template")
@@ -90,18 +93,29 @@ class PromptBuilder:
         return [int(token) for token in ids]
 
     def answer_ids(self, row: dict[str, Any]) -> list[int]:
-        """Return the token ids of the row's `answer` as the policy would have to generate it, with the end-of-sequence
-        token.
+        """Return the token ids of the row's `answer` as the policy would have to generate it, with the token that ends
+        it (`AnswerEnds`).
 
-        Raises a one-line ValueError if there is no answer or the tokenizer has no end-of-sequence token.
+        Raises a one-line ValueError if there is no answer, or if sampling would not end at that token.
         """
-        answer, eos = row.get("answer"), self._tokenizer.eos_token_id
+        answer = row.get("answer")
         if answer is None:
             raise ValueError("row has no answer: supervised fine-tuning (loss cross_entropy) learns from nothing else")
-        if eos is None:
-            raise ValueError("the tokenizer has no end-of-sequence token, so an answer could not end")
+        end = self._ends.end(messages=isinstance(row.get("prompt"), list))
         ids = self._tokenizer(str(answer), add_special_tokens=False)["input_ids"]
-        return [*(int(token) for token in ids), int(eos)]
+        return [*(int(token) for token in ids), end]
+
+    def _tokens_after_a_text(self) -> list[int]:
+        """Return the tokens that the tokenizer appends to a text, such as an end token. A prompt must not end with
+        them."""
+        plain, whole = (
+            [int(token) for token in self._tokenizer("a", add_special_tokens=special)["input_ids"]]
+            for special in (False, True)
+        )
+        for at in range(len(whole) - len(plain) + 1):
+            if whole[at : at + len(plain)] == plain:
+                return whole[at + len(plain) :]
+        return []
 
     def continuation(
         self,
@@ -109,20 +123,51 @@ class PromptBuilder:
         tools: list[dict[str, Any]] | None,
         earlier: Sequence[int],
         at_most: int | None = None,
+        calls: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Return the token ids that `messages` add to a conversation whose tokens `held` end with the policy's answer.
 
         These ids begin with what the template writes after an answer, unless the answer's last token already provides
-        it (a sampled end-of-turn token). Raises a one-line ValueError if the template rejects the messages, and
+        it (a sampled end-of-turn token). `calls` are the tool calls of that answer, for templates that accept the
+        result of a tool only after the call. Raises a one-line ValueError if the template rejects the messages, and
         PromptTooLong for text well above `at_most` tokens.
         """
         try:
-            ids = self._ids(self._after_an_answer(messages, tools), at_most)
+            ids = self._ids(self._after(messages, tools, calls), at_most)
         except PromptTooLong:
             raise
         except Exception as error:  # a template may raise anything
             raise ValueError(f"{error}".replace("\n", " ")[:200]) from None
         return ids[1:] if ids and earlier and ids[0] == earlier[-1] and ids[0] in self._special_ids else ids
+
+    def _after(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, calls: list[dict[str, Any]] | None
+    ) -> str:
+        """Return the text that the template writes for `messages` after an answer, or after an answer with `calls`."""
+        try:
+            return self._after_an_answer(messages, tools)
+        except Exception:  # a template may raise anything
+            if messages[0].get("role") != "tool":
+                raise
+            return self._after_a_call(messages, tools, calls or _stand_in_call(messages[0]))
+
+    def _after_a_call(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, calls: list[dict[str, Any]]
+    ) -> str:
+        """Return the text that the template writes for `messages` after an answer that consists of `calls`, beginning
+        with the special token that ends the answer."""
+        conversation: list[dict[str, Any]] = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+        before = self._rendered(conversation, tools, prompted=False)
+        whole = self._rendered([*conversation, *messages], tools)
+        if not whole.startswith(before):
+            raise ValueError("the chat template rewrites an assistant's tool call when its result follows")
+        name = str(calls[-1].get("function", {}).get("name", ""))
+        at = before.rfind(name) + len(name)
+        ends = [before.rfind(token) for token in self._special_texts]
+        return whole[max([end for end in ends if end >= at], default=len(before)) :]
 
     def _after_an_answer(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         """Return the text that the template writes for `messages` after an answer, including the end of the answer."""
@@ -141,9 +186,18 @@ class PromptBuilder:
                 break
         raise ValueError("the chat template does not write an assistant's answer unchanged and exactly once")
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, prompted: bool = True
+    ) -> str:
+        """Return the conversation as text. Unless `prompted`, nothing follows that asks for an answer."""
+        for message in messages:
+            if isinstance(message.get("content"), list) and (part := not_text(message["content"])):
+                raise ValueError(f"a message of role {message.get('role')}: {part}; a policy reads text only")
         text: str = self._tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=self._add_generation_prompt, tokenize=False
+            [m | {"content": content_text(m)} if isinstance(m.get("content"), list) else m for m in messages],
+            tools=tools,
+            add_generation_prompt=prompted and self._add_generation_prompt,
+            tokenize=False,
         )
         return text
 
@@ -197,6 +251,12 @@ class PromptBuilder:
     def _text_of(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return text
+
+
+def _stand_in_call(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a call that a tool's result may follow if the answer contains none."""
+    function = {"name": str(result.get("name") or "tool"), "arguments": {}}
+    return [{"type": "function", "id": str(result.get("tool_call_id") or "call"), "function": function}]
 
 
 def tool_calls(text: str) -> list[ToolCall]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from shared.data.source import content_text
 from shared.workflow import LLM, Context, Message, Trajectory
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -42,7 +43,7 @@ async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: 
     """
     prompt = row["prompt"]
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    asked = str(messages[-1].get("content") or "")
+    asked = str(content_text(messages[-1]) or "")
     calls = 0
     for left in range(max_turns - 1, -1, -1):
         turn = await llm.chat(messages, tools=[CALCULATOR])

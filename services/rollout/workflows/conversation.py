@@ -66,7 +66,8 @@ class Conversation:
                     continue
                 tokens = sequence.tokens.token_ids
                 room = self._context_tokens - len(tokens)
-                added = self._prompts.continuation(messages[begun:], tools, tokens, room)
+                calls = messages[begun - 1].get("tool_calls")
+                added = self._prompts.continuation(messages[begun:], tools, tokens, room, calls)
                 return self._reserve(PreparedCall(sequence, messages, [*tokens, *added], len(added)))
             ids = self._prompts.token_ids({"prompt": messages, "tools": tools}, self._context_tokens)
         except PromptTooLong as error:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from services.rollout.sampling.prompts import tool_calls
+from shared.data.source import content_text
 from shared.workflow import Message
 
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -20,14 +21,6 @@ def same(one: Message, other: Message) -> bool:
     """Return whether both messages mean the same thing. Fields that agents add (such as refusal: null) are ignored."""
     # The messages are compared as JSON, in which True, 1 and 1.0 differ.
     return one is other or _encoded(_plain(one)) == _encoded(_plain(other))
-
-
-def content_text(message: Message) -> Any:
-    """Return the message's content. A list of texts is joined into one text."""
-    content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    return content
 
 
 def arguments(function: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from services.rollout.engine import GenerationCancelled, Prompt
 from services.rollout.engines import transformers_engine
 from services.rollout.engines.slots import MAX_ROWS, pick
-from services.rollout.engines.transformers_engine import TransformersEngine, eos_ids
+from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.results.assemble import task_shards
 from services.rollout.sampling.trajectory import BlockVersions, answers_of, single_turns
 from shared.model.load import load_model
@@ -193,10 +193,6 @@ def test_a_gpu_never_samples_a_token_of_probability_0() -> None:
     logprobs[:, likely] = torch.randn(4, len(likely), device="cuda").log_softmax(-1)
     uniform = torch.rand((4, 200_000), generator=torch.Generator().manual_seed(0))
     assert torch.isin(pick(logprobs, uniform), likely).all()
-
-
-def test_eos_ids_come_from_the_model_directory() -> None:
-    assert eos_ids(MODEL) == (EOS,)
 
 
 def test_the_engine_sets_up_its_device_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from services.rollout.rewards import builtin
 from shared.data import open_source
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
@@ -74,6 +75,24 @@ def test_math_verify_compares_mathematical_meaning() -> None:
     assert values(score([[sample(each, answer=r"\frac{1}{2}") for each in completions]], line, timeout_s=20)) == [
         [1.0, 1.0, 0.0, 0.0]
     ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "value"),
+    [
+        (r"\$18.90", r"\boxed{\$18.90}", 1.0),
+        (r"\$36", r"\boxed{36}", 1.0),
+        (r"\$32,\!348", r"\boxed{32348}", 1.0),
+        ("US$5", r"\boxed{5}", 1.0),
+        ("$5$", r"\boxed{5}", 1.0),
+        ("5", "\\boxed{4}\n\nWait, that is wrong.\n\n\\boxed{5}", 1.0),
+        ("4", "\\boxed{4}\n\nWait, that is wrong.\n\n\\boxed{5}", 0.0),
+        (r"\emptyset", r"\boxed{\varnothing}", 1.0),
+    ],
+)
+def test_math_verify_reads_answers_as_people_write_them(answer: str, completion: str, value: float) -> None:
+    pytest.importorskip("math_verify")
+    assert builtin.math_verify(sample(completion, answer=answer)) == value
 
 
 def test_an_extra_that_is_not_installed_is_reported_at_the_start(

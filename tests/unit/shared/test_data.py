@@ -173,6 +173,11 @@ def test_row_longer_than_a_read_buffer_is_read_completely(write_jsonl: WriteJson
             "prompt message 1 has no content",
         ),
         ('{"prompt": ["hi"]}', "prompt message 0 has no role"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}',
+            "prompt message 0: part 1 of its content is no text but image_url; a policy is trained on text only",
+        ),
+        ('{"prompt": [{"role": "user", "content": [7]}]}', "part 0 of its content is no text but a number"),
         ('{"prompt": "a", "tools": {}}', "tools must be a list of tool definitions, not an object"),
         ('{"prompt": "a", "id": []}', "id must be text or a whole number, not a list"),
         ('["prompt"]', "a row must be a JSON object with a prompt, not a list"),
