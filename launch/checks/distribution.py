@@ -23,8 +23,7 @@ from proto.ids import make_task_id, new_incarnation
 from proto.messages import ErrorCode, Hold, PutTask, Resolve, Resolved
 from services.batch_store.relay import Relay
 from shared.dataplane.stream import StreamReader
-from shared.rpc.client import Client
-from shared.rpc.directory import Directory
+from shared.rpc.client import Client, Directory
 from shared.rpc.errors import AWAY, RpcError
 from shared.rundir import parse_service_name
 from shared.security.access import Access

@@ -32,12 +32,12 @@ from proto.messages import (
     StoryRow,
     TaskState,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import Cleared, Durable, LeaseExpired, StoreGone
-from services.scheduler.journal import Recorded, reading
 from services.scheduler.leases import TaskLease
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
+from services.scheduler.tables import Recorded, reading
 from services.scheduler.tasks import StagePart, Task
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
@@ -107,7 +107,7 @@ def _beginning(run: RunDir, recorded: Recorded) -> RunState:
     try:
         plan, _ = make_plan(load(run.topology), run.topology)
         parts = recorded.snapshot()
-        return snapshot.load(plan, parts) if parts else RunState(plan)
+        return run_state.load(plan, parts) if parts else RunState(plan)
     except TopologyError as error:
         causes = "; ".join(str(error).splitlines())
         text = f"journal {run.journal}: cannot be replayed, because the run's topology is invalid: {causes}"

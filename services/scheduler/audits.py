@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from proto.messages import PutTask, TaskState
-from services.scheduler.events import Listed, ShardClaim
+from services.scheduler.events import CheckShards, Listed, ShardClaim
 from services.scheduler.ledger import TaskLedger
 from services.scheduler.tasks import Task
 from shared.stages import WEIGHTS
@@ -107,13 +107,12 @@ class Audits:
         """Allow `AUDITED_AT_ONCE` more tasks to be compared."""
         self._room = AUDITED_AT_ONCE
 
-    def compare(self, ledger: TaskLedger) -> list[Audit]:
-        """Compare as many tasks as are allowed now, and return the completed audits.
+    def compare(self, ledger: TaskLedger) -> list[CheckShards]:
+        """Compare as many tasks as are allowed now, and have the stores check the missing results.
 
-        `missing` may also contain results accepted after the inventory began, so the store is asked again about each of
-        these.
+        A result that was accepted after the inventory began may also be missing from it.
         """
-        over: list[Audit] = []
+        checks: list[CheckShards] = []
         while self._room > 0 and (self._compared or self._complete):
             if not self._compared:
                 self._begin(ledger)
@@ -124,10 +123,12 @@ class Audits:
                         if store in self._compared:
                             self._compared[store].expect(_claim(ledger, store, task))
             if len(some) < self._room:
-                over += self._compared.values()
+                checks += [
+                    CheckShards(store, audit.missing) for store, audit in self._compared.items() if audit.missing
+                ]
                 self._compared = {}
             self._room -= max(len(some), 1)
-        return over
+        return checks
 
     def _begin(self, ledger: TaskLedger) -> None:
         self._compared, self._complete = self._complete, {}

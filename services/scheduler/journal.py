@@ -13,28 +13,27 @@ import json
 import sqlite3
 import struct
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 
-from proto import codec
 from proto.errors import WireError
 from proto.messages import CheckpointSaved, ErrorCode, TaskState
-from proto.registry import Message
 from services.scheduler import tables
 from services.scheduler.events import (
     DiscardRows,
     Durable,
     ForgetSteps,
-    Internal,
     Rewound,
     SaveStep,
     WriteRow,
+    decode,
+    encode,
 )
 from services.scheduler.mark import Mark, Reached
-from services.scheduler.snapshot import LAYOUT
-from services.scheduler.wal import WalCheckpoints
+from services.scheduler.run_state import LAYOUT
 from shared.rpc.errors import BadInput, RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
@@ -46,12 +45,15 @@ more.
 
 Replay is therefore bounded, and snapshots account for a constant fraction of all writing.
 """
+SOFT_BYTES = 16 << 20
+"""Growth of the write-ahead log, in bytes, after which it is copied into the file."""
+HARD_BYTES = 512 << 20
+"""Size of the log, in bytes, beyond which the writer copies it itself."""
+PASSES = 3
+"""Maximum number of consecutive passes. Data written during a pass is left to the next pass."""
 FORGOTTEN_AT_ONCE = 1024
 """Maximum number of old steps that one transaction deletes. This bounds how long requests are delayed."""
 
-_INTERNAL: tuple[type[Internal], ...] = get_args(Internal)
-_DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
-_KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}
 _DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
 """Exceptions that reading damaged bytes raises. ValueError includes UnicodeDecodeError."""
 _ENVIRONMENT = frozenset(
@@ -71,15 +73,6 @@ _BY_STEP = ("steps", "rows")
 _REMEDY = "restore the file from a backup or begin a new run"
 
 
-def rewinds(path: Path) -> list[tuple[int, int, str]]:
-    """Return `(step, committed, cause)` for each rewind of a run, oldest first, or [] for an unreadable journal."""
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as journal:
-            return journal.execute("SELECT step, committed, cause FROM rewinds ORDER BY lineage").fetchall()
-    except sqlite3.Error:
-        return []
-
-
 class _SnapshotRow(NamedTuple):
     """The newest complete snapshot: its last event, the chain at that event, and the number and chain of its parts."""
 
@@ -89,58 +82,56 @@ class _SnapshotRow(NamedTuple):
     last: bytes
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[Recorded]:
-    """Open the journal of a run read-only, in its current state. The run may be live.
+class WalCheckpoints:
+    """Passes that copy the journal's write-ahead log into its file, on a separate thread and connection.
 
-    Raises RpcError(bad_request) with a one-line message if the journal is missing or cannot be read.
-    """
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
-            db.execute("BEGIN")  # all queries see the state that the first one sees
-            yield Recorded(db)
-    except (sqlite3.Error, WireError, msgspec.MsgspecError) as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"journal {path}: cannot be read ({error})") from None
-
-
-class Recorded:
-    """The content of a journal, for readers other than its scheduler.
-
-    `reading` translates the errors of its methods.
+    Copying and syncing can take a long time and would otherwise delay the writer. SQLite restarts the log once a pass
+    has copied all of it and nothing has been written in the meantime. If writing never paused, the log would grow
+    without limit, so beyond `HARD_BYTES` the writer runs a pass itself.
     """
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-        row = db.execute("SELECT seq FROM snapshot").fetchone()
-        self._seq: int = row[0] if row else 0
-        self.forgotten = _forgotten(dict(db.execute("SELECT key, value FROM meta")))
-        """The last step whose batch has been deleted, or -1."""
+    def __init__(self, path: Path, page_bytes: int) -> None:
+        self._path = path
+        self._page_bytes = page_bytes
+        self._written = 0
+        self._left_bytes = 0
+        self._thread = ThreadPoolExecutor(1, "wal-checkpoints")
+        self._passes: Future[None] | None = None
 
-    def snapshot(self) -> list[bytes]:
-        """Return the parts of the newest snapshot, or [] if there is none."""
-        query = "SELECT body FROM parts WHERE seq = ? ORDER BY part"
-        return [body for (body,) in self._db.execute(query, (self._seq,))] if self._seq else []
+    def wrote(self, nbytes: int, db: sqlite3.Connection) -> None:
+        """Record that the writer has committed `nbytes` through `db`. Raises sqlite3.Error if a pass has failed."""
+        self._written += nbytes
+        if self._passes is not None and self._passes.done():
+            self._passes.result()
+            self._passes = None
+        if self._written < SOFT_BYTES or self._passes is not None:
+            return
+        self._left_bytes += self._written
+        self._written = 0
+        if self._left_bytes > HARD_BYTES:
+            self._copy(db)
+        else:
+            self.order()
 
-    def events(self) -> Iterator[tuple[float, Durable]]:
-        """Yield the events after the snapshot in order, each with its time in seconds since 1970."""
-        for at, kind, body in self._db.execute(
-            "SELECT at, kind, body FROM events WHERE seq > ? ORDER BY seq", (self._seq,)
-        ):
-            yield at, _decode(kind, body)
+    def order(self) -> None:
+        """Have the thread sync everything committed so far."""
+        self._passes = self._thread.submit(self._run)
 
-    def steps_of(self, task_id: str) -> list[tuple[int, str, float | None]]:
-        """Return `(step, state, committed_at)` for each step whose batch contains the task."""
-        query = "SELECT step, state, committed_at FROM steps WHERE instr(task_ids, ?) ORDER BY step"
-        return self._db.execute(query, (json.dumps(task_id),)).fetchall()
+    def close(self) -> None:
+        """Wait for the passes in progress and stop the thread."""
+        self._thread.shutdown()
 
+    def _run(self) -> None:
+        with contextlib.closing(sqlite3.connect(self._path, isolation_level=None)) as db:
+            for _ in range(PASSES):
+                if not self._copy(db):
+                    break
 
-def _forgotten(meta: dict[str, str]) -> int:
-    return int(meta.get(tables.FORGOTTEN, "-1"))
-
-
-def _decode(kind: int, body: bytes) -> Durable:
-    decoder = _DECODERS.get(kind)
-    return decoder.decode(body) if decoder is not None else cast(Durable, codec.decode_body(kind, body))
+    def _copy(self, db: sqlite3.Connection) -> int:
+        """Run one pass, and return the number of bytes left for another pass."""
+        pages, copied = map(int, db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1:])
+        self._left_bytes = pages * self._page_bytes if copied < pages else 0
+        return (pages - copied) * self._page_bytes
 
 
 class Journal:
@@ -215,7 +206,7 @@ class Journal:
         for table in tables.SUMMED:
             self._check_rows(table)
         meta = dict(self._db.execute("SELECT key, value FROM meta"))
-        self.forgotten = _forgotten(meta)
+        self.forgotten = tables.forgotten(meta)
         """The last step whose batch and metrics row have been deleted, or -1."""
         if meta.get("format") != FORMAT:
             raise self.broken(
@@ -330,7 +321,7 @@ class Journal:
                     raise ValueError("its checksum does not match")
                 last = seq
             try:
-                event = _decode(kind, body)
+                event = decode(kind, body)
             except (WireError, msgspec.MsgspecError) as error:
                 raise self.broken(f"event {last}: {error}; use the release that wrote it") from None
             yield event
@@ -356,12 +347,7 @@ class Journal:
 
     def append(self, event: Durable, at: float) -> None:
         """Add a durable event. `at`, in seconds since 1970, is only for human readers."""
-        kind = _KINDS.get(type(event))  # type: ignore[arg-type]
-        if kind is not None:
-            body = msgspec.msgpack.encode(event)
-        else:
-            message = cast(Message, event)
-            kind, body = message.TYPE, codec.encode_body(message)
+        kind, body = encode(event)
         self.seq += 1
         self._chain = tables.link(self._chain, self.seq, kind, at, body)
         self._event_bytes += len(body)
@@ -433,8 +419,6 @@ class Journal:
         self._db.execute("COMMIT")
         nbytes, self._pending_bytes = self._pending_bytes, 0
         self._wal.wrote(nbytes, self._db)
-        if self._wal.error:
-            raise sqlite3.OperationalError(self._wal.error)
 
     def _unwritable(self, cause: str) -> RpcError:
         return self._unreachable(

@@ -14,18 +14,14 @@ from typing import Any
 
 from proto.ids import make_task_id
 from proto.messages import DropReason, PutTask, TaskState
-from proto.tensors import Array
-from services.scheduler import scalars
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import Effect, Tell
 from services.scheduler.history import RunHistory
 from services.scheduler.leases import CallId, Holder, Leases, TaskLease, Version
-from services.scheduler.losses import Losses
 from services.scheduler.plan import EpochOrder, Plan, due
-from services.scheduler.records import Records
+from services.scheduler.records import Losses, Records
 from services.scheduler.shards import StoredShards
-from services.scheduler.tasks import EVALUATION, Task, Tasks
-from services.scheduler.window import AdmissionWindow
+from services.scheduler.tasks import EVALUATION, AdmissionWindow, Task, Tasks
 from shared.rundir import service_name
 from shared.stages import TRAIN
 
@@ -90,7 +86,6 @@ class TaskLedger:
         self.leases = Leases()
         self.losses = Losses()
         self.records = Records(history)
-        self.layouts: list[scalars.Layout] = []
         self.reopened: list[str] = []
         """Tasks of steps that were rolled back, and tasks that were waiting at that time. They are admitted before all
         others."""
@@ -121,11 +116,11 @@ class TaskLedger:
         """Return the values that a snapshot stores unchanged."""
         return {name: getattr(self, name) for name in _SAVED}
 
-    def restore(self, saved: dict[str, Any], losses: Losses, layouts: list[scalars.Layout]) -> None:
+    def restore(self, saved: dict[str, Any], losses: Losses) -> None:
         """Replace the values that a snapshot stores, once the tasks, the window and the leases are loaded."""
         for name in _SAVED:
             setattr(self, name, saved[name])
-        self.losses, self.layouts = losses, layouts
+        self.losses = losses
         self.line_up()
 
     def take_effects(self) -> list[Effect]:
@@ -259,10 +254,6 @@ class TaskLedger:
         tasks = self.window.tasks.items()
         for stage in range(len(self._lines)):
             self._lines[stage] = [number for number, task in tasks if self.is_waiting(stage, task)]
-
-    def has_in_line(self, stage: int, admissions: Iterable[int]) -> bool:
-        """Return whether the line of a stage contains all of these admission numbers."""
-        return set(admissions) <= set(self._lines[stage])
 
     # ---- leases
 
@@ -451,7 +442,7 @@ class TaskLedger:
         if self.history.config.recording is not None and not self.order.fixed:
             self.records.rewinds.append((self.history.lineage, step))
 
-    # ---- values of samples
+    # ---- staleness
 
     def count_checked(self, *, stale: bool) -> None:
         """Count a check of a finished task's staleness."""
@@ -464,14 +455,3 @@ class TaskLedger:
         counts = {"rollout/tasks_checked": float(self.checked), "rollout/tasks_stale": float(self.stale)}
         self.checked = self.stale = 0
         return counts
-
-    def layout(self, columns: dict[str, Array]) -> int:
-        """Return the index of the layout of these columns."""
-        layout = scalars.layout_of(columns)
-        if layout not in self.layouts:
-            self.layouts.append(layout)
-        return self.layouts.index(layout)
-
-    def columns(self, task: Task) -> dict[str, Array]:
-        """Return the per-sample values of an accepted task, each of shape [samples]."""
-        return scalars.unpack(self.layouts[task.layout], task.samples, task.scalars)

@@ -1,15 +1,18 @@
-"""The registered life of every instance, and checks of what a peer reports about itself. The module is pure."""
+"""The registered life of every instance, what it last reported, and checks of these reports. The module is pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
-from proto.messages import ErrorCode, Heartbeat, Register
+from proto.messages import ErrorCode, Heartbeat, Register, Trouble
 from services.scheduler.leases import Holder
+from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
+from shared.topology import TRAINER_STORE
 from shared.topology.models import POLICY_WORKER
 
 STORE, RANK = "batch-store", POLICY_WORKER
@@ -21,6 +24,12 @@ MOST_TEXT = 1024
 """Maximum number of characters in each string that a service reports. The status of a run holds all of them."""
 MOST = 1 << 50
 """Maximum bytes (one pebibyte) or shards of one store."""
+GONE_S = 120.0
+"""Seconds of silence after which a process counts as gone if its end cannot be confirmed (its host may be gone, too).
+The scheduler does not give up on the trainer's store, because the run needs that store and the run's own supervisor
+restarts it."""
+ABSENT_S = 3.0
+"""Seconds without a heartbeat after which a store is no longer named to other stores as a source of weights."""
 MOST_TROUBLES = 16
 """Maximum number of problems in one heartbeat."""
 
@@ -90,6 +99,59 @@ class Registry(Mapping[Holder, Register]):
         del there[holder]
         if not there:
             del self._hosts[row.host_id]
+
+
+@dataclass
+class Seen:
+    """The last heartbeat of an instance."""
+
+    at: float
+    state: str = ProcessState.STARTING
+    rss_bytes: int = 0
+    store_bytes: int = 0
+    store_shards: int = 0
+    troubles: list[Trouble] = field(default_factory=list)
+
+
+class Peers:
+    """The last heartbeat of every instance. It dies with this process."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Holder, Seen] = {}
+        self._ending: dict[Holder, str] = {}
+        """The problems that end the run, by the process that reports them."""
+
+    def hear(self, holder: Holder, seen: Seen) -> None:
+        self.seen[holder] = seen
+        ends = next((trouble.text for trouble in seen.troubles if trouble.ends_run), None)
+        if ends is None:
+            self._ending.pop(holder, None)
+        else:
+            self._ending[holder] = ends
+
+    def forget(self, holder: Holder) -> None:
+        self.seen.pop(holder, None)
+        self._ending.pop(holder, None)
+
+    def is_present(self, holder: Holder, now: float) -> bool:
+        return holder in self.seen and now - self.seen[holder].at < ABSENT_S
+
+    def is_silent(self, holder: Holder, now: float) -> bool:
+        """Return whether an instance was never heard from in this life, or not for `GONE_S`."""
+        return holder not in self.seen or now - self.seen[holder].at > GONE_S
+
+    def silent_stores(self, now: float) -> list[Holder]:
+        """Return the stores that are gone for good."""
+        return [
+            holder
+            for holder, seen in self.seen.items()
+            if now - seen.at > GONE_S and holder[0] == STORE and service_name(*holder) != TRAINER_STORE
+        ]
+
+    def check_troubles(self) -> None:
+        """Raise RpcError(bad_data) if a service has given up waiting for something that the tasks need."""
+        for holder, text in self._ending.items():
+            raise RpcError(ErrorCode.BAD_DATA, f"{service_name(*holder)}: {text}")
 
 
 def check_numbers(request: Register | Heartbeat) -> None:

@@ -1,4 +1,4 @@
-"""The tables of the journal, and the checksums over events, snapshots and rows.
+"""The tables of the journal, the checksums over events, snapshots and rows, and a reader for other processes.
 
 The column `metrics` of the table `steps` is `{}`, because `rows` has the values. Earlier releases filled it.
 
@@ -9,11 +9,19 @@ a chain that continues from the snapshot's event. Each row of the other tables e
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import struct
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import xxhash
+
+from proto.errors import WireError
+from proto.messages import ErrorCode
+from services.scheduler.events import Durable, decode
+from shared.rpc.errors import RpcError
 
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum BLOB NOT NULL);
@@ -81,3 +89,65 @@ def create(db: sqlite3.Connection) -> None:
     """Create a journal's tables."""
     for statement in _TABLES.split(";"):
         db.execute(statement)
+
+
+def forgotten(meta: dict[str, str]) -> int:
+    """Return the last step whose batch and metrics row have been deleted, or -1, given the table `meta`."""
+    return int(meta.get(FORGOTTEN, "-1"))
+
+
+# ---- for processes other than the scheduler
+
+
+def rewinds(path: Path) -> list[tuple[int, int, str]]:
+    """Return `(step, committed, cause)` for each rewind of a run, oldest first, or [] for an unreadable journal."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as journal:
+            return journal.execute("SELECT step, committed, cause FROM rewinds ORDER BY lineage").fetchall()
+    except sqlite3.Error:
+        return []
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[Recorded]:
+    """Open the journal of a run read-only, in its current state. The run may be live.
+
+    Raises RpcError(bad_request) with a one-line message if the journal is missing or cannot be read.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
+            db.execute("BEGIN")  # all queries see the state that the first one sees
+            yield Recorded(db)
+    except (sqlite3.Error, WireError, msgspec.MsgspecError) as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"journal {path}: cannot be read ({error})") from None
+
+
+class Recorded:
+    """The content of a journal, for readers other than its scheduler.
+
+    `reading` translates the errors of its methods.
+    """
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        row = db.execute("SELECT seq FROM snapshot").fetchone()
+        self._seq: int = row[0] if row else 0
+        self.forgotten = forgotten(dict(db.execute("SELECT key, value FROM meta")))
+        """The last step whose batch has been deleted, or -1."""
+
+    def snapshot(self) -> list[bytes]:
+        """Return the parts of the newest snapshot, or [] if there is none."""
+        query = "SELECT body FROM parts WHERE seq = ? ORDER BY part"
+        return [body for (body,) in self._db.execute(query, (self._seq,))] if self._seq else []
+
+    def events(self) -> Iterator[tuple[float, Durable]]:
+        """Yield the events after the snapshot in order, each with its time in seconds since 1970."""
+        for at, kind, body in self._db.execute(
+            "SELECT at, kind, body FROM events WHERE seq > ? ORDER BY seq", (self._seq,)
+        ):
+            yield at, decode(kind, body)
+
+    def steps_of(self, task_id: str) -> list[tuple[int, str, float | None]]:
+        """Return `(step, state, committed_at)` for each step whose batch contains the task."""
+        query = "SELECT step, state, committed_at FROM steps WHERE instr(task_ids, ?) ORDER BY step"
+        return self._db.execute(query, (json.dumps(task_id),)).fetchall()

@@ -7,30 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 
-from proto.messages import NextBatch, ServiceRow, Status, TaskState, Trouble, TroubleKind, TroubleRow, WaitKind, WaitRow
+from proto.messages import NextBatch, ServiceRow, Status, TaskState, TroubleKind, TroubleRow, WaitKind, WaitRow
 from services.scheduler.events import Tell
 from services.scheduler.leases import Holder
-from services.scheduler.registry import STORE
+from services.scheduler.registry import STORE, Seen
 from services.scheduler.run_state import RunState
 from services.scheduler.tasks import Task
-from shared.actor.service import ProcessState
 from shared.rundir import service_name
 from shared.stages import TRAIN
-
-
-@dataclass
-class Seen:
-    """The last heartbeat of an instance."""
-
-    at: float
-    state: str = ProcessState.STARTING
-    rss_bytes: int = 0
-    store_bytes: int = 0
-    store_shards: int = 0
-    troubles: list[Trouble] = field(default_factory=list)
 
 
 def stores_of(seen: Mapping[Holder, Seen]) -> tuple[int, int]:

@@ -27,10 +27,8 @@ from proto.errors import WireError
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, GetWaits, Ping, Pong, ServiceReport, WaitRow, Waits
 from shared.actor.logging import log_page
-from shared.actor.resources import ResourceMeter
-from shared.actor.telemetry import TelemetrySender, report_refusals
-from shared.rpc.client import Client
-from shared.rpc.directory import Directory
+from shared.actor.telemetry import ResourceMeter, TelemetrySender, report_refusals
+from shared.rpc.client import Client, Directory
 from shared.rpc.errors import RpcError, is_certain
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rpc.transport import LINGER_MS

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from proto import blockfile, dtypes, selection
-from proto.blockfile import Table
+from proto import blockfile, dtypes
+from proto.blockfile import Selection, Table
 from proto.tensors import Array
 from shared.dataplane.lent_pages import ReadMappingPool
 from shared.dataplane.write import HALVE_BYTES, SMALL_BYTES
@@ -229,7 +229,7 @@ class BlockMapping:
         Each shard is compared with its checksum the first time that this process reads it. For a large file,
         `helper`'s thread compares half of the shards. Raises DamagedShards.
         """
-        picked = selection.select(self._table, tasks, keys)
+        picked = self._table.select(tasks, keys)
         self._verify(picked.numbers, helper)
         return _views(self._table, self._data, picked)
 
@@ -238,7 +238,7 @@ class BlockMapping:
         rows = np.sort(rows[~self._verified[rows]])
         if not len(rows):
             return
-        begins, ends, checksums = selection.placed(self._table, rows)
+        begins, ends, checksums = self._table.placed(rows)
         with memoryview(self._data if isinstance(self._data, mmap.mmap) else self._data.data) as view:
 
             def hashed(first: int, last: int) -> list[int]:
@@ -255,7 +255,7 @@ class BlockMapping:
                 computed = hashed(0, middle) + other.result()
         wrong = np.array(computed, np.uint64) != np.array(checksums, np.uint64)
         if wrong.any():
-            raise DamagedShards(self._path, selection.named(self._table, rows[wrong]))
+            raise DamagedShards(self._path, self._table.named(rows[wrong]))
         self._verified[rows] = True
 
     def touch(self, helper: Executor) -> None:
@@ -273,10 +273,10 @@ def views(
     table: Table, data: mmap.mmap | Array, tasks: Sequence[int], keys: Sequence[str] | None
 ) -> list[dict[str, Array]]:
     """Return views of shards in a mapped file, one dict per task (by index): all shards, or only those in `keys`."""
-    return _views(table, data, selection.select(table, tasks, keys))
+    return _views(table, data, table.select(tasks, keys))
 
 
-def _views(table: Table, data: mmap.mmap | Array, picked: selection.Selection) -> list[dict[str, Array]]:
+def _views(table: Table, data: mmap.mmap | Array, picked: Selection) -> list[dict[str, Array]]:
     flat = {code: _flat(data, code) for code in np.unique(picked.codes).tolist()}
     width = picked.columns()
     if width:
@@ -295,7 +295,7 @@ def _views(table: Table, data: mmap.mmap | Array, picked: selection.Selection) -
     return per_task
 
 
-def _by_column(table: Table, picked: selection.Selection, flat: dict[int, Array], width: int) -> list[dict[str, Array]]:
+def _by_column(table: Table, picked: Selection, flat: dict[int, Array], width: int) -> list[dict[str, Array]]:
     """Do the work of `views` in a third of the time, for tasks with the same keys and types."""
     columns: list[list[Array]] = []
     for at, code in enumerate(picked.codes[:width].tolist()):

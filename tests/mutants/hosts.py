@@ -14,7 +14,7 @@ HOSTS = [
     Mutation(
         "the scheduler waits indefinitely for a store that the topology places",
         Promise.DEADLINES,
-        SCHEDULER,
+        "services/scheduler/registry.py",
         "> GONE_S and holder[0] == STORE and service_name(*holder) != TRAINER_STORE",
         "> GONE_S and holder[0] == STORE and holder[1] > 1",
         f"{STORES}::test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_are_sampled_again",

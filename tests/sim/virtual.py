@@ -95,8 +95,6 @@ def _no_telemetry(*_: Any, **__: Any) -> None:
 class NoPasses:
     """Replacement for the thread that copies the journal's write-ahead log into the journal's file."""
 
-    error = ""
-
     def __init__(self, *_: Any) -> None: ...
 
     def wrote(self, *_: Any) -> None: ...

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from proto.messages import CommitStep, Complete, LeaseGrant, NextBatch, Outcome, StepBatch, TaskResult
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import WriteRow
 from services.scheduler.run_state import RunState
 from tests.unit.scheduler.bench import STORE, Bench, ids, plan
@@ -123,9 +123,9 @@ def test_journal_and_snapshot_restore_the_same_state() -> None:
     complete(bench, fast, (0, 0))
     assert batched(bench, 1) == [ids(slow)[0], *ids(fast)[:3]]
     trained(bench, 1)
-    packed = snapshot.dump(bench.machine.run)
+    packed = run_state.dump(bench.machine.run)
     again = RunState(bench.plan)
     for event in bench.journal:
         again.apply(event)
-    assert snapshot.dump(again) == packed
-    assert snapshot.dump(snapshot.load(bench.plan, packed)) == packed
+    assert run_state.dump(again) == packed
+    assert run_state.dump(run_state.load(bench.plan, packed)) == packed

@@ -13,7 +13,7 @@ import pytest
 
 from proto.ids import make_task_id
 from proto.messages import CheckpointSaved, GetRunInfo
-from services.scheduler import snapshot, steps, tables
+from services.scheduler import run_state, steps, tables
 from services.scheduler.events import (
     Configure,
     DiscardRows,
@@ -23,11 +23,12 @@ from services.scheduler.events import (
     SaveStep,
     WriteRow,
 )
-from services.scheduler.journal import FORGOTTEN_AT_ONCE, Journal, reading
+from services.scheduler.journal import FORGOTTEN_AT_ONCE, Journal
 from services.scheduler.metrics_file import MetricsFile, traces
 from services.scheduler.plan import EvalPlan
 from services.scheduler.server import rebuild
 from services.scheduler.state import Scheduler
+from services.scheduler.tables import reading
 from shared.rpc.errors import RpcError
 from tests.unit.scheduler.bench import Bench, plan
 
@@ -114,7 +115,7 @@ def test_steps_that_no_recovery_needs_are_forgotten_and_the_metrics_file_keeps_t
     assert run.stored("rows") == run.stored("steps") == [17, 18, 19, 20, 21]
     assert steps_in(run.metrics) == list(range(22))
     state = run.reopened()
-    assert snapshot.dump(state.run) == snapshot.dump(run.bench.machine.run)
+    assert run_state.dump(state.run) == run_state.dump(run.bench.machine.run)
     assert (run.journal.forgotten, state.run.history.committed_step) == (16, 21)
     assert traces(run.metrics, run.journal.rows_after(-1))[1] == 21
     with reading(run.path) as recorded:

@@ -12,7 +12,8 @@ from proto.messages import Heartbeat, LeaseGrant, NextBatch, PutTask, Trouble
 from services.scheduler import audits, shards
 from services.scheduler.events import CheckShards, Configure, Fail, Listed, Tick
 from services.scheduler.planning import heartbeat_s
-from services.scheduler.state import ANSWERED_AT_ONCE, Scheduler
+from services.scheduler.state import Scheduler
+from services.scheduler.waiting import ANSWERED_AT_ONCE
 from shared.topology import load
 from tests.opcodes import opcodes
 from tests.unit.scheduler.bench import STORE, Bench, plan

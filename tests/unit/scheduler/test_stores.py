@@ -18,7 +18,7 @@ from proto.messages import (
     PutTask,
     StepBatch,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import (
     Asked,
     Checked,
@@ -32,10 +32,11 @@ from services.scheduler.events import (
     Tick,
 )
 from services.scheduler.planning import make_plan
+from services.scheduler.registry import ABSENT_S, GONE_S
 from services.scheduler.run_state import RunState
-from services.scheduler.state import ABSENT_S, GONE_S
 from shared.stages import REFERENCE, ROLLOUT
 from shared.topology import load
+from tests.sim.invariants import check_invariants
 from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, ids, plan
 from tests.unit.shared.topology.small_topology import make, write
 
@@ -115,8 +116,8 @@ def test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both(tmp
     assert run.shards.uncovered == {AWAY: 280, STORE: 80}
     bench.step(2, STORE)
     assert run.shards.uncovered == {AWAY: 280 + 80, STORE: 80 + 280}
-    run.validate()
-    again = snapshot.load(bench.plan, snapshot.dump(run))
+    check_invariants(run)
+    again = run_state.load(bench.plan, run_state.dump(run))
     assert again.shards.trainer_stores == run.shards.trainer_stores == (STORE, AWAY)
     bench.ask(CheckpointSaved(driver=1, step=2, kept=[2]))
     clears = {
@@ -126,7 +127,7 @@ def test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both(tmp
     assert len(clears[AWAY]) == 8
     bench.ask(HostGone(host="b", incarnations=[22, 5], cause="power cut"))
     assert run.shards.trainer_stores == (STORE,)
-    run.validate()
+    check_invariants(run)
 
 
 def test_results_of_each_stage_are_counted_in_the_store_where_they_were_put() -> None:
@@ -144,7 +145,7 @@ def test_results_of_each_stage_are_counted_in_the_store_where_they_were_put() ->
     assert run.shards.uncovered == {}
     told = bench.sent()
     assert len(told[AWAY]) == len(told[STORE]) == 4
-    assert snapshot.dump(snapshot.load(bench.plan, snapshot.dump(run))) == snapshot.dump(run)
+    assert run_state.dump(run_state.load(bench.plan, run_state.dump(run))) == run_state.dump(run)
 
 
 def test_a_task_is_admitted_only_if_every_store_could_hold_it() -> None:
@@ -222,7 +223,7 @@ def replays_alike(bench: TwoHosts) -> bool:
     copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)
-    return snapshot.dump(copy) == snapshot.dump(bench.machine.run)
+    return run_state.dump(copy) == run_state.dump(bench.machine.run)
 
 
 def test_a_joined_store_that_is_silent_for_a_long_time_loses_its_queue_of_clears_and_its_limit() -> None:

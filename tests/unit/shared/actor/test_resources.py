@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from shared.actor.resources import ResourceMeter
+from shared.actor.telemetry import ResourceMeter
 
 
 def burn(seconds: float) -> None:

@@ -1,11 +1,15 @@
-"""Counts offences by account and decides which accounts are in quarantine. It is pure, and bounded in memory."""
+"""The sender of a message, and the offences charged to its account. The module is pure, and bounded in memory.
+
+Offences decide which accounts are in quarantine.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from shared.rpc.sender import Account
+from shared.security.roles import Role
 
 STRIKES = 32
 """Number of offences within `WINDOW_S` that put an account into quarantine."""
@@ -13,6 +17,38 @@ WINDOW_S = 60.0
 QUARANTINE_S = 10.0
 MAX_PEERS = 1024
 """Maximum number of remembered accounts. The account whose last offence is oldest is forgotten first."""
+
+
+Account = tuple[int, Role, bytes]
+"""Account to which offences and unread answers are charged: the door of the mailbox, the role, and an identity.
+
+The identity of a guest (observer, operator) is the address of its host, so all connections that one of these keys opens
+from that host share one account. A service is identified by the routing id of its connection, because the services of a
+host must not be silenced for the faults of one of them."""
+
+
+class Sender(NamedTuple):
+    """The sender of one message, which came through the `door` of this number."""
+
+    door: int
+    role: Role
+    """The role that the sender has proved."""
+    peer: bytes
+    """Routing id to which answers are sent."""
+    address: bytes = b""
+    """Address of the connecting host, empty on ipc."""
+
+    @property
+    def is_guest(self) -> bool:
+        return self.role < Role.SERVICE
+
+    @property
+    def account(self) -> Account:
+        return self.door, self.role, self.address if self.is_guest else self.peer
+
+    def __str__(self) -> str:
+        who = self.account[2]
+        return f"{self.role.label} at {who.decode('ascii', 'replace')}" if self.is_guest else who.hex()
 
 
 @dataclass(slots=True)
