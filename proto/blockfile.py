@@ -193,8 +193,8 @@ class Table:
         end = first + rows["nbytes"].astype(np.int64) // sizes
         return Selection(counts, rows["key"], rows["dtype"], first, end, self._shapes(picked, rows["ndim"]), numbers)
 
-    def placed(self, numbers: Array) -> tuple[list[int], list[int], list[int]]:
-        """Return the start offsets, end offsets and checksums of the rows with these numbers."""
+    def placed(self, numbers: Array | slice = slice(None)) -> tuple[list[int], list[int], list[int]]:
+        """Return the start offsets, end offsets and checksums of the rows with these numbers, or of all rows."""
         rows = self._rows[numbers]
         return rows["offset"].tolist(), (rows["offset"] + rows["nbytes"]).tolist(), rows["checksum"].tolist()
 

@@ -119,7 +119,8 @@ def _accept(
     if stage == 0:
         task.samples, task.failed, task.tokens = result.samples, result.samples_failed, result.tokens
         ledger.tasks.keep_scalars(task, values)
-        _count_lost(ledger, task, result)
+        if task.admission != EVALUATION:
+            ledger.losses.lose(task.admission, result)
     elif values:
         ledger.tasks.keep_scalars(task, ledger.tasks.scalars(task) | values)
     if task.admission == EVALUATION:
@@ -157,7 +158,8 @@ def _drop(ledger: TaskLedger, task: Task, stage: int, result: TaskResult) -> Non
         ledger.tell("scheduler/dropped", {"task": task.task_id, "reason": result.reason[:200]})
         _end_scored(ledger, task, np.zeros(0, np.float32), result.samples_failed)
     else:
-        _count_lost(ledger, task, result)
+        if task.admission != EVALUATION:  # evaluations count their failed samples themselves
+            ledger.losses.lose(task.admission, result)
         ledger.drop(task, drop_reason(result.why), result.reason)
 
 
@@ -165,12 +167,6 @@ def _place(ledger: TaskLedger, task: Task, stage: int, result: TaskResult) -> No
     """Note where the shards of a result are."""
     part = StagePart(ledger.shards.index(result.store), result.content_hash, result.nbytes)
     task.parts = (*task.parts[:stage], part, *task.parts[stage + 1 :])
-
-
-def _count_lost(ledger: TaskLedger, task: Task, result: TaskResult) -> None:
-    """Count the lost samples of a training task. Evaluations count their failed samples themselves."""
-    if task.admission != EVALUATION:
-        ledger.losses.lose(task.admission, result)
 
 
 def _filters(ledger: TaskLedger, request: Complete) -> bool:

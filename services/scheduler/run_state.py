@@ -88,9 +88,6 @@ class RunState:
 
     def apply(self, event: Durable) -> Applied:
         """Apply one durable event, live or replayed. Raises RpcError, and changes nothing, if the event is refused."""
-        if isinstance(event, Leased):
-            request = cast(LeaseRequest, codec.decode_body(LeaseRequest.TYPE, event.request))
-            return self.lease(request, event.call)
         self.ledger.tasks.cause = type(event).__name__
         return self._applied(self._apply(event))
 
@@ -109,7 +106,8 @@ class RunState:
         changed = True
         match event:
             case Leased():
-                raise AssertionError("a lease is applied by `lease`")
+                request = cast(LeaseRequest, codec.decode_body(LeaseRequest.TYPE, event.request))
+                return leasing.lease(self.ledger, request, event.call)
             case Complete():
                 return CompleteAck(refused=completion.complete(self.ledger, event))
             case NextBatch():

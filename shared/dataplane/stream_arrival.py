@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from proto import blockfile, excerpt
+from proto import blockfile
 from proto.blockfile import Table
 from proto.errors import WireError
 from proto.limits import MAX_NDIM
@@ -84,7 +84,7 @@ class Arrival:
                 raise WireError("stream: its head is not the one that was announced")
             table = blockfile.parse(head, self.total_bytes)
             self._check_content(table)
-            self._rows = excerpt.rows_of(table)
+            self._rows = table.placed()
             self._table = table
         begins, ends, checksums = self._rows
         while self._row < len(begins):

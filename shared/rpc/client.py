@@ -27,7 +27,7 @@ from proto.messages import Error, ErrorCode, WaitKind, WaitRow
 from proto.registry import Message, Request
 from proto.tensors import Buffer
 from shared.rpc.errors import DeadlineExceeded, RpcError
-from shared.rpc.transport import open_pump, open_socket
+from shared.rpc.transport import Pump, open_socket
 from shared.security.curve import clear, is_tcp, unlock
 from shared.security.keys import Keyring
 
@@ -112,7 +112,7 @@ class Client:
         except RpcError:
             self._socket.close()
             raise
-        self._pump = open_pump(
+        self._pump = Pump(
             self._socket, self._on_message, on_writable=self._on_writable, on_lost=self._forget_what_was_sent
         )
 

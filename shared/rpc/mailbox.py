@@ -29,7 +29,7 @@ from shared.rpc.claim import IPC, Claim, socket_path
 from shared.rpc.errors import RpcError
 from shared.rpc.replies import Replies, RequestKey, fingerprint
 from shared.rpc.senders import Offenders, Sender
-from shared.rpc.transport import MessagePump, open_pump, open_socket
+from shared.rpc.transport import Pump, open_socket
 from shared.rpc.unread import Unread
 from shared.security.connections import Connections
 from shared.security.curve import is_tcp, lock
@@ -62,7 +62,7 @@ class Door:
 
     number: int
     claim: Claim | None
-    pump: MessagePump | None = None
+    pump: Pump | None = None
     connections: Connections | None = None
     unread: Unread | None = None
 
@@ -192,7 +192,7 @@ class Mailbox:
         if on_drained is not None:
             self._on_drained = on_drained
         on_message = self._on_authenticated if is_tcp(endpoint) else self._on_trusted
-        door.pump = open_pump(
+        door.pump = Pump(
             socket,
             functools.partial(on_message, door),
             self._on_drained,

@@ -115,7 +115,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     from shared.actor.telemetry import TelemetrySender
     from shared.dataplane.mapping import BlockMapping
     from tests.sim import model
-    from tests.sim.network import SimContext
+    from tests.sim.network import SimContext, SimSocket
     from tests.sim.observe import observers
 
     make_plan, plans = services.scheduler.planning.make_plan, dict[Size, Any]()
@@ -152,6 +152,8 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "secrets.token_bytes": lambda nbytes=32: here().ids.randbytes(nbytes),
         "os.getpid": lambda: node.pid if (node := CURRENT.get()) is not None else pid(),
         "zmq.Context": lambda *_, **__: SimContext(here().network, here().current()),
+        "shared.rpc.client.Pump": SimSocket.pump,
+        "shared.rpc.mailbox.Pump": SimSocket.pump,
         "shared.actor.service.psutil": SimpleNamespace(Process=lambda: process),
         "shared.actor.service.gc": quiet,
         "shared.topology.load": load,
