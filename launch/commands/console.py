@@ -22,7 +22,7 @@ from launch.supervisor.server import EVENTS, Supervisor
 from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.viewers.report import write_in_time
 from proto.messages import Status
-from services.scheduler.tables import rewinds
+from services.scheduler.journal_files import rewinds
 from services.tracker.ledger import unsent
 from shared.actor.service import ProcessState
 from shared.rundir import RunDir, checkpoint_steps, service_name

@@ -34,10 +34,10 @@ from proto.messages import (
 )
 from services.scheduler import run_state
 from services.scheduler.events import Cleared, Durable, LeaseExpired, StoreGone
+from services.scheduler.journal_files import Recorded, reading
 from services.scheduler.leases import TaskLease
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
-from services.scheduler.tables import Recorded, reading
 from services.scheduler.tasks import StagePart, Task
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name

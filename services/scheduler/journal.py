@@ -21,7 +21,7 @@ import msgspec
 
 from proto.errors import WireError
 from proto.messages import CheckpointSaved, ErrorCode, TaskState
-from services.scheduler import tables
+from services.scheduler import journal_files
 from services.scheduler.events import (
     DiscardRows,
     Durable,
@@ -32,7 +32,7 @@ from services.scheduler.events import (
     decode,
     encode,
 )
-from services.scheduler.mark import Mark, Reached
+from services.scheduler.journal_files import Mark, Reached
 from services.scheduler.run_state import LAYOUT
 from shared.rpc.errors import BadInput, RpcError
 
@@ -146,7 +146,7 @@ class Journal:
         self._path = path
         with self._reading("the file"):
             self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.create_function("checksum", -1, tables.checksum)
+            self._db.create_function("checksum", -1, journal_files.checksum)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA wal_autocheckpoint=0")  # checkpoints would sync on this thread: see wal.py
@@ -182,31 +182,31 @@ class Journal:
 
     def _check_tables(self, fingerprint: str) -> None:
         """Create the tables of a new journal, or check those of an existing one. Raises RpcError."""
-        schema = tables.schema(self._db)
+        schema = journal_files.schema(self._db)
         if not schema:
             rows = [("format", FORMAT), ("plan", fingerprint)]
             self._db.execute("BEGIN IMMEDIATE")
-            tables.create(self._db)
-            self._db.executemany(tables.SAVE_META, rows)
+            journal_files.create(self._db)
+            self._db.executemany(journal_files.SAVE_META, rows)
             self._db.execute("COMMIT")
         elif self._is_of_the_format_before(schema):
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("DROP TABLE evals")
-            self._db.execute(tables.SAVE_META, ("format", FORMAT))
+            self._db.execute(journal_files.SAVE_META, ("format", FORMAT))
             self._db.execute("COMMIT")
         elif "meta" not in (names := sorted(name for _, name, *_ in schema)):
             raise sqlite3.DatabaseError(f"it is not a scheduler's journal (tables {', '.join(names)})")
-        elif schema != tables.expected_schema():
+        elif schema != journal_files.expected_schema():
             written = dict(self._db.execute("SELECT key, value FROM meta")).get("format")
             if written != FORMAT:
                 raise self.broken(
                     f"its format is {written!r}, but this release reads {FORMAT!r}; use the release that wrote it"
                 )
             raise sqlite3.DatabaseError("its tables are not those of a journal")
-        for table in tables.SUMMED:
+        for table in journal_files.SUMMED:
             self._check_rows(table)
         meta = dict(self._db.execute("SELECT key, value FROM meta"))
-        self.forgotten = tables.forgotten(meta)
+        self.forgotten = journal_files.forgotten(meta)
         """The last step whose batch and metrics row have been deleted, or -1."""
         if meta.get("format") != FORMAT:
             raise self.broken(
@@ -221,7 +221,7 @@ class Journal:
 
     def _is_of_the_format_before(self, schema: list[tuple[str, ...]]) -> bool:
         rest = [entry for entry in schema if entry[2] != "evals"]
-        if len(rest) == len(schema) or rest != tables.expected_schema():
+        if len(rest) == len(schema) or rest != journal_files.expected_schema():
             return False
         return dict(self._db.execute("SELECT key, value FROM meta")).get("format") == _BEFORE
 
@@ -235,7 +235,7 @@ class Journal:
 
     def _snapshot_row(self) -> _SnapshotRow:
         row = self._db.execute("SELECT seq, chain, parts, last FROM snapshot").fetchone()
-        return _SnapshotRow(*row) if row else _SnapshotRow(0, tables.START, 0, tables.START)
+        return _SnapshotRow(*row) if row else _SnapshotRow(0, journal_files.START, 0, journal_files.START)
 
     def _total(self, query: str, seq: int) -> int:
         return int(self._db.execute(query, (seq,)).fetchone()[0])
@@ -294,7 +294,7 @@ class Journal:
             with self._reading(f"part {number} of snapshot {seq}"):
                 query = "SELECT body, chain FROM parts WHERE seq = ? AND part = ?"
                 body, stored = self._db.execute(query, (seq, number)).fetchone() or (b"", b"")
-                chain = tables.link(chain, seq, number, 0.0, body)
+                chain = journal_files.link(chain, seq, number, 0.0, body)
                 if stored != chain:
                     raise ValueError("its checksum does not match")
             yield body
@@ -316,7 +316,7 @@ class Journal:
                 seq, at, kind, body, stored = row
                 if seq != last + 1:
                     raise ValueError("it is missing")
-                chain = tables.link(chain, seq, kind, at, body)
+                chain = journal_files.link(chain, seq, kind, at, body)
                 if chain != stored:
                     raise ValueError("its checksum does not match")
                 last = seq
@@ -349,7 +349,7 @@ class Journal:
         """Add a durable event. `at`, in seconds since 1970, is only for human readers."""
         kind, body = encode(event)
         self.seq += 1
-        self._chain = tables.link(self._chain, self.seq, kind, at, body)
+        self._chain = journal_files.link(self._chain, self.seq, kind, at, body)
         self._event_bytes += len(body)
         self._pending_bytes += len(body)
         self._events.append((self.seq, at, kind, body, self._chain))
@@ -360,15 +360,15 @@ class Journal:
         match effect:
             case SaveStep(state=TaskState.BATCHED):
                 values: tuple[Any, ...] = (effect.step, effect.state, json.dumps(effect.task_ids), None, "{}")
-                self._saves.append((tables.SAVE_STEP, values))
+                self._saves.append((journal_files.SAVE_STEP, values))
             case SaveStep():
-                self._saves.append((tables.COMMIT_STEP, (effect.state, at, effect.step)))
+                self._saves.append((journal_files.COMMIT_STEP, (effect.state, at, effect.step)))
             case WriteRow():
-                self._saves.append((tables.SAVE_ROW, (effect.step, json.dumps(effect.row))))
+                self._saves.append((journal_files.SAVE_ROW, (effect.step, json.dumps(effect.row))))
             case Rewound():
                 values = (effect.lineage, effect.step, effect.committed, at, effect.cause)
-                self._saves.append((tables.SAVE_REWIND, values))
-                self._saves.append((tables.TAKE_BACK, (effect.step,)))
+                self._saves.append((journal_files.SAVE_REWIND, values))
+                self._saves.append((journal_files.TAKE_BACK, (effect.step,)))
             case DiscardRows():
                 self._saves.append(("DELETE FROM rows WHERE step > ?", (effect.step,)))
                 if effect.step < self.forgotten:
@@ -381,7 +381,7 @@ class Journal:
     def _forget(self, step: int) -> None:
         """Note that exactly the batches and rows of the steps up to `step` have been deleted."""
         self.forgotten = step
-        self._saves.append((tables.SAVE_META, (tables.FORGOTTEN, str(step))))
+        self._saves.append((journal_files.SAVE_META, (journal_files.FORGOTTEN, str(step))))
 
     @property
     def dirty(self) -> bool:
@@ -433,7 +433,7 @@ class Journal:
         self.commit()
         last, rows = self._chain, []
         for number, body in enumerate(parts):
-            last = tables.link(last, self.seq, number, 0.0, body)
+            last = journal_files.link(last, self.seq, number, 0.0, body)
             rows.append((self.seq, number, body, last))
         self._pending_bytes = self._snapshot_bytes = sum(len(body) for _, _, body, _ in rows)
         self._event_bytes = 0
@@ -441,7 +441,7 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("DELETE FROM parts")
             self._db.executemany("INSERT INTO parts VALUES (?, ?, ?, ?)", rows)
-            self._db.execute(tables.SAVE_SNAPSHOT, (1, self.seq, self._chain, len(rows), last))
+            self._db.execute(journal_files.SAVE_SNAPSHOT, (1, self.seq, self._chain, len(rows), last))
             self._db.execute("DELETE FROM events")
             self._end()
         except sqlite3.Error as error:

@@ -25,9 +25,9 @@ from pathlib import Path
 from launch.commands import access
 from services.scheduler import run_state
 from services.scheduler.events import LeaseExpired
+from services.scheduler.journal_files import reading
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
-from services.scheduler.tables import reading
 from shared.rundir import RunDir
 from shared.runfiles.lines import FollowedFile
 from shared.security.roles import Role

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.scheduler.journal_files import rewinds
 from services.scheduler.recovery import TAIL_LOST
-from services.scheduler.tables import rewinds
 from tests.integration import parity_run as parity
 from tests.integration.damage import flip, shards
 from tests.integration.journal_cut import can_be_cut, cut

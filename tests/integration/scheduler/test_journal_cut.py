@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from proto.messages import Complete, ErrorCode, LeaseGrant, Registered
+from services.scheduler.journal_files import rewinds
 from services.scheduler.recovery import TAIL_LOST
-from services.scheduler.tables import rewinds
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from tests.integration.journal_cut import cut, reaches_its_mark

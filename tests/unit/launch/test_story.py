@@ -12,8 +12,8 @@ from proto.messages import CheckpointSaved, CommitStep, NextBatch, Outcome, Step
 from services.scheduler import run_state
 from services.scheduler.events import ClearDone, Persist, SaveStep, SendClear, Tick
 from services.scheduler.journal import Journal
+from services.scheduler.journal_files import reading
 from services.scheduler.run_state import RunState
-from services.scheduler.tables import reading
 from shared.rpc.errors import RpcError
 from tests.unit.scheduler.bench import LEASE_S, Bench
 

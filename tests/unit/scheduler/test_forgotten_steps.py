@@ -13,7 +13,7 @@ import pytest
 
 from proto.ids import make_task_id
 from proto.messages import CheckpointSaved, GetRunInfo
-from services.scheduler import run_state, steps, tables
+from services.scheduler import journal_files, run_state, steps
 from services.scheduler.events import (
     Configure,
     DiscardRows,
@@ -24,11 +24,11 @@ from services.scheduler.events import (
     WriteRow,
 )
 from services.scheduler.journal import FORGOTTEN_AT_ONCE, Journal
+from services.scheduler.journal_files import reading
 from services.scheduler.metrics_file import MetricsFile, traces
 from services.scheduler.plan import EvalPlan
 from services.scheduler.server import rebuild
 from services.scheduler.state import Scheduler
-from services.scheduler.tables import reading
 from shared.rpc.errors import RpcError
 from tests.unit.scheduler.bench import Bench, plan
 
@@ -158,10 +158,10 @@ def test_a_journal_of_an_earlier_release_is_cut_down_in_parts(run: Run) -> None:
     run.steps(1, 2)
     count = FORGOTTEN_AT_ONCE + 500
     with contextlib.closing(sqlite3.connect(run.path)) as db:
-        db.create_function("checksum", -1, tables.checksum)
-        db.executemany(tables.SAVE_ROW, [(step, json.dumps({"step": step})) for step in range(3, count)])
+        db.create_function("checksum", -1, journal_files.checksum)
+        db.executemany(journal_files.SAVE_ROW, [(step, json.dumps({"step": step})) for step in range(3, count)])
         given = [(step, "TRAINED", '["train/0/0"]', 1.0, '{"loss": 1.0}') for step in range(3, count)]
-        db.executemany(tables.SAVE_STEP, given)
+        db.executemany(journal_files.SAVE_STEP, given)
         db.commit()
     for forgotten in (FORGOTTEN_AT_ONCE - 1, count - 10, count - 10):
         run.journal.save(ForgetSteps(count - 10), 1.0)

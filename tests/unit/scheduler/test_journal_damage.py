@@ -22,7 +22,7 @@ from proto.messages import CheckpointSaved, GetRunInfo
 from services.scheduler import run_state
 from services.scheduler.events import Cleared, Configure, DiscardRows, Persist, Rewound, SaveStep, WriteRow
 from services.scheduler.journal import Journal
-from services.scheduler.mark import SLOT_BYTES, Mark, Reached
+from services.scheduler.journal_files import SLOT_BYTES, Mark, Reached
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
 from services.scheduler.server import rebuild
