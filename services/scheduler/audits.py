@@ -62,7 +62,6 @@ def is_stray(ledger: TaskLedger, entry: PutTask) -> bool:
 class Audit:
     """The inventory of one store, and the claims that it does not satisfy."""
 
-    store: str
     held: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     missing: list[ShardClaim] = field(default_factory=list)
 
@@ -93,7 +92,7 @@ class Audits:
     def add(self, page: Listed) -> None:
         """Add a page of an inventory. Pages that do not follow a first page are ignored."""
         if page.first:
-            self._read[page.store] = Audit(page.store)
+            self._read[page.store] = Audit()
         audit = self._read.get(page.store)
         if audit is None:
             return

@@ -137,8 +137,15 @@ class RunHistory:
         self.identities, self.waiting_rows = identities, waiting_rows
 
     def take_effects(self) -> list[Effect]:
-        """Write the rows that are complete, and return the effects since the last call."""
-        self._write_rows()
+        """Return the effects since the last call.
+
+        Metrics rows are written in step order, each as soon as the evaluations due at its version are complete.
+        """
+        while self.next_row in self.waiting_rows and self.evaluated(self.next_row) is not None:
+            step = self.next_row
+            row = {"step": 0.0, **self.waiting_rows.pop(step), **self.evaluations.row(step)}
+            self._effects.append(WriteRow(step, row | {"step": float(step)}))
+            self.next_row += 1
         effects, self._effects = self._effects, []
         return effects
 
@@ -372,14 +379,6 @@ class RunHistory:
         """Add the metrics row of a committed step, unless the step is trained again and its row was written before."""
         if step >= self.next_row:
             self.waiting_rows[step] = row
-
-    def _write_rows(self) -> None:
-        """Write metrics rows in step order, each as soon as the evaluations due at its version are complete."""
-        while self.next_row in self.waiting_rows and self.evaluated(self.next_row) is not None:
-            step = self.next_row
-            row = {"step": 0.0, **self.waiting_rows.pop(step), **self.evaluations.row(step)}
-            self._effects.append(WriteRow(step, row | {"step": float(step)}))
-            self.next_row += 1
 
 
 def _version_of(task_id: str) -> Version | None:

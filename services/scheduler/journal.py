@@ -149,7 +149,7 @@ class Journal:
             self._db.create_function("checksum", -1, journal_files.checksum)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("PRAGMA wal_autocheckpoint=0")  # checkpoints would sync on this thread: see wal.py
+            self._db.execute("PRAGMA wal_autocheckpoint=0")  # see `WalCheckpoints`
             page_bytes = self._db.execute("PRAGMA page_size").fetchone()[0]
             verdict = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if verdict != "ok":

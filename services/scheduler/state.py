@@ -278,7 +278,7 @@ class Scheduler:
             lease = self.run.ledger.leases.get(expired.lease_id)
             if lease is not None:
                 lost: dict[str, float | str] = {"holder": service_name(*lease.holder), "lease": float(lease.lease_id)}
-                self._tell("scheduler/lost_lease", lost)
+                self._out.extend(self._teller.tell("scheduler/lost_lease", lost))
                 self._durable(expired)
         for holder in self._peers.silent_stores(self._now):
             self._give_up_store(holder)
@@ -400,7 +400,8 @@ class Scheduler:
         strays = [entry for entry in page.tasks if is_stray(self.run.ledger, entry)]
         if strays:
             self._out.append(SendClear(page.store, strays, tracked=False))
-            self._tell("scheduler/gc", {"strays": float(len(strays)), "store": page.store})
+            strayed: dict[str, float | str] = {"strays": float(len(strays)), "store": page.store}
+            self._out.extend(self._teller.tell("scheduler/gc", strayed))
         self._audits.add(page)
         self._out.extend(self._audits.compare(self.run.ledger))
 
@@ -497,6 +498,3 @@ class Scheduler:
         metrics = history.evaluations.row(request.step)
         self._answer(asked, EvalsDone(step=request.step, accuracy=results, metrics=metrics))
         return True
-
-    def _tell(self, topic: str, values: dict[str, float | str]) -> None:
-        self._out.extend(self._teller.tell(topic, values))

@@ -11,6 +11,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from types import MappingProxyType
 
 import psutil
@@ -73,8 +74,15 @@ class TelemetrySender:
             self.emit(PART, {"what": what, "seconds": seconds, **about})
 
     def traced(self, task_ids: Iterable[str]) -> str:
-        """Return the ids of the traced tasks, separated by spaces, or an empty string if there are none."""
-        return " ".join(traced(task_ids, self.traced_share or 0.0))
+        """Return the ids of the traced tasks, at most `MAX_TASKS`, separated by spaces, or an empty string.
+
+        Every process traces the same tasks.
+        """
+        if not self.traced_share:
+            return ""
+        bound = self.traced_share * _ALL_HASHES
+        chosen = (task_id for task_id in task_ids if xxhash.xxh3_64_intdigest(task_id.encode()) < bound)
+        return " ".join(islice(chosen, MAX_TASKS))
 
     def emit(self, topic: str, values: dict[str, float | str]) -> None:
         """Report new `values` of `topic`, within `FLUSH_EVERY_S` seconds. Call it on the loop's thread."""
@@ -125,18 +133,6 @@ async def report_refusals(mailbox: Mailbox, gate: Gate | None, telemetry: Teleme
         if counts != emitted and any(counts.values()):
             telemetry.emit(SECURITY, {name: float(count) for name, count in counts.items()})
         emitted = counts
-
-
-def is_traced(task_id: str, share: float) -> bool:
-    """Return whether a task belongs to the traced `share` of all tasks, 0 to 1. Every process gives the same answer."""
-    return xxhash.xxh3_64_intdigest(task_id.encode()) < share * _ALL_HASHES
-
-
-def traced(task_ids: Iterable[str], share: float) -> list[str]:
-    """Return the traced tasks among `task_ids`, at most `MAX_TASKS`."""
-    if share <= 0:
-        return []
-    return [task_id for task_id in task_ids if is_traced(task_id, share)][:MAX_TASKS]
 
 
 class ResourceMeter:
