@@ -154,7 +154,7 @@ def encode(
         request_id=request_id,
         incarnation=incarnation,
         flags=flags,
-        remaining_ms=_milliseconds(remaining_s),
+        remaining_ms=envelope.milliseconds(remaining_s),
         body_bytes=len(packed),
         frame_count=len(raw),
         table_bytes=len(table),
@@ -166,15 +166,6 @@ def encode(
         frames.append(table)
         frames.extend(raw)
     return frames
-
-
-def _milliseconds(remaining_s: float) -> int:
-    return min(max(int(remaining_s * 1000), 0), 0xFFFFFFFF)
-
-
-def with_remaining(header: Buffer, remaining_s: float) -> bytes:
-    """Return the envelope for sending a message again, with `remaining_s` seconds left until its caller's deadline."""
-    return envelope.with_remaining(header, max(_milliseconds(remaining_s), 1))
 
 
 def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:

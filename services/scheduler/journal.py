@@ -384,10 +384,6 @@ class Journal:
         self._saves.append((journal_files.SAVE_META, (journal_files.FORGOTTEN, str(step))))
 
     @property
-    def dirty(self) -> bool:
-        return bool(self._events or self._saves)
-
-    @property
     def due(self) -> bool:
         """Whether enough events have been written since the last snapshot to begin a new one."""
         return self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes)
@@ -397,7 +393,7 @@ class Journal:
 
         Raises an RpcError that names the file if the file cannot be written.
         """
-        if not self.dirty:
+        if not self._events and not self._saves:
             return
         try:
             self._db.execute("BEGIN IMMEDIATE")

@@ -133,7 +133,7 @@ def remove_departed_store(ledger: TaskLedger, store: str) -> bool:
     row = shards.remove_store(store)
     if row is None:
         return False
-    ledger.cleared(store, shards.clears.pending_at(store))
+    ledger.cleared(store, len(shards.clears.queues[store]))
     shards.clears.remove_store(store)
     shards.note_trainer_stores(history.trained())
     wanted: list[Task] = list(history.batches.get(history.committed_step + 1, ()))

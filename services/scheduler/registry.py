@@ -39,7 +39,8 @@ class Registry(Mapping[Holder, Register]):
 
     def __init__(self) -> None:
         self._rows: dict[Holder, Register] = {}
-        self._stores: dict[str, Register] = {}
+        self.stores: dict[str, Register] = {}
+        """The stores by name."""
         self._hosts: dict[str, dict[Holder, None]] = {}
         self.ranks: dict[Holder, None] = {}
         """The trainer ranks."""
@@ -53,11 +54,6 @@ class Registry(Mapping[Holder, Register]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def stores(self) -> Mapping[str, Register]:
-        """The stores by name."""
-        return self._stores
-
     def on_host(self, host_id: str) -> list[Holder]:
         """Return all instances on a host."""
         return list(self._hosts.get(host_id, ()))
@@ -68,7 +64,7 @@ class Registry(Mapping[Holder, Register]):
         if holder not in self._rows and len(self._rows) >= MOST_INSTANCES:
             text = f"{name}: {MOST_INSTANCES} instances are registered, which is the limit; reuse an instance number"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
-        if holder[0] == STORE and name not in self._stores and len(self._stores) >= MOST_STORES:
+        if holder[0] == STORE and name not in self.stores and len(self.stores) >= MOST_STORES:
             text = f"{name}: {MOST_STORES} stores are registered, which is the limit; reuse an instance number"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
 
@@ -81,7 +77,7 @@ class Registry(Mapping[Holder, Register]):
         self._rows[holder] = row
         self._hosts.setdefault(row.host_id, {})[holder] = None
         if row.service == STORE:
-            self._stores[service_name(*holder)] = row
+            self.stores[service_name(*holder)] = row
         elif row.service == RANK:
             self.ranks[holder] = None
 
@@ -90,7 +86,7 @@ class Registry(Mapping[Holder, Register]):
         row = self._rows.pop(holder, None)
         if row is not None:
             self._leave_host(holder, row)
-            self._stores.pop(service_name(*holder), None)
+            self.stores.pop(service_name(*holder), None)
             self.ranks.pop(holder, None)
         return row
 

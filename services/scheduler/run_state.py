@@ -179,7 +179,8 @@ def dump(run: RunState) -> list[bytes]:
     encode = msgspec.msgpack.encode
     tasks = list(run.ledger.tasks)
     parts = [_head(run), *(encode(["", tasks[at : at + PART_ROWS]]) for at in range(0, len(tasks), PART_ROWS))]
-    for store, entries in run.shards.clears.entries().items():
+    for store, queue in run.shards.clears.queues.items():
+        entries = list(queue)
         parts += [encode([store, entries[at : at + PART_ROWS]]) for at in range(0, max(len(entries), 1), PART_ROWS)]
     return parts
 

@@ -289,7 +289,7 @@ class Scheduler:
         self._out.extend(self._audits.compare(self.run.ledger))
         if self._reconcile_at <= self._now:
             self._reconcile_at = self._now + RECONCILE_S
-            self._out.extend(RequestInventory(store) for store in self.run.shards.clears.stores)
+            self._out.extend(RequestInventory(store) for store in self.run.shards.clears.queues)
         if self._tell_at <= self._now:
             self._tell_at = self._now + TELL_S
             self._out.extend(self._teller.state(self.run, waiting=self._deferred.leases, bad_rows=self.bad_rows))

@@ -100,7 +100,7 @@ def waits(
             )
             rows.append(WaitRow(WaitKind.LEASE, what, idle_s, lease_s, service_name(*lease.holder)))
     for store, since_s in clearing.items():
-        what = f"{run.shards.clears.pending_at(store)} clears are not acknowledged"
+        what = f"{len(run.shards.clears.queues[store])} clears are not acknowledged"
         rows.append(WaitRow(WaitKind.CLEAR, what, since_s, 0.0, store))
     for holder, one in sorted(seen.items()):
         for trouble in one.troubles:
@@ -178,7 +178,8 @@ class Teller:
         leased = Counter(lease.stage for lease in ledger.leases)
         stages = {f"stage/{stage.name}": float(leased[index]) for index, stage in enumerate(run.plan.stages)}
         dropped = float(sum(ledger.losses.dropped.values()) + bad_rows)
-        collected, pending = float(ledger.tasks.counts[TaskState.COLLECTED]), float(run.shards.clears.pending())
+        collected = float(ledger.tasks.counts[TaskState.COLLECTED])
+        pending = float(sum(map(len, run.shards.clears.queues.values())))
         return [
             *self.tell("scheduler/tasks", {**tasks, "dropped": dropped}),
             *self.tell("scheduler/leases", {"live": float(len(ledger.leases)), "waiting": float(waiting), **stages}),

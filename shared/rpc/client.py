@@ -20,7 +20,7 @@ from typing import TypeVar
 import structlog
 import zmq
 
-from proto import codec
+from proto import codec, envelope
 from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY
 from proto.errors import WireError
 from proto.messages import Error, ErrorCode, WaitKind, WaitRow
@@ -242,7 +242,7 @@ class Client:
         pending.timer = self._loop.call_later(min(pending.resend_s, left_s), self._on_timer, request_id)
 
     def _send_again(self, pending: _Pending, left_s: float) -> None:
-        pending.frames[0] = codec.with_remaining(pending.frames[0], left_s)
+        pending.frames[0] = envelope.with_remaining(pending.frames[0], left_s)
         pending.sent = self._pump.send(pending.frames)
 
     def _forget_what_was_sent(self) -> None:

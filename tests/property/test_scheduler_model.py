@@ -248,8 +248,8 @@ class Model:
         self.take(self.machine.handle(Tick(), self.now))
         self.away = False
         run = self.machine.run
-        assert run.shards.clears.stores == [HOME]
-        while run.shards.clears.pending():
+        assert list(run.shards.clears.queues) == [HOME]
+        while any(run.shards.clears.queues.values()):
             told = len(run.shards.clears.head(HOME))
             self.clears = []
             self.take(self.machine.handle(ClearDone(HOME, told), self.now))

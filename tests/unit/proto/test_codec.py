@@ -329,9 +329,9 @@ def test_decoded_tensors_are_read_only_views_of_their_frame() -> None:
 
 def test_remaining_time_is_replaced_and_its_checksum_recomputed() -> None:
     first, body = codec.encode(Ping(), request_id=7, incarnation=8, remaining_s=3.0)
-    again = codec.decode([codec.with_remaining(first, 1.5), body]).envelope
+    again = codec.decode([envelope.with_remaining(first, 1.5), body]).envelope
     assert again == msgspec.structs.replace(codec.decode([first, body]).envelope, remaining_ms=1500)
-    assert codec.decode([codec.with_remaining(first, -1.0), body]).envelope.remaining_ms == 1
+    assert codec.decode([envelope.with_remaining(first, -1.0), body]).envelope.remaining_ms == 1
 
 
 def test_dtype_table_is_closed_and_uses_torchs_names() -> None:
