@@ -47,7 +47,7 @@ def is_stray(ledger: TaskLedger, entry: PutTask) -> bool:
     split, epoch, index = entry.task_id.rsplit("/", 2)
     if split == WEIGHTS:
         version = (int(epoch), int(index))
-        ref = ledger.history.versions.get(version)
+        ref = ledger.history.versions.refs.get(version)
         if ref is not None:
             return entry.fence < ref.fence
         newest = ledger.history.versions.newest
@@ -132,7 +132,7 @@ class Audits:
     def _begin(self, ledger: TaskLedger) -> None:
         self._compared, self._complete = self._complete, {}
         self._left = iter(list(ledger.tasks))
-        for ref in ledger.history.versions.refs:
+        for ref in ledger.history.versions.refs.values():
             if ref.store in self._compared:
                 self._compared[ref.store].expect(ShardClaim(PutTask(ref.task_id, ref.fence)))
 

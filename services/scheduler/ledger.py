@@ -189,7 +189,7 @@ class TaskLedger:
         """Open the evaluations that are due at a newly published version."""
         history, step = self.history, version[1]
         for evaluation in history.evaluations.open.values():
-            if evaluation.version[1] == step and history.versions.get(evaluation.version) is None:
+            if evaluation.version[1] == step and evaluation.version not in history.versions.refs:
                 evaluation.version = version  # the step was published again because the store lost the first version
         for planned in due(self.plan, history.config.steps, step):
             if history.evaluations.begun(planned.name, step):
@@ -207,10 +207,11 @@ class TaskLedger:
         before."""
         self.reopened = [*task_ids, *self.reopened] if others else task_ids
 
-    def raise_fences(self, highest: int) -> None:
-        """Let every new attempt from now on have a fence above `highest`."""
-        self.highest_fence = highest
-        self.tasks.least_fence = highest + 1
+    def skip_numbers(self, fence: int, distance: int) -> None:
+        """Leave out `distance` fences above `fence` and all earlier ones, and as many lease ids."""
+        self.highest_fence = max(self.highest_fence, fence) + distance
+        self.tasks.least_fence = self.highest_fence + 1
+        self.leases.next_id += distance
 
     def raise_pending(self) -> None:
         """Raise the fence of every PENDING task to the lowest one that new attempts may have."""
@@ -276,10 +277,6 @@ class TaskLedger:
         if measures:
             self.eval_lease_debt = min(self.eval_lease_debt, leases_a_step)
 
-    def skip_lease_ids(self, count: int) -> None:
-        """Leave out the next `count` lease ids, which might have been used."""
-        self.leases.next_id += count
-
     def give_up(self, lease: TaskLease, cost: int) -> None:
         """End a lease and retry the tasks that it still holds."""
         for task in list(lease.tasks.values()):
@@ -298,7 +295,7 @@ class TaskLedger:
     def free_versions(self) -> None:
         """Remove the versions that no lease, evaluation or reference can still need."""
         history = self.history
-        if len(history.versions) < 2:
+        if len(history.versions.refs) < 2:
             return
         useful, oldest = self.order.versions_needed(self)
         named = {version for version in self.leases.versions() if version[1] >= useful} | history.evaluations.versions()

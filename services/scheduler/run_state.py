@@ -199,7 +199,7 @@ def _head(run: RunState) -> bytes:
             (one.lease_id, one.stage, one.holder, one.incarnation, one.version, one.call, list(one.tasks))
             for one in ledger.leases
         ],
-        weights=[codec.encode_body(PublishWeights(driver=0, ref=ref)) for ref in history.versions.refs],
+        weights=[codec.encode_body(PublishWeights(driver=0, ref=ref)) for ref in history.versions.refs.values()],
         evaluations=history.evaluations,
         losses=ledger.losses,
         layouts=ledger.tasks.layouts,

@@ -391,7 +391,7 @@ class Scheduler:
             return None
         if any(lease.measures for lease in self.run.ledger.leases.held_by((beat.service, beat.instance))):
             return None
-        return self.run.history.versions.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
+        return self.run.history.versions.refs.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
 
     # ---------------------------------------------------------------------------------------------- shards
 

@@ -135,9 +135,6 @@ class Tasks:
         self._nothing: tuple[StagePart | None, ...] = (None,) * stages
         self._by_id: dict[str, Task] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_id)
-
     def __iter__(self) -> Iterator[Task]:
         return iter(self._by_id.values())
 

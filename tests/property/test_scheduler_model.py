@@ -162,7 +162,7 @@ class Model:
         room.
         """
         written = 1  # The shards are put into the store before the version is published.
-        assert len(self.machine.run.history.versions) + written <= live_versions(self.plan.staleness) + spare
+        assert len(self.machine.run.history.versions.refs) + written <= live_versions(self.plan.staleness) + spare
         ref = weights_ref(self.lineage, step, CANARY, store=HOME)
         self.ask(PublishWeights(driver=1, ref=ref))
 

@@ -89,12 +89,12 @@ def test_a_version_is_collected_once_no_result_of_its_leases_can_be_trained_on()
     slow = overtaken(bench)
     newer = bench.granted()
     assert (
-        bench.machine.run.history.versions.get((0, 0)) is not None
+        bench.machine.run.history.versions.refs.get((0, 0)) is not None
     )  # Step 2 may still take tasks from the slow lease.
     complete(bench, newer, (1, 1))
     assert batched(bench, 2) == ids(newer)
     assert bench.machine.run.ledger.leases.get(slow.lease_id) is not None
-    assert bench.machine.run.history.versions.get((0, 0)) is None
+    assert bench.machine.run.history.versions.refs.get((0, 0)) is None
 
 
 def test_a_task_that_becomes_too_old_while_it_waits_is_dropped_before_the_next_step() -> None:

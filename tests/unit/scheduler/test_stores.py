@@ -200,7 +200,7 @@ def test_a_store_that_never_answers_does_not_delay_the_others() -> None:
     assert bench.counts()["COLLECTED"] == 32
     assert len(bench.machine.run.shards.clears.queues[STORE]) == 0
     assert [task for task, _, _ in bench.machine.run.shards.clears.queues[AWAY]] == [f"weights/0/{i}" for i in range(8)]
-    assert len(bench.machine.run.ledger.tasks) == bench.machine.run.ledger.window.live
+    assert len(list(bench.machine.run.ledger.tasks)) == bench.machine.run.ledger.window.live
 
 
 # ------------------------------------------------------------------------------------------------ gone for good
