@@ -18,8 +18,8 @@ import numpy as np
 from proto import messages
 from proto.messages import AdamW, ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
-from services.policy_trainer.loss_spec import WEIGHTS
-from services.policy_trainer.merging import merged
+from services.policy_trainer.metrics import add_up
+from services.policy_trainer.update import WEIGHTS
 from shared.batch import Batch
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
@@ -303,6 +303,29 @@ def group_dispatch(model: TrainedModel, client: Callable[[str, int], Client], dr
     parallel = model.settings.parallel
     layout = Layout(model.settings.world_size, parallel.tp, parallel.pp, parallel.cp)
     return WorkerDispatch([client(model.service, rank) for rank in range(layout.world_size)], layout, driver)
+
+
+def merged(answers: Sequence[R]) -> R:
+    """Merge the answers of all ranks: add up sums, join the parts of a batch, and take the times of the slowest rank.
+
+    For other reply types, return rank 0's answer. `answers` are in rank order and have the same type.
+    """
+    first = answers[0]
+    if isinstance(first, messages.ForwardBackwardDone):
+        gradients, sums = cast(Sequence[messages.ForwardBackwardDone], answers), dict[str, float]()
+        for answer in gradients:
+            add_up(sums, answer.sums)
+        seconds = max(answer.seconds for answer in gradients)
+        return cast(R, msgspec.structs.replace(first, sums=sums, seconds=seconds))
+    if isinstance(first, messages.ForwardDone):
+        parts = cast(Sequence[messages.ForwardDone], answers)
+        meta = Batch.concat([Batch(part.meta) for part in parts]).meta
+        return cast(R, messages.ForwardDone(meta=meta, seconds=max(part.seconds for part in parts)))
+    if isinstance(first, messages.Moved):
+        moves = cast(Sequence[messages.Moved], answers)
+        total = sum(move.nbytes for move in moves)
+        return cast(R, messages.Moved(nbytes=total, seconds=max(move.seconds for move in moves)))
+    return first
 
 
 def imbalance(chunks: Sequence[Batch]) -> float:

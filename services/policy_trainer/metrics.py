@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import SupportsFloat
 
 import numpy as np
 
 from proto.messages import DropReason, ForwardBackwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
-from services.policy_trainer.merging import add_up
-from services.policy_trainer.reward_shaping import KL_SCALAR
+from services.policy_trainer.advantages import KL_SCALAR
 from shared.stages import REFERENCE_SCALAR
 
+LARGEST = "_max"
+"""Suffix of the names of sums whose values are combined by taking the maximum instead."""
 SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS, SYNC_SENT = "sync_error", "sync_bytes", "sync_seconds", "sync_sent"
 """Names of the scalars that describe the syncs of the weights with which the step was sampled."""
 SUMS = (
@@ -102,6 +104,15 @@ class StepMetrics:
         if sums["lag_tokens"]:
             row["rollout/logprob_mismatch_lag"] = sums["lag"] / sums["lag_tokens"]
         return row | _importance(sums)
+
+
+def add_up(totals: dict[str, float], part: Mapping[str, SupportsFloat]) -> None:
+    """Add `part`, which covers different tokens, to `totals`. For names that end in `_max`, keep the larger value."""
+    for name, value in part.items():
+        if name.endswith(LARGEST):
+            totals[name] = max(totals.get(name, 0.0), float(value))
+        else:
+            totals[name] = totals.get(name, 0.0) + float(value)
 
 
 def _importance(sums: Mapping[str, float]) -> dict[str, float]:

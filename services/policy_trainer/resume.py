@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -22,6 +23,7 @@ from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import batch_row
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from shared.rpc.errors import RpcError
+from shared.runfiles.metrics import MetricsFollower
 
 INITIAL_STEP = 0
 
@@ -121,3 +123,19 @@ async def _load_newest(workers: WorkerDispatch, steps: Sequence[int], *, snapsho
             log.warning("checkpoint refused, trying the previous one", step=step, error=str(error))
             await workers.take_over()
     return None
+
+
+def committed_rates(metrics: Path, *, after: int) -> dict[int, float]:
+    """Return the learning rate of each committed step after step `after` whose row is in `metrics.jsonl` (steps without
+    an update have none).
+
+    The scheduler writes these rows from its journal. A step that is replayed repeats its rate, even if the run was
+    resumed with another one.
+    """
+    follower, rates = MetricsFollower(metrics), dict[int, float]()
+    while (page := follower.poll()).more:
+        for row in page.rows:
+            step, rate = row.get("step"), row.get("policy/lr")
+            if step is not None and step > after and rate:
+                rates[int(step)] = rate
+    return rates

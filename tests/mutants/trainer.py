@@ -97,7 +97,7 @@ TRAINER = [
     Mutation(
         "a reward that is not a number is trained on",
         Promise.FAILED_SAMPLE,
-        "services/policy_trainer/batch_checks.py",
+        "services/policy_trainer/bad_data.py",
         "wrong = ~np.isfinite(values)",
         "wrong = np.isinf(values)",
         f"{NUMBERS}::test_a_non_finite_number_is_refused_and_its_task_is_named",

@@ -18,7 +18,7 @@ from torch import Tensor
 from proto.messages import LossSpec
 from proto.tensors import Array
 from services.policy_trainer import advantages
-from services.policy_trainer.token_weights import sample_weights
+from services.policy_trainer.update import sample_weights
 from services.policy_trainer.worker.loss import token_loss
 from services.policy_trainer.worker.losses import kl, mismatch
 from services.policy_trainer.worker.losses.tokens import TokenData

@@ -12,7 +12,7 @@ import structlog
 from proto.errors import WireError
 from proto.messages import BatchMeta
 from proto.tensors import Array
-from services.policy_trainer.loss_spec import ADVANTAGES
+from services.policy_trainer.update import ADVANTAGES
 from services.policy_trainer.worker.samples import PROX_KEY, BatchTokens
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import RpcError

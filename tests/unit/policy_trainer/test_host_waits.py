@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from proto.messages import LossSpec
-from services.policy_trainer.merging import add_up
+from services.policy_trainer.metrics import add_up
 from services.policy_trainer.worker.backend import LocalScores, totals_of
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from proto.messages import ForwardBackwardDone, LossSpec
-from services.policy_trainer.merging import add_up
-from services.policy_trainer.metrics import StepMetrics
-from services.policy_trainer.token_weights import sample_weights
+from services.policy_trainer.metrics import StepMetrics, add_up
+from services.policy_trainer.update import sample_weights
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses import kl
 from services.policy_trainer.worker.losses.own import own_policy_loss

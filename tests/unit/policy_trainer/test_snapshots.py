@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from proto.messages import ErrorCode, HeldSnapshot
-from services.policy_trainer.snapshot_pace import BURST_S, SHARE, SnapshotPace
+from services.policy_trainer.checkpoints import BURST_S, SHARE, SnapshotPace
 from services.policy_trainer.worker import snapshots
 from services.policy_trainer.worker.rank_state import random_states, rank_state, set_random_states
 from services.policy_trainer.worker.snapshots import Snapshots

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from proto.messages import AdamW, LossSpec
 from proto.tensors import Array
-from services.policy_trainer.learning_rate import optimizer_numbers
+from services.policy_trainer.update import optimizer_numbers
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss

@@ -27,7 +27,7 @@ from proto.messages import (
     WorkerRequest,
 )
 from proto.tensors import Array
-from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS
+from services.policy_trainer.update import ADVANTAGES, WEIGHTS
 from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.backend import OptimizerUpdate, Sequences
 from services.policy_trainer.worker.batch_loss import BatchLoss
