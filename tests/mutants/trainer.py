@@ -41,7 +41,7 @@ TRAINER = [
     Mutation(
         "the importance weight is not truncated",
         Promise.LOSS,
-        f"{WORKER}/losses/mismatch.py",
+        f"{WORKER}/losses/divergence.py",
         "return weight.clamp(max=spec.tis_cap) if spec.tis_cap > 0 else weight",
         "return weight",
         f"{LOSSES}::test_importance_weight_is_truncated_at_the_cap",
@@ -105,7 +105,7 @@ TRAINER = [
     Mutation(
         "an update runs while parts of its state are on the host",
         Promise.SAME_BITS,
-        f"{WORKER}/colocation/residency.py",
+        f"{WORKER}/devices.py",
         "messages.OptimStep: PARTS,",
         "messages.OptimStep: _PARAMETERS,",
         "tests/integration/policy_trainer/test_trainer_group.py::test_offload_between_gradient_and_update_does_not_change_a_bit",

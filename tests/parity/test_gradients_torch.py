@@ -20,8 +20,8 @@ from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.worker import shards
 from services.policy_trainer.worker.backend import BackendOptions, LocalScores, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.blocks import blocks_of
+from services.policy_trainer.worker.loss import BatchLoss
 from shared.ranks.layout import Layout, RankPlace
 from shared.topology.passes import FASTEST
 from tests.parity.gradient_cases import RUNS, VOCAB, Case, cases, nothing_trained

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.policy_trainer.worker.backend import LocalScores, Sequences, TrainingState
-from services.policy_trainer.worker.colocation.residency import PARTS
+from services.policy_trainer.worker.devices import PARTS
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.megatron.cpu_shims import megatron_device
 from shared.ranks.layout import Layout, RankPlace

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.loss import BatchLoss
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.megatron.cpu_shims import megatron_device
 from shared.ranks.layout import Layout, RankPlace

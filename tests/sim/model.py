@@ -21,9 +21,15 @@ from torch import nn
 
 from proto.ids import make_task_id, split_task_id
 from proto.messages import AdamW, Canary, LeaseGrant
-from services.policy_trainer.worker.backend import Backend, OptimizerUpdate, PublishedWeights, Sequences, TrainingState
-from services.policy_trainer.worker.colocation.devices import device_parts
-from services.policy_trainer.worker.colocation.shelves import PartShelves
+from services.policy_trainer.worker.backend import (
+    Backend,
+    OptimizerUpdate,
+    PartShelves,
+    PublishedWeights,
+    Sequences,
+    TrainingState,
+)
+from services.policy_trainer.worker.devices import device_parts
 from services.rollout.engine import (
     FULL_ONLY,
     FinishReason,

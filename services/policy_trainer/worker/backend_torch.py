@@ -21,6 +21,7 @@ from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
     OptimizerUpdate,
+    PartShelves,
     PublishedWeights,
     Sequences,
     TokenLoss,
@@ -31,8 +32,7 @@ from services.policy_trainer.worker.backend import (
     totals_of,
 )
 from services.policy_trainer.worker.blocks import recompute_blocks
-from services.policy_trainer.worker.colocation.residency import Part
-from services.policy_trainer.worker.colocation.shelves import PartShelves
+from services.policy_trainer.worker.devices import Part
 from services.policy_trainer.worker.mesh import Mesh
 from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards

@@ -20,7 +20,7 @@ from shared.samples.choice import Choice
 from shared.stages import SAMPLE_ADVANTAGES, TRAIN_LOGPROBS
 
 if TYPE_CHECKING:
-    from services.policy_trainer.worker.batch_loss import BatchLoss
+    from services.policy_trainer.worker.loss import BatchLoss
 
 PUT_S = 5.0
 

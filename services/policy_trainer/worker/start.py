@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from proto.messages import WorkerRequest
 from services.policy_trainer.worker.backend import Backend, BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.calls.loaded import Loaded
 from services.policy_trainer.worker.calls.state import StateCalls
 from services.policy_trainer.worker.calls.training import TrainingCalls
 from services.policy_trainer.worker.calls.weights import WeightsCalls
+from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions
 from shared.inputs import check_model

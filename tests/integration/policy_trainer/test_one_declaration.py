@@ -14,9 +14,9 @@ from torch import Tensor
 
 from proto.messages import BatchMeta, ErrorCode, ForwardBackward, LossSpec, TaskHandle
 from services.policy_trainer.worker.backend import LocalScores
-from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.batch_reader import BatchReader
-from services.policy_trainer.worker.losses.own import user_loss
+from services.policy_trainer.worker.loss import BatchLoss
+from services.policy_trainer.worker.losses.policy import user_loss
 from services.policy_trainer.worker.losses.tokens import TokenData
 from services.rollout.results.assemble import task_shards
 from services.rollout.sampling.trajectory import Rolled, SequenceTokens

@@ -17,7 +17,7 @@ from proto.messages import LossSpec
 from services.policy_trainer.metrics import add_up
 from services.policy_trainer.worker.backend import LocalScores, totals_of
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.loss import BatchLoss
 from shared.model import attention, logprobs
 from shared.weights.digests import digests_of
 from tests.unit.policy_trainer.training import accumulate, one_rank

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from proto.messages import LossSpec
 from services.policy_trainer.worker.backend import BackendOptions, LocalScores, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.loss import BatchLoss
 from shared.ranks.layout import Layout
 from shared.topology.passes import FASTEST
 from shared.topology.services import Recompute

@@ -13,7 +13,7 @@ from proto.tensors import Array
 from services.policy_trainer.update import optimizer_numbers
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.loss import BatchLoss
 from services.policy_trainer.worker.losses.tokens import TokenData
 from services.policy_trainer.worker.samples import trained
 from shared.ranks.layout import Layout

@@ -30,11 +30,10 @@ from proto.tensors import Array
 from services.policy_trainer.update import ADVANTAGES, WEIGHTS
 from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.backend import OptimizerUpdate, Sequences
-from services.policy_trainer.worker.batch_loss import BatchLoss
-from services.policy_trainer.worker.calls.loaded import Loaded
-from services.policy_trainer.worker.losses.own import own_policy_loss
+from services.policy_trainer.worker.loaded import Loaded
+from services.policy_trainer.worker.loss import BatchLoss
+from services.policy_trainer.worker.losses.policy import own_policy_loss
 from services.policy_trainer.worker.rank import Rank, Runner
-from services.policy_trainer.worker.rank_state import rank_state
 from services.policy_trainer.worker.sample_records import SampleRecords
 from shared.dataplane.client import TaskShards
 from shared.ranks.group import GroupEnded
@@ -159,9 +158,9 @@ class TrainingCalls:
             rank.reader.end_step()
         seconds, snapshot_s = time.perf_counter() - began, 0.0
         if request.last and request.snapshot_lineage >= 0:
-            state = partial(rank_state, self._backend, self._loaded.earlier, request.step)
-            take = partial(rank.snapshots.take, request.snapshot_lineage, request.step, state)
-            snapshot_s = await rank.on_compute_thread(take)
+            state = partial(self._loaded.state, request.step)
+            keep = partial(rank.snapshots.keep, request.snapshot_lineage, request.step, state)
+            snapshot_s = await rank.on_compute_thread(keep)
         return OptimStepDone(
             grad_norm=update.grad_norm, lr=request.optimizer.lr, seconds=seconds, snapshot_s=snapshot_s
         )

@@ -19,6 +19,7 @@ from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
     OptimizerUpdate,
+    PartShelves,
     PublishedWeights,
     Sequences,
     TokenLoss,
@@ -27,8 +28,7 @@ from services.policy_trainer.worker.backend import (
     refused_gradient,
     totals_of,
 )
-from services.policy_trainer.worker.colocation.residency import Part
-from services.policy_trainer.worker.colocation.shelves import PartShelves
+from services.policy_trainer.worker.devices import Part
 from services.policy_trainer.worker.megatron.trained import Trained
 from shared.megatron import files
 from shared.megatron.cpu_shims import in_megatron
