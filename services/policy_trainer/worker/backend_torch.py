@@ -38,9 +38,8 @@ from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards
 from shared.colocation.shelf import local_part, own_storages
 from shared.model import cpu
-from shared.model.load import load_model, load_shapes, named_weights
+from shared.model.load import allow, load_model, load_shapes, named_weights
 from shared.model.logprobs import Entropy, Scores, vocabulary
-from shared.model.passes import allow
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
