@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import msgspec
-import numpy as np
 
 from proto import messages
 from proto.messages import AdamW, ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.metrics import add_up
-from services.policy_trainer.update import WEIGHTS
 from shared.batch import Batch
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
@@ -134,16 +132,11 @@ class WorkerDispatch:
         )
         return asyncio.ensure_future(_forwarded(self._submit(request, messages.ForwardDone)))
 
-    def forward_backward(
-        self, batch: Batch, loss: LossSpec, loss_weight: float = 1.0
-    ) -> Awaitable[messages.ForwardBackwardDone]:
-        """Accumulate the gradient of `loss_weight` * sum(W * loss) over `batch`.
+    def forward_backward(self, batch: Batch, loss: LossSpec) -> Awaitable[messages.ForwardBackwardDone]:
+        """Accumulate the gradient of sum(W * loss) over `batch`.
 
         `batch.scalars` holds `advantages` and `weights`, float32 [samples]. The sums in the answer are over all ranks.
         """
-        if loss_weight != 1.0 and WEIGHTS in batch.scalars:
-            scaled = (batch.scalars[WEIGHTS] * np.float32(loss_weight)).astype(np.float32)
-            batch = batch.with_scalars({**batch.scalars, WEIGHTS: scaled})
         request = messages.ForwardBackward(driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, loss=loss)
         return self._submit(request, messages.ForwardBackwardDone)
 

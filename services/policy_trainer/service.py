@@ -23,7 +23,7 @@ from shared import topology as topologies
 from shared.actor.service import Service
 from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
-from shared.topology import TRAINER_STORE, Topology, stop_limit_s
+from shared.topology import Topology, stop_limit_s
 
 MAX_RECOVERIES = 5
 """Maximum number of consecutive worker losses without a committed step in between."""
@@ -118,27 +118,22 @@ class PolicyTrainerService(Service):
                 self.log.warning(f"{cause}, resuming", committed=committed, error=str(error))
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
-        deterministic, publishes = topology.run.deterministic, topology.policy_model.publishes
         folders = [model.checkpoints(self.run.checkpoints) for model in topology.trained]
         keeping = topology.checkpoint
         checkpoints = Checkpoints(folders, keep_last=keeping.keep_last, keep_every=keeping.keep_every)
-        resumed = await resume(scheduler, workers, checkpoints.steps(), store=TRAINER_STORE, whole_rows=deterministic)
+        resumed = await resume(scheduler, workers, checkpoints.steps(), whole_rows=topology.run.deterministic)
         # A checkpoint is begun only once its step is committed, so later steps were rolled back.
         await asyncio.to_thread(checkpoints.discard_after, resumed.committed)
         metric = keeping.keep_best
         best = BestCheckpoint(self.run, topology, scheduler, metric) if metric is not None else None
         publisher = Publisher(
+            topology,
             scheduler,
             workers,
-            checkpoint=topology.checkpoint,
-            lineage=resumed.lineage,
-            store=TRAINER_STORE,
-            newest_checkpoint=resumed.checkpoint,
-            last_step=topology.run.last_step,
-            earlier=publishes.earlier if publishes is not None else 0,
+            resumed,
+            checkpoints,
             on_stop=lambda step: self.ends_after(f"saving step {step}"),
             best=best,
-            checkpoints=checkpoints,
         )
         self._trains = True
         try:

@@ -88,7 +88,7 @@ def work(place: RankPlace, folder: Path) -> None:
     for case in nothing_trained():
         before = backend.state().weights
         back(backend, case)
-        assert backend.step(1, adamw()).grad_norm == 0
+        assert backend.step(1, adamw()) == 0
         assert all(torch.equal(value, before[name]) for name, value in backend.state().weights.items())
 
 

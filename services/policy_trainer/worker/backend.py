@@ -67,13 +67,6 @@ micro-batches, which a rank runs only because another data-parallel rank has mor
 
 
 @dataclass(frozen=True)
-class OptimizerUpdate:
-    """The result of an optimizer step: the norm of the whole gradient before clipping."""
-
-    grad_norm: float
-
-
-@dataclass(frozen=True)
 class TrainingState:
     """Everything that a later life of the worker needs to continue with bit-identical results.
 
@@ -123,11 +116,6 @@ class Backend(Protocol):
     shelves: PartShelves
 
     @property
-    def model(self) -> nn.Module:
-        """The module with the weights."""
-        ...
-
-    @property
     def called(self) -> nn.Module:
         """The module that is called once per micro-batch."""
         ...
@@ -159,10 +147,11 @@ class Backend(Protocol):
         """
         ...
 
-    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
-        """Clip by the norm of the whole gradient, update, and drop the gradient. Error messages name `step`.
+    def step(self, step: int, optimizer: AdamW) -> float:
+        """Clip by the norm of the whole gradient, update, and drop the gradient. Return the norm before clipping.
 
-        Raises RpcError(bad_data) on all ranks, without changing anything, if the norm is not finite.
+        Raises RpcError(bad_data), which names `step`, on all ranks and without changing anything, if the norm is not
+        finite.
         """
         ...
 

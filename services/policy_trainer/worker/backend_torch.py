@@ -20,7 +20,6 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
-    OptimizerUpdate,
     PartShelves,
     PublishedWeights,
     Sequences,
@@ -193,8 +192,8 @@ class TorchBackend:
 
     # ---- updates
 
-    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
-        """Clip, step, and zero the gradients.
+    def step(self, step: int, optimizer: AdamW) -> float:
+        """Clip, step, zero the gradients, and return their norm.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then remain unchanged.
         """
@@ -208,7 +207,7 @@ class TorchBackend:
         self._optimizer.step()
         self._trained.write_back()
         self.drop_gradients()
-        return OptimizerUpdate(grad_norm)
+        return grad_norm
 
     def drop_gradients(self) -> None:
         """Drop the accumulated gradients."""

@@ -29,11 +29,10 @@ class Loaded:
     backend: Backend
     canaries: Canaries
     earlier: EarlierVersions
-    deterministic: bool
 
     def record(self, step: int) -> None:
-        """Keep this version in deterministic mode. Every rank calls this as part of a collective."""
-        if self.deterministic:
+        """Keep this version, if earlier versions may be needed. Every rank calls this as part of a collective."""
+        if self.earlier.depth:
             self.earlier.record(step, self.backend.published(), self.canaries.current())
 
     def state(self, step: int) -> dict[str, Tensor]:

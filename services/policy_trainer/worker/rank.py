@@ -145,13 +145,13 @@ class Rank:
         if self.sender is not None:
             self.sender.changing()
 
-    def require_step(self, step: int, what: str) -> None:
+    async def require_step(self, step: int, what: str) -> None:
         """Raise RpcError(conflict) unless the rank stands at `step` with the weights of that step."""
         if self.step != step or self.dirty:
             changed = ", but has changed its weights since" if self.dirty else ""
             raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {self.step}{changed}")
 
-    def require_next(self, step: int, what: str) -> None:
+    async def require_next(self, step: int, what: str) -> None:
         """Raise RpcError(conflict) unless `step` is the one that follows the last finished step."""
         if step != self.step + 1:
             raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {self.step}")

@@ -38,7 +38,7 @@ def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, 
         with_digests=publishes is not None and not publishes.mapped,
     )
     earlier = EarlierVersions(publishes.earlier if publishes is not None else 0)
-    loaded = Loaded(backend, canaries, earlier, model.deterministic)
+    loaded = Loaded(backend, canaries, earlier)
     subjects = (
         TrainingCalls(rank, loaded, choice),
         WeightsCalls(rank, loaded),

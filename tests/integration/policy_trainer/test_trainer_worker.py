@@ -389,7 +389,10 @@ def test_concurrent_calls_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -
             batch = await bench.batch(1)
 
             def gradient(share: float) -> Any:
-                return workers.forward_backward(batch, ROLLOUT_ANCHOR, loss_weight=share)
+                weights = (batch.scalars["weights"] * np.float32(share)).astype(np.float32)
+                return workers.forward_backward(
+                    batch.with_scalars({**batch.scalars, "weights": weights}), ROLLOUT_ANCHOR
+                )
 
             *_, whole = await asyncio.gather(gradient(1.0), workers.optim_step(adamw()))
             first = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE, fence=1))

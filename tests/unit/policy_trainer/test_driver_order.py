@@ -134,15 +134,12 @@ def train(
         scheduler, workers = SchedulerCalls(client, 1), WorkerDispatch([client], Layout(1), 1)
         workers._step = standing.version
         publisher = Publisher(
+            topology,
             scheduler,
             workers,
-            checkpoint=topology.checkpoint,
-            lineage=standing.lineage,
-            store="batch-store/0",
-            newest_checkpoint=standing.checkpoint,
-            last_step=topology.run.steps,
+            standing,
+            Checkpoints([Path("no checkpoints")], keep_last=1, keep_every=None),
             on_stop=said.append,
-            checkpoints=Checkpoints([Path("no checkpoints")], keep_last=1, keep_every=None),
         )
         try:
             driver = Driver(

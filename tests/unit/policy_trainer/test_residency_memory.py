@@ -52,7 +52,7 @@ def logprobs(made: TorchBackend) -> dict[str, Tensor]:
 
 
 def updated(made: TorchBackend, folder: Path) -> dict[str, Tensor]:
-    return {"norm": torch.tensor(made.step(2, adamw(2, lr=1e-2)).grad_norm)}
+    return {"norm": torch.tensor(made.step(2, adamw(2, lr=1e-2)))}
 
 
 def exported(made: TorchBackend, folder: Path) -> dict[str, Tensor]:

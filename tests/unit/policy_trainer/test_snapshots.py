@@ -150,7 +150,7 @@ def test_ranks_in_a_different_layout_do_not_see_a_snapshot(tmp_path: Path) -> No
 def test_the_random_number_sequence_continues_after_a_restore() -> None:
     torch.manual_seed(5)
     torch.rand(3)
-    loaded = Loaded(MagicMock(**{"own_state.return_value": {}}), MagicMock(), EarlierVersions(0), deterministic=False)
+    loaded = Loaded(MagicMock(**{"own_state.return_value": {}}), MagicMock(), EarlierVersions(0))
     kept = loaded.state(1)
     first = torch.rand(9)
     loaded.load_state(kept)
@@ -189,7 +189,7 @@ def test_files_are_not_larger_than_the_topology_assumes(folder: Path, tmp_path: 
     made, kept = backend(folder, dtype), Snapshots(tmp_path / "s", PLACE)
     for step in (1, 2):
         train(made, step)
-        kept.take(0, step, Loaded(made, MagicMock(), EarlierVersions(0), deterministic=False).state(step))
+        kept.take(0, step, Loaded(made, MagicMock(), EarlierVersions(0)).state(step))
     needed, found = snapshot_bytes(topology), sum(file.stat().st_size for file in (tmp_path / "s").iterdir())
     assert found <= needed <= 1.5 * found + (1 << 20)
     assert snapshot_bytes(load(path, ["checkpoint.memory_every=null", "services.batch-store.memory=1GiB"])) == 0

@@ -114,10 +114,7 @@ class StateCalls:
         """Gather the state in call order and write it during the next step."""
         rank, loaded = self._rank, self._loaded
 
-        async def may_save() -> None:
-            rank.require_step(request.step, "checkpoint")
-
-        await rank.ready(request, may_save())
+        await rank.ready(request, rank.require_step(request.step, "checkpoint"))
         state = await rank.together("SaveCheckpoint", loaded.backend.state)
         if rank.place.rank != 0:
             return Saved(path="", seconds=0.0)

@@ -29,7 +29,7 @@ from proto.messages import (
 from proto.tensors import Array
 from services.policy_trainer.update import ADVANTAGES, WEIGHTS
 from services.policy_trainer.worker import samples
-from services.policy_trainer.worker.backend import OptimizerUpdate, Sequences
+from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.loss import BatchLoss
 from services.policy_trainer.worker.losses.policy import own_policy_loss
@@ -135,7 +135,7 @@ class TrainingCalls:
         rank = self._rank
 
         async def may_change() -> None:
-            rank.require_next(request.step, "take an optimizer step for")
+            await rank.require_next(request.step, "take an optimizer step for")
             check_optimizer(request.optimizer)
             await rank.weights_settled()
 
@@ -143,7 +143,7 @@ class TrainingCalls:
         began = time.perf_counter()
         was_dirty, rank.dirty = rank.dirty, True
         try:
-            update = await rank.together("OptimStep", lambda: self._update(request))
+            grad_norm = await rank.together("OptimStep", lambda: self._update(request))
         except GroupEnded:
             raise
         except RpcError as error:
@@ -161,23 +161,18 @@ class TrainingCalls:
             state = partial(self._loaded.state, request.step)
             keep = partial(rank.snapshots.keep, request.snapshot_lineage, request.step, state)
             snapshot_s = await rank.on_compute_thread(keep)
-        return OptimStepDone(
-            grad_norm=update.grad_norm, lr=request.optimizer.lr, seconds=seconds, snapshot_s=snapshot_s
-        )
+        return OptimStepDone(grad_norm=grad_norm, lr=request.optimizer.lr, seconds=seconds, snapshot_s=snapshot_s)
 
-    def _update(self, request: OptimStep) -> OptimizerUpdate:
-        update = self._backend.step(request.step, request.optimizer)
+    def _update(self, request: OptimStep) -> float:
+        grad_norm = self._backend.step(request.step, request.optimizer)
         if request.last:
             self._loaded.record(request.step)
-        return update
+        return grad_norm
 
     async def _skip_update(self, request: SkipUpdate, _: Call) -> WorkerReady:
         rank = self._rank
 
-        async def may_count() -> None:
-            rank.require_next(request.step, "skip the update of")
-
-        await rank.ready(request, may_count())
+        await rank.ready(request, rank.require_next(request.step, "skip the update of"))
 
         def work() -> None:
             self._backend.drop_gradients()

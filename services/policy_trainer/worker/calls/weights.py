@@ -37,7 +37,7 @@ class WeightsCalls:
 
         async def may_publish() -> None:
             if not is_earlier:
-                rank.require_step(request.step, "publish")
+                await rank.require_step(request.step, "publish")
             elif rank.publishes and version is None:
                 raise RpcError(
                     ErrorCode.CONFLICT, f"version {request.step} is not kept; the worker is at step {rank.step}"

@@ -18,7 +18,6 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
-    OptimizerUpdate,
     PartShelves,
     PublishedWeights,
     Sequences,
@@ -64,15 +63,10 @@ class MegatronBackend:
         return self._pieces.converter.elements
 
     @property
-    def model(self) -> nn.Module:
+    def called(self) -> nn.Module:
         """Megatron's wrapper around this rank's pieces."""
         wrapped: nn.Module = self._trained.model
         return wrapped
-
-    @property
-    def called(self) -> nn.Module:
-        """The same as `model`."""
-        return self.model
 
     @property
     def vocab_size(self) -> int:
@@ -141,8 +135,8 @@ class MegatronBackend:
     # ---- updates
 
     @in_megatron
-    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
-        """Sum the gradients over ranks, clip, step, and zero the gradients.
+    def step(self, step: int, optimizer: AdamW) -> float:
+        """Sum the gradients over ranks, clip, step, zero the gradients, and return their norm.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then remain unchanged.
         """
@@ -153,7 +147,7 @@ class MegatronBackend:
             raise refused_gradient(step, grad_norm)
         self._trained.update(grad_norm, optimizer)
         self.drop_gradients()
-        return OptimizerUpdate(grad_norm)
+        return grad_norm
 
     @in_megatron
     def drop_gradients(self) -> None:
