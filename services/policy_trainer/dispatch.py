@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import msgspec
 
@@ -119,10 +119,9 @@ class WorkerDispatch:
         self._step, self._updates_left = 0, 0
         return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
-    def forward(self, batch: Batch, keys: Sequence[str], temperature: float) -> Awaitable[tuple[Batch, float]]:
-        """Compute per-token values with the current weights and put them into the stores as shards.
-
-        Return the batch of these shards and how long the computation took, in seconds.
+    def forward(self, batch: Batch, keys: Sequence[str], temperature: float) -> Awaitable[messages.ForwardDone]:
+        """Compute per-token values with the current weights and put them into the stores as shards, which the answer
+        describes as a batch.
 
         `keys` names the values: so far only ["prox_logprobs"], from logits / `temperature`. The shards are stored under
         that key with a revision unique to this call; shards from a later call take their place.
@@ -130,7 +129,7 @@ class WorkerDispatch:
         request = messages.Forward(
             driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, keys=list(keys), temperature=temperature
         )
-        return asyncio.ensure_future(_forwarded(self._submit(request, messages.ForwardDone)))
+        return self._submit(request, messages.ForwardDone)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Awaitable[messages.ForwardBackwardDone]:
         """Accumulate the gradient of sum(W * loss) over `batch`.
@@ -202,16 +201,9 @@ class WorkerDispatch:
         """Export a Hugging Face folder to `path`."""
         return self._submit(messages.SaveModel(driver=_NOT_YET, order=_NOT_YET, path=str(path)), messages.Saved)
 
-    def offload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:
-        """Free the device memory of `parts` ("parameters", "gradients", "optimizer"). The answer gives the number of
-        bytes freed, summed over the ranks."""
-        return self._move(parts, "host")
-
-    def backload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:
-        """Move `parts` back to the device ahead of the call that needs them, which would otherwise move them itself."""
-        return self._move(parts, "device")
-
-    def _move(self, parts: Sequence[str], to: str) -> Awaitable[messages.Moved]:
+    def move(self, parts: Sequence[str], *, to: Literal["host", "device"]) -> Awaitable[messages.Moved]:
+        """Move `parts` ("parameters", "gradients", "optimizer"): to the host to free their device memory, or back ahead
+        of the call that needs them, which would otherwise move them itself. The answer sums the bytes of all ranks."""
         request = messages.Move(driver=_NOT_YET, order=_NOT_YET, parts=list(parts), to=to)
         return self._submit(request, messages.Moved)
 
@@ -325,11 +317,6 @@ def imbalance(chunks: Sequence[Batch]) -> float:
     """Return the token count of the fullest rank divided by the mean count, or 1.0 if there are no tokens."""
     tokens = [chunk.tokens for chunk in chunks]
     return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) else 1.0
-
-
-async def _forwarded(answer: Awaitable[messages.ForwardDone]) -> tuple[Batch, float]:
-    done = await answer
-    return Batch(done.meta), done.seconds
 
 
 def _in_order(batch: Batch, task_ids: Sequence[str]) -> Batch:

@@ -154,9 +154,9 @@ class Driver:
         check_batch(batch)
         tasks = batch.tasks
         if self.topology.needs_proximal:
-            logprobs, seconds = await self.workers.forward(tasks.with_scalars({}), [PROX_KEY], self.loss.temperature)
-            tasks = tasks.union(logprobs)
-            metrics.forward_s += seconds
+            done = await self.workers.forward(tasks.with_scalars({}), [PROX_KEY], self.loss.temperature)
+            tasks = tasks.union(Batch(done.meta))
+            metrics.forward_s += done.seconds
         loss_tokens = trained_tokens(algorithm.overlong, tasks.scalars)
         tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
         mini_batches: list[Batch] = []

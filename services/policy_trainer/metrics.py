@@ -71,7 +71,7 @@ class StepMetrics:
 
     def row(self, batch: StepBatch, *, step_s: float) -> dict[str, float]:
         """Return the flat row with the documented keys of metrics.jsonl. `step_s` is the time since the last commit."""
-        row = batch_row(batch)
+        row, samples = batch_row(batch), sum(task.samples for task in batch.batch.tasks)
         updates = max(len(self.updates), 1)
         sums = dict.fromkeys(SUMS, 0.0) | self.sums
         tokens = max(sums["tokens"], 1.0)
@@ -95,8 +95,8 @@ class StepMetrics:
             "time/snapshot": sum(update.snapshot_s for update in self.updates),
             "time/publish": self.publish_s,
             "time/checkpoint": self.checkpoint_s,
-            "throughput/samples_per_s": _samples(batch) / step_s,
-            "throughput/tokens_per_s": row["rollout/length_mean"] * _samples(batch) / step_s,
+            "throughput/samples_per_s": samples / step_s,
+            "throughput/tokens_per_s": row["rollout/length_mean"] * samples / step_s,
         }
         if sums["engine_tokens"]:
             row["rollout/logprob_mismatch_engine"] = sums["engine"] / sums["engine_tokens"]
@@ -203,10 +203,6 @@ def _zero_variance(batch: StepBatch, rewards: Array) -> float:
     filtered = batch.drops.get(DropReason.FILTERED, 0)
     alike = sum(bool((group == group[0]).all()) for group in groups)
     return (alike + filtered) / max(len(groups) + filtered, 1)
-
-
-def _samples(batch: StepBatch) -> float:
-    return float(sum(task.samples for task in batch.batch.tasks))
 
 
 def _mean(values: Array) -> float:

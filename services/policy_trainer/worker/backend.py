@@ -44,25 +44,17 @@ class Sequences:
     loss_mask: Array
 
 
-@dataclass(frozen=True)
-class LocalScores:
-    """The tokens of one micro-batch on *this rank* that count in the loss, possibly none (M = 0).
-
-    `scores.tokens` are positions in the flat arrays of `Sequences`: mask, advantages and old log-probs are looked up
-    there, so that nothing is shifted twice. `sum_over_sequence_ranks` sums a detached tensor over the ranks that
-    share these sequences (cp); without cp it returns its argument. It must not be used on a tensor with a gradient.
-    Together, those ranks hold every sequence of a micro-batch completely.
-    """
-
-    scores: Scores
-    sum_over_sequence_ranks: Callable[[Tensor], Tensor]
-
-
-TokenLoss = Callable[[LocalScores], tuple[Tensor, Mapping[str, Tensor]]]
+TokenLoss = Callable[[Scores, Callable[[Tensor], Tensor]], tuple[Tensor, Mapping[str, Tensor]]]
 """Function that returns the sum of W * loss over the tokens, a scalar with a gradient, and detached sums for metrics.
 
 It is called once per micro-batch on every rank with `place.counts`, even if M = 0. It is not called for padding
 micro-batches, which a rank runs only because another data-parallel rank has more micro-batches.
+
+Its first argument are the tokens of one micro-batch on *this rank* that count in the loss, possibly none (M = 0). Their
+`tokens` are positions in the flat arrays of `Sequences`: mask, advantages and old log-probs are looked up there, so
+that nothing is shifted twice. The second argument sums a detached tensor over the ranks that share these sequences
+(cp), which together hold every sequence of a micro-batch completely; without cp it returns its argument. It must not be
+used on a tensor with a gradient.
 """
 
 

@@ -19,7 +19,6 @@ from proto.messages import AdamW
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
-    LocalScores,
     PartShelves,
     PublishedWeights,
     Sequences,
@@ -32,7 +31,7 @@ from services.policy_trainer.worker.backend import (
 )
 from services.policy_trainer.worker.blocks import recompute_blocks
 from services.policy_trainer.worker.devices import Part
-from services.policy_trainer.worker.mesh import Mesh
+from services.policy_trainer.worker.mesh import Mesh, from_rank_0
 from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards
 from shared.colocation.shelf import local_part, own_storages
@@ -99,7 +98,8 @@ class TorchBackend:
                 check(model)
             except RpcError as error:
                 failure = f"{error.code} {error}".encode()
-        failure = self._mesh.from_rank_0(failure)
+        if self.place.layout.world_size > 1:
+            failure = from_rank_0(failure)
         if failure:
             code, _, text = failure.decode().partition(" ")
             raise RpcError(code, text)
@@ -153,7 +153,7 @@ class TorchBackend:
         parts: list[Mapping[str, Tensor]] = []
 
         def back(scores: Scores) -> None:
-            total, sums = loss(LocalScores(scores, self._mesh.sum_over_sequence_ranks))
+            total, sums = loss(scores, self._mesh.sum_over_sequence_ranks)
             total.backward()  # type: ignore[no-untyped-call]
             parts.append(sums)
 

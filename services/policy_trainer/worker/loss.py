@@ -12,6 +12,7 @@ The gradient is that of sum(W l). Masking and truncation do not change W.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from proto.messages import ErrorCode, LossSpec
 from proto.tensors import Array
-from services.policy_trainer.worker.backend import LocalScores
 from services.policy_trainer.worker.losses.divergence import (
     KL_LOSSES,
     importance_sums,
@@ -31,7 +31,7 @@ from services.policy_trainer.worker.losses.divergence import (
 from services.policy_trainer.worker.losses.policy import POLICY_LOSSES, PolicyLoss
 from services.policy_trainer.worker.losses.tokens import TokenData, weighted
 from services.policy_trainer.worker.samples import SCORE_KEYS, loss_keys
-from shared.model.logprobs import Entropy
+from shared.model.logprobs import Entropy, Scores
 from shared.rpc.errors import RpcError
 from shared.stages import Per
 from shared.tensors_torch import to_device
@@ -149,11 +149,11 @@ class BatchLoss:
         )
         self._kept = torch.zeros(len(flat["loss_mask"]), device=device) if keeps else None
 
-    def __call__(self, local: LocalScores) -> tuple[Tensor, dict[str, Tensor]]:
-        at, cur, entropy = local.scores.tokens, local.scores.outputs, local.scores.entropy
+    def __call__(self, scores: Scores, add_up: Callable[[Tensor], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        at, cur, entropy = scores.tokens, scores.outputs, scores.entropy
         if self._kept is not None:
             self._kept[at] = cur.detach().float()
-        data = self._tokens.at(at, local.sum_over_sequence_ranks)
+        data = self._tokens.at(at, add_up)
         value = torch.zeros_like(cur) if entropy is None else entropy
         return token_loss(self._spec, cur, data, value, self._policy, version=self._version)
 

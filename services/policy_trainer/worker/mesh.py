@@ -37,10 +37,6 @@ class Mesh:
             self.shard_mesh = init_device_mesh(device, (layout.world_size,), mesh_dim_names=("dp_cp",))
         self.sum_over_sequence_ranks = partial(sum_over_ranks, self.context)
 
-    def from_rank_0(self, mine: bytes) -> bytes:
-        """Return rank 0's `mine` on every rank. Every rank must call this."""
-        return mine if self.shard_mesh is None else from_rank_0(mine)
-
     def most(self, count: int) -> int:
         """Return the largest `count` over all ranks."""
         if self.shard_mesh is None:

@@ -254,7 +254,7 @@ class AskBench:
 def resumed(bench: Bench, workers: Workers, checkpoints: Sequence[int]) -> ResumePoint:
     client: Any = AskBench(bench)
     group: Any = workers
-    return asyncio.run(resume(SchedulerCalls(client, 1), group, checkpoints, store=STORE))
+    return asyncio.run(resume(SchedulerCalls(client, 1), group, checkpoints))
 
 
 def collecting_at_commit(announced: Sequence[int]) -> Bench:

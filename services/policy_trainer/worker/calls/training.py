@@ -109,7 +109,8 @@ class TrainingCalls:
             def spread() -> BatchLoss:
                 advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
                 weights = samples.spread(tokens, counts, _scalar(request.batch, WEIGHTS))
-                tokens.flat["loss_mask"] = samples.trained(tokens.flat["loss_mask"], weights)
+                # Tokens of weight 0 belong to masked-out samples and do not need to be scored.
+                tokens.flat["loss_mask"] = tokens.flat["loss_mask"] * (weights != 0)
                 device = rank.model.settings.device
                 # With anchor rollout the trainer's log-probs are current; after an update they belong to no version.
                 version = -1 if rank.dirty and request.loss.anchor == "rollout" else rank.step

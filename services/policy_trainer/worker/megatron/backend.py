@@ -17,7 +17,6 @@ from proto.messages import AdamW
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
-    LocalScores,
     PartShelves,
     PublishedWeights,
     Sequences,
@@ -122,7 +121,7 @@ class MegatronBackend:
         if self.place.counts:
             leaves = [output.detach().requires_grad_() for output in outputs]
             local = Scores(scores.tokens, leaves[0], leaves[1] if len(leaves) > 1 else scores.entropy)
-            total, sums = loss(LocalScores(local, self._groups.sum_over_sequence_ranks))
+            total, sums = loss(local, self._groups.sum_over_sequence_ranks)
             parts.append(sums)
             if total.requires_grad:
                 computed = torch.autograd.grad(total, leaves, allow_unused=True)

@@ -26,7 +26,7 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, PublishedWeights, Sequences
 from services.policy_trainer.worker.weights.channels import SideStream
 from services.policy_trainer.worker.weights.drill import make_drill
-from shared.colocation.locked import LockedMemory
+from shared.colocation.shelf import LockedMemory
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
