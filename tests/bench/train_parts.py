@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from proto.messages import LossSpec
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.loss import BatchLoss
 from shared.model import logprobs
 from shared.model.linear import product
 from shared.ranks.layout import Layout

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from services.rollout.engines.kv_cache import gather, grows, make_cache, right_aligned
-from shared.model.passes import passes_of
+from shared.model.load import passes_of
 from shared.model.plain_decoder import Past, PlainDecoder, is_plain
 
 

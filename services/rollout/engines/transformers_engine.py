@@ -27,9 +27,8 @@ from services.rollout.engines.slots import SlotTable, Stopped
 from shared.colocation.devices import WEIGHTS, Parts
 from shared.colocation.shelf import Released, give_back, own_storages, release, restore
 from shared.model import cpu
-from shared.model.load import load_model, named_weights, require_deterministic_algorithms, weight_holders
+from shared.model.load import allow, load_model, named_weights, require_deterministic_algorithms, weight_holders
 from shared.model.logprobs import token_logprobs
-from shared.model.passes import allow
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.ranks.process_group import own_device
 from shared.rpc.errors import RpcError

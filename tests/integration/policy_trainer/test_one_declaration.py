@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from proto.messages import BatchMeta, ErrorCode, ForwardBackward, LossSpec, TaskHandle
-from services.policy_trainer.worker.backend import LocalScores
-from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.batch_reader import BatchReader
-from services.policy_trainer.worker.losses.own import user_loss
+from services.policy_trainer.worker.loss import BatchLoss
+from services.policy_trainer.worker.losses.policy import user_loss
 from services.policy_trainer.worker.losses.tokens import TokenData
 from services.rollout.results.assemble import task_shards
 from services.rollout.sampling.trajectory import Rolled, SequenceTokens
@@ -90,5 +89,5 @@ def test_a_key_of_width_three_is_declared_in_one_place_only(tmp_path: Path, monk
     ones = np.ones(len(flat["loss_mask"]), np.float32)
     loss = BatchLoss(LOSS, flat, ones, ones, "cpu", user_loss(own, {}))
     scores = Scores(torch.tensor([1, 9]), torch.zeros(2, requires_grad=True), None)
-    loss(LocalScores(scores, lambda sums: sums))
+    loss(scores, lambda sums: sums)
     assert [routes.tolist() for routes in seen] == [[[31, 32, 33], [32, 33, 34]]]

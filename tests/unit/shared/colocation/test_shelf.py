@@ -9,8 +9,7 @@ import psutil
 import pytest
 import torch
 
-from shared.colocation.locked import ALIGN, LockedMemory
-from shared.colocation.shelf import Shelf
+from shared.colocation.shelf import ALIGN, LockedMemory, Shelf
 
 SIZES = [3 * 2**20 + 1, 0, 17, 5 * 2**20 + ALIGN]
 

@@ -1,5 +1,6 @@
 """Manages the residency of this rank's training state on a device that other services may share.
 
+The parts that each call needs are declared here and brought back before the call runs, so callers need not backload.
 Whole parts are moved, bit for bit, on the compute thread and only between calls. If the devices belong to the trainer
 alone, nothing needs to be moved. On CUDA, an offloaded part is in host memory. On a CPU, where that would free nothing,
 the part is in a file in the run's directory, outside any process's memory.
@@ -7,18 +8,42 @@ the part is in a file in the run's directory, outside any process's memory.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 from proto import messages
-from proto.messages import WorkerRequest
-from services.policy_trainer.worker.colocation.residency import PARTS, Part, Residency
+from proto.messages import ErrorCode, WorkerRequest
 from shared.actor.service import Service
 from shared.colocation.devices import Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
+from shared.rpc.errors import RpcError
 
 if TYPE_CHECKING:
     from services.policy_trainer.worker.backend import Backend
+
+Part = Literal["parameters", "gradients", "optimizer"]
+"""A part that a backend can move. float32 masters belong to `optimizer` if they are separate tensors."""
+
+PARTS: frozenset[Part] = frozenset({"parameters", "gradients", "optimizer"})
+_PARAMETERS: frozenset[Part] = frozenset({"parameters"})
+
+NEEDS: Mapping[type[WorkerRequest], frozenset[Part]] = MappingProxyType(
+    {
+        messages.InitModel: PARTS,
+        messages.LoadCheckpoint: PARTS,
+        messages.Forward: _PARAMETERS,
+        messages.ForwardBackward: frozenset({"parameters", "gradients"}),
+        messages.OptimStep: PARTS,
+        messages.SkipUpdate: frozenset({"parameters", "gradients"}),
+        messages.Publish: _PARAMETERS,
+        messages.SaveCheckpoint: frozenset({"parameters", "optimizer"}),
+        messages.SaveModel: _PARAMETERS,
+        messages.Move: frozenset(),
+    }
+)
+"""Parts that each call needs on the device. `ForwardBackward` adds to the gradients there, so it needs the earlier
+gradients."""
 
 OnCompute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -43,7 +68,7 @@ class Devices:
         self._settled = settled
         self._shows_parameters = shows_parameters
         self._turns: Turns = OwnDevices()
-        self._residency = Residency()
+        self._on_host: frozenset[Part] = frozenset()
         self._backend: Backend | None = None
         self._drop_later = False
         """Whether a gradient on the host is no longer needed and must be dropped once it is back on the device."""
@@ -66,18 +91,20 @@ class Devices:
         """Move `parts` to the device, where they stay in use until `after` is called. Return the number of
         bytes moved."""
         await self._turns.acquire(device_parts(self._model, parts))
-        missing = self._residency.backload(parts)
+        missing = parts & self._on_host
+        self._on_host -= parts
         backend, moved = self._backend, 0
         if missing and backend is not None:
             moved = await self._on_compute(lambda: backend.shelves.backload(missing))
-        if self._drop_later and backend is not None and "gradients" not in self._residency.on_host:
+        if self._drop_later and backend is not None and "gradients" not in self._on_host:
             await self._on_compute(backend.drop_gradients)
             self._drop_later = False
         return moved
 
     async def offload(self, parts: frozenset[Part]) -> int:
         """Move `parts` off the device and return the number of bytes freed."""
-        moving = self._residency.offload(parts)
+        moving = parts - self._on_host
+        self._on_host |= parts
         backend, freed = self._backend, 0
         if moving and backend is not None:
             freed = await self._on_compute(lambda: backend.shelves.offload(moving))
@@ -87,7 +114,7 @@ class Devices:
         """Drop the accumulated gradients, because a driver is taking over and no step is under way."""
         if self._backend is None:
             return  # the model is being loaded, and its loader will end the turn
-        if "gradients" in self._residency.on_host:
+        if "gradients" in self._on_host:
             self._drop_later = True  # another service may have its turn
         else:
             await self._on_compute(self._backend.drop_gradients)
@@ -95,7 +122,7 @@ class Devices:
 
     def loaded_anew(self) -> None:
         """Record that the state was reloaded: all of it is on the device, without gradients."""
-        self._residency.forget()
+        self._on_host = frozenset()
         self._drop_later = False
 
     def after(self, request: WorkerRequest, *, followed: bool) -> None:
@@ -112,7 +139,7 @@ class Devices:
 
     async def _leave(self, parts: Parts) -> Parts:
         """Move `parts` off the device because another service needs the memory, and return `parts`."""
-        own = own_parts(self._model, parts)
+        own = frozenset(part for part in PARTS if device_parts(self._model, frozenset([part])) <= parts)
         if "parameters" in own or not self._shows_parameters:
             await self._settled()
         await self.offload(own)
@@ -124,6 +151,9 @@ def device_parts(model: str, parts: frozenset[Part]) -> Parts:
     return frozenset(f"{model}.{part}" for part in parts)
 
 
-def own_parts(model: str, parts: Parts) -> frozenset[Part]:
-    """Return the parts of a trained model among `parts`: the inverse of `device_parts`."""
-    return frozenset(part for part in PARTS if f"{model}.{part}" in parts)
+def parts_named(names: list[str]) -> frozenset[Part]:
+    """Return the parts named in a request. Raises RpcError(bad_request) for an unknown name."""
+    unknown = sorted(set(names) - PARTS)
+    if unknown:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"part {unknown[0]!r}: use {', '.join(sorted(PARTS))}")
+    return frozenset(part for part in PARTS if part in names)
