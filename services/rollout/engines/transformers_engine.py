@@ -20,9 +20,8 @@ import torch
 from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
-from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
 from services.rollout.engines.proof.weights import fitting
-from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.slots import SlotTable, Stopped
 from shared.colocation.devices import WEIGHTS, Parts
 from shared.colocation.shelf import Released, give_back, own_storages, release, restore

@@ -29,10 +29,9 @@ import torch
 from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
 from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
-from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
 from services.rollout.engines.proof.load_trace import Proof, WeightPart
 from services.rollout.engines.proof.weights import check_fits, check_proofs, expected_weights, fitting, memory_file
-from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker
 from services.rollout.engines.vllm_outputs import generation, under_way

@@ -18,11 +18,10 @@ import pytest
 
 from proto.blockfile import BlockLayout, parse
 from proto.messages import ErrorCode, PutTask
-from services.batch_store import spares as spares_module
+from services.batch_store import room
 from services.batch_store.files import StoreFiles
 from services.batch_store.retirement import Retirement
-from services.batch_store.room import Tier, held_bytes
-from services.batch_store.spares import IDLE_S, Spares
+from services.batch_store.room import IDLE_S, Spares, Tier, held_bytes
 from services.batch_store.state import StoreState
 from shared.dataplane import lent_pages
 from shared.dataplane.lent_pages import POPULATE_BYTES, ReadMappingPool, WriteMappingPool
@@ -35,7 +34,7 @@ VALUES = np.arange(40_000, dtype=np.float32)
 
 @pytest.fixture(autouse=True)
 def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spares_module, "SPARE_BYTES", 1)
+    monkeypatch.setattr(room, "SPARE_BYTES", 1)
     monkeypatch.setattr(lent_pages, "MIN_BYTES", 1)
 
 
@@ -159,7 +158,7 @@ def test_a_file_collected_during_its_copy_to_disk_is_copied_completely(
 ) -> None:
     store = Store(tmp_path / "s", spill=tmp_path / "disk")
     if not kept:
-        monkeypatch.setattr(spares_module, "SPARE_BYTES", 1 << 30)
+        monkeypatch.setattr(room, "SPARE_BYTES", 1 << 30)
     put_id = Path(store.put("train/0/0", VALUES)).stem
     send = os.sendfile
 

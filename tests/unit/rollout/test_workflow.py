@@ -17,9 +17,9 @@ import pytest
 from proto.messages import ErrorCode
 from services.rollout.sampling.prompts import PromptBuilder, tool_calls
 from services.rollout.sampling.trajectory import Made
+from services.rollout.user_code.builtin import compute
 from services.rollout.user_code.frames import Purpose
 from services.rollout.user_code.load import load
-from services.rollout.workflows.builtin import compute
 from shared.lease import LeaseLost
 from shared.rpc.errors import RpcError
 from tests.unit.rollout.rollout_engine import MODEL
