@@ -22,8 +22,7 @@ from services.rollout.engines import make_engine
 from services.rollout.results.finish import LeaseResults
 from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.rewards.pool import RewardPool
-from services.rollout.sampling.answers import AnswerSampler
-from services.rollout.sampling.partial import PartialJournal
+from services.rollout.sampling.answers import AnswerSampler, PartialJournal
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import TaskSets, prepare
 from services.rollout.user_code.frames import Purpose, Setup
@@ -45,7 +44,7 @@ from shared.lease import LeaseBook
 from shared.ranks.meeting import reach_hosts_by_nccl
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.stages import ROLLOUT
 from shared.topology.models import POLICY_WORKER
 

@@ -43,9 +43,9 @@ from proto.messages import (
 )
 from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
-from shared.dataplane.lent_pages import ReadMappingPool, WriteMappingPool
 from shared.dataplane.mapping import AGAIN_S, BlockMapping, DamagedShards, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
+from shared.dataplane.reused_pages import ReadMappingPool, WriteMappingPool
 from shared.dataplane.stream import (
     INFLIGHT_BYTES,
     OnProgress,

@@ -26,7 +26,7 @@ import xxhash
 from proto import blockfile, dtypes, selection
 from proto.blockfile import Table
 from proto.tensors import Array
-from shared.dataplane.lent_pages import ReadMappingPool
+from shared.dataplane.reused_pages import ReadMappingPool
 from shared.dataplane.write import HALVE_BYTES, SMALL_BYTES
 from shared.os_limits import raise_descriptor_limit
 

@@ -15,7 +15,7 @@ from proto.limits import MAX_NDIM
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import Array
 from shared.dataplane.mapping import views
-from shared.dataplane.memory import Regions
+from shared.dataplane.reused_pages import Regions
 
 _HASH_BYTES = 4 << 20
 """Size in bytes above which a shard is hashed while it arrives instead of when it is complete."""

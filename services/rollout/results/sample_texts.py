@@ -16,8 +16,7 @@ from services.rollout.sampling.tasks import TEXT_S, OnText, PreparedTasks, Ready
 from services.rollout.sampling.trajectory import Made, Rolled
 from shared.data import Row
 from shared.lease import Lease
-from shared.samples.choice import Choice
-from shared.samples.text import SampleText, TaskText, pack
+from shared.samples.text import Choice, SampleText, TaskText, pack
 
 
 class SampleTexts:

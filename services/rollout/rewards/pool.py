@@ -20,11 +20,10 @@ import structlog
 from proto.messages import Trouble, TroubleKind, WaitKind, WaitRow
 from services.rollout.rewards.judge import Judge
 from services.rollout.rewards.score import JUDGE, RAISED, TIMEOUT, Score, failed, names_of, totals, weighted
-from services.rollout.user_code.failing import TEXT_CHARS, Failing
 from services.rollout.user_code.frames import Asked, Failed, Purpose, Rated, RateSamples, Returned, Setup
 from services.rollout.user_code.host import Broken, UserHost
 from services.rollout.user_code.load import UserFunction, is_inline, load
-from services.rollout.user_code.pool import MOST_BROKEN, UserPool
+from services.rollout.user_code.pool import MOST_BROKEN, TEXT_CHARS, Failing, UserPool
 from shared.sample import Sample
 
 if TYPE_CHECKING:

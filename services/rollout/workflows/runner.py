@@ -22,10 +22,9 @@ from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import OnText, PreparedTasks, ReadyTask
 from services.rollout.sampling.trajectory import BlockVersions, Made, Rolled, SequenceTokens
 from services.rollout.user_code import frames
-from services.rollout.user_code.failing import Failing
 from services.rollout.user_code.frames import Failed, Returned
 from services.rollout.user_code.host import UserHost
-from services.rollout.user_code.pool import UserPool
+from services.rollout.user_code.pool import Failing, UserPool
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.conversation import Conversation

@@ -23,9 +23,9 @@ from services.batch_store.files import StoreFiles
 from services.batch_store.retirement import Retirement
 from services.batch_store.room import IDLE_S, Spares, Tier, held_bytes
 from services.batch_store.state import StoreState
-from shared.dataplane import lent_pages
-from shared.dataplane.lent_pages import POPULATE_BYTES, ReadMappingPool, WriteMappingPool
+from shared.dataplane import reused_pages
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
+from shared.dataplane.reused_pages import POPULATE_BYTES, ReadMappingPool, WriteMappingPool
 from shared.dataplane.write import copy_block, write_block
 from shared.rpc.errors import RpcError
 
@@ -35,7 +35,7 @@ VALUES = np.arange(40_000, dtype=np.float32)
 @pytest.fixture(autouse=True)
 def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "SPARE_BYTES", 1)
-    monkeypatch.setattr(lent_pages, "MIN_BYTES", 1)
+    monkeypatch.setattr(reused_pages, "MIN_BYTES", 1)
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from proto.messages import BatchMeta, LeaseGrant, TaskHandle
 from proto.tensors import Array
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.sampling import partial
-from services.rollout.sampling.answers import AnswerSampler
-from services.rollout.sampling.partial import PartialJournal, ResumableNotes
+from services.rollout.sampling.answers import AnswerSampler, PartialJournal, ResumableNotes
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from services.rollout.sampling.trajectory import BlockVersions, Completion
 from shared.lease import Lease, LeaseLost

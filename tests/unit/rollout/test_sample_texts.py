@@ -18,8 +18,7 @@ from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from services.rollout.sampling.trajectory import Made, Rolled, SequenceTokens
 from shared.sample import Sample
-from shared.samples.choice import Choice
-from shared.samples.text import SampleText, TaskText, unpack
+from shared.samples.text import Choice, SampleText, TaskText, unpack
 from tests.unit.rollout.rollout_engine import MODEL, sampling
 from tests.unit.rollout.versions_rig import lease
 

@@ -14,7 +14,7 @@ import pytest
 
 from proto.messages import ErrorCode
 from services.rollout.engine import GenerationWatch
-from services.rollout.sampling.partial import PartialJournal, ResumableNotes
+from services.rollout.sampling.answers import PartialJournal, ResumableNotes
 from services.rollout.sampling.tasks import PreparedTasks
 from services.rollout.sampling.trajectory import BlockVersions, Completion
 from shared.lease import Lease

@@ -22,7 +22,7 @@ from services.scheduler import snapshot
 from services.scheduler.events import Configure, Fail, Recording, Tick
 from services.scheduler.plan import EvalPlan
 from services.scheduler.state import HOLD_S, RECORD_S
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from tests.unit.scheduler.bench import STORE, Bench, plan
 
 ALL = Recording(Choice(every=1, per_step=4, tasks_per_step=4), hold_tasks=4)
