@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import structlog
 
-from proto.messages import DropReason, Outcome, TaskHandle, TaskResult
+from proto.messages import DropReason, Outcome, TaskResult
 from proto.tensors import Array
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.sampling.tasks import ReadyTask, drop
-from services.rollout.sampling.trajectory import Rolled
+from services.rollout.sampling.trajectory import Made, SequenceTokens
 from shared.dataplane.client import Receipt
 from shared.stages import declared
 
@@ -40,23 +40,18 @@ class Assembled:
 
 def assemble(
     tasks: Sequence[ReadyTask],
-    samples: Sequence[Sequence[Rolled]],
+    made: Sequence[Sequence[Made]],
     scores: Sequence[Sequence[Score]],
     *,
     min_survivors: int,
-    named: Sequence[Sequence[Mapping[str, float]]] | None = None,
 ) -> Assembled:
-    """Leave out failed samples, and drop tasks that have fewer than `min_survivors` samples left. For `named`, see
-    `Assembled`."""
-    survivors: list[tuple[Rolled, float]] = []
+    """Leave out failed samples, and drop tasks that have fewer than `min_survivors` samples left."""
+    survivors: list[tuple[Made, Score]] = []
     results: list[TaskResult] = []
     shards: list[dict[str, Array]] = []
     dropped: list[TaskResult] = []
-    kept: list[Mapping[str, float]] = []
-    for number, (task, group, group_scores) in enumerate(zip(tasks, samples, scores, strict=True)):
-        alive = [
-            (sample, score.value) for sample, score in zip(group, group_scores, strict=True) if score.value is not None
-        ]
+    for task, group, group_scores in zip(tasks, made, scores, strict=True):
+        alive = [(sample, score) for sample, score in zip(group, group_scores, strict=True) if score.value is not None]
         failed = len(group) - len(alive)
         lost = dict(Counter(str(score.kind) for score in group_scores if score.value is None))
         if len(alive) < min_survivors:
@@ -65,26 +60,33 @@ def assemble(
             reason = f"{failed} of {len(group)} samples failed; at least {min_survivors} must succeed: {first.failure}"
             dropped.append(drop(task.handle, why, f"{task.handle.task_id}: {reason}", failed, lost))
             continue
-        made = task_shards([sample for sample, _ in alive])
-        shards.append(made)
-        results.append(_done(task.handle, made, len(alive), failed, lost))
+        shards.append(task_shards([sample.sequences for sample, _ in alive]))
+        results.append(
+            TaskResult(
+                task_id=task.handle.task_id,
+                fence=task.handle.fence,
+                outcome=Outcome.DONE,
+                samples=len(alive),
+                tokens=len(shards[-1]["token_ids"]),
+                samples_failed=failed,
+                lost=lost,
+            )
+        )
         survivors += alive
-        if named is not None:
-            pairs = zip(named[number], group_scores, strict=True)
-            kept += [values for values, score in pairs if score.value is not None]
-    return Assembled(results, shards, dropped, _scalars(survivors, shards), kept)
+    return Assembled(results, shards, dropped, _scalars(survivors, shards), [_named(*pair) for pair in survivors])
 
 
-def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
-    """Return the rollout stage's shards for one task, in the order in which `shared.stages` declares their keys.
+def task_shards(samples: Sequence[Sequence[SequenceTokens]]) -> dict[str, Array]:
+    """Return the rollout stage's shards for the samples of one task, each of which is a list of sequences. The keys are
+    in the order in which `shared.stages` declares them.
 
     Raises ValueError if a key is not declared.
     """
-    sequences = [sequence for sample in samples for sequence in sample.sequences]
+    sequences = [sequence for sample in samples for sequence in sample]
     by_key = [sequence.by_key() for sequence in sequences]
     made = {name: np.concatenate([arrays[name] for arrays in by_key]) for name in by_key[0]}
     made["lengths"] = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
-    made["sample_index"] = np.repeat(np.arange(len(samples), dtype=np.int32), [len(s.sequences) for s in samples])
+    made["sample_index"] = np.repeat(np.arange(len(samples), dtype=np.int32), [len(sample) for sample in samples])
     keys = list(declared())
     return {name: made[name] for name in sorted(made, key=keys.index)}
 
@@ -112,19 +114,7 @@ def with_receipt(result: TaskResult, receipt: Receipt) -> TaskResult:
     )
 
 
-def _done(handle: TaskHandle, shards: dict[str, Array], samples: int, failed: int, lost: dict[str, int]) -> TaskResult:
-    return TaskResult(
-        task_id=handle.task_id,
-        fence=handle.fence,
-        outcome=Outcome.DONE,
-        samples=samples,
-        tokens=len(shards["token_ids"]),
-        samples_failed=failed,
-        lost=lost,
-    )
-
-
-def _scalars(samples: Sequence[tuple[Rolled, float]], shards: Sequence[dict[str, Array]]) -> dict[str, Array]:
+def _scalars(samples: Sequence[tuple[Made, Score]], shards: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """Return the scalars of `samples`, whose tokens follow one another in `shards`."""
     # All samples at once: a block has hundreds, and for each one a numpy call takes longer than its work.
     tokens = [sum(len(sequence.token_ids) for sequence in sample.sequences) for sample, _ in samples]
@@ -133,7 +123,7 @@ def _scalars(samples: Sequence[tuple[Rolled, float]], shards: Sequence[dict[str,
     versions = np.concatenate([_NO_VERSIONS, *(arrays["versions"] for arrays in shards)])
     length = np.add.reduceat(mask, begins, dtype=np.int32)
     return {
-        "reward": np.array([reward for _, reward in samples], np.float32),
+        "reward": np.array([score.value for _, score in samples], np.float32),
         "length": length,
         "loss_tokens": length.copy(),
         "truncated": np.array([sample.truncated for sample, _ in samples], np.uint8),
@@ -175,8 +165,8 @@ class NamedValues:
             self._log.warning("a name is left out of metrics.jsonl", name=name[:NAME_CHARS], limits=limits)
 
 
-def named(parts: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+def _named(sample: Made, score: Score) -> dict[str, float]:
     """Return one sample's values under their names in metrics.jsonl."""
-    return {f"{_PART}{name}": value for name, value in parts.items()} | {
-        f"{_METRIC}{name}": value for name, value in metrics.items()
+    return {f"{_PART}{name}": value for name, value in score.parts.items()} | {
+        f"{_METRIC}{name}": value for name, value in sample.metrics.items()
     }

@@ -10,7 +10,7 @@ import numpy as np
 
 from proto.messages import TaskResult
 from proto.tensors import Array
-from services.rollout.results.assemble import Assembled, NamedValues, assemble, in_files, named, with_receipt
+from services.rollout.results.assemble import Assembled, NamedValues, assemble, in_files, with_receipt
 from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
@@ -76,12 +76,7 @@ class LeaseResults:
             await self._texts.write(lease, tasks.sampling, made)
         with self._leases.part(lease, "reward"):
             scores = await self._scores(lease, made)
-        samples = [[sample.rolled for sample in group] for group in made]
-        values = [
-            [named(score.parts, sample.metrics) for sample, score in zip(group, group_scores, strict=True)]
-            for group, group_scores in zip(made, scores, strict=True)
-        ]
-        block = assemble(tasks.ready, samples, scores, min_survivors=tasks.min_survivors, named=values)
+        block = assemble(tasks.ready, made, scores, min_survivors=tasks.min_survivors)
         dropped = [*block.dropped, *tasks.dropped]
         task_ids = [result.task_id for result in (*block.results, *dropped)]
         texts = await self._texts.recorded(lease, tasks, made, scores, task_ids)
@@ -188,10 +183,10 @@ class LeaseResults:
         }
         if lost:
             values["last_failure"] = lost[-1]
-        complete = [sample for sample in flat if sample.rolled.sequences]
+        complete = [sample for sample in flat if sample.sequences]
         if complete:
             values["turns_mean"] = float(np.mean([sample.sample.turns for sample in complete]))
-            values["sequences_mean"] = float(np.mean([len(sample.rolled.sequences) for sample in complete]))
+            values["sequences_mean"] = float(np.mean([len(sample.sequences) for sample in complete]))
         for name in sorted({name for sample in complete for name in sample.metrics}):
             metrics = [sample.metrics[name] for sample in complete if name in sample.metrics]
             values[f"metric/{name}"] = float(np.mean(metrics))

@@ -13,7 +13,7 @@ from services.rollout.engine import SamplingParams
 from services.rollout.rewards.score import Score, names_of
 from services.rollout.sampling.prompts import PromptBuilder, messages_of, tool_calls
 from services.rollout.sampling.tasks import TEXT_S, OnText, PreparedTasks, ReadyTask
-from services.rollout.sampling.trajectory import Made, Rolled
+from services.rollout.sampling.trajectory import Made, SequenceTokens
 from shared.data import Row
 from shared.lease import Lease
 from shared.samples.text import Choice, SampleText, TaskText, pack
@@ -105,7 +105,7 @@ class SampleTexts:
             turns=sample.turns,
             tool_calls=sum(len(tool_calls(text)) for text in (said or [sample.completion]) if "<tool_call>" in text),
             messages=[] if single else sample.messages,
-            pieces=[] if score.value is None else self._prompts.pieces(answer_tokens(made.rolled)),
+            pieces=[] if score.value is None else self._prompts.pieces(answer_tokens(made.sequences)),
         )
 
     def _named(self, made: Made, score: Score) -> dict[str, float]:
@@ -124,12 +124,12 @@ def _prompt(row: Row) -> str | list[dict[str, Any]]:
 
 def _tokens(made: Made) -> int:
     """Return the number of tokens of a sample. A workflow that failed has left no sequences."""
-    return sum(len(sequence.token_ids) for sequence in made.rolled.sequences) or len(made.sample.token_ids)
+    return sum(len(sequence.token_ids) for sequence in made.sequences) or len(made.sample.token_ids)
 
 
-def answer_tokens(rolled: Rolled) -> list[int]:
+def answer_tokens(sequences: Sequence[SequenceTokens]) -> list[int]:
     """Return a sample's tokens, beginning in each sequence with the first sampled token."""
     tokens: list[int] = []
-    for sequence in rolled.sequences:
+    for sequence in sequences:
         tokens += sequence.token_ids[int(np.argmax(sequence.loss_mask)) :].tolist()
     return tokens

@@ -59,11 +59,11 @@ class AnswerSampler:
         return [
             [
                 Made(
-                    rolled,
+                    sequences,
+                    answer.finish_reason == FinishReason.LENGTH,
                     Sample(task.handle.task_id, task.row, [], "", answer.token_ids.tolist(), answer.finish_reason),
-                    score=None,
                 )
-                for rolled, answer in zip(single_turns(task.prompt_ids, group), group, strict=True)
+                for sequences, answer in zip(single_turns(task.prompt_ids, group), group, strict=True)
             ]
             for task, group in zip(tasks.ready, groups, strict=True)
         ]

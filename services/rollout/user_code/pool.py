@@ -94,7 +94,7 @@ class UserPool:
             if not isinstance(ended, Broken):
                 return ended, work
             if alone or ended.certain:
-                return ended.failed(), work
+                return ended.failed, work
             broken += 1
             alone = ended.suspect or broken == MOST_BROKEN
 

@@ -20,7 +20,7 @@ from services.rollout.engine import Engine, FinishReason, GenerationCancelled
 from services.rollout.rewards.score import WORKFLOW, Score, failed
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import OnText, PreparedTasks, ReadyTask
-from services.rollout.sampling.trajectory import BlockVersions, Made, Rolled, SequenceTokens
+from services.rollout.sampling.trajectory import BlockVersions, Made, SequenceTokens
 from services.rollout.user_code import frames
 from services.rollout.user_code.frames import Failed, Returned
 from services.rollout.user_code.host import UserHost
@@ -160,7 +160,7 @@ class WorkflowRunner:
         self._failing.count([score])
         conversation = attempt.calls.conversation
         sample = _so_far(task, conversation, _sampled(conversation.sequences()))
-        return Made(Rolled([], truncated=False), sample, score)
+        return Made([], False, sample, score)
 
 
 def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_tokens: int, vocab_size: int) -> Made:
@@ -178,8 +178,7 @@ def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_t
     sampled = [int(token) for sequence in sequences for token in sequence.token_ids[sequence.loss_mask == 1]]
     sample = replace(_so_far(task, conversation, sampled), state=returned.state)
     metrics = {name: value for name, value in returned.metrics.items() if math.isfinite(value)}
-    rolled = Rolled(sequences, truncated=conversation.finish_reason == FinishReason.LENGTH)
-    return Made(rolled, sample, returned.score, metrics)
+    return Made(sequences, conversation.finish_reason == FinishReason.LENGTH, sample, returned.score, metrics)
 
 
 def _so_far(task: ReadyTask, conversation: Conversation, sampled: list[int]) -> Sample:

@@ -146,7 +146,7 @@ def test_a_lease_of_one_exact_version_is_sampled_by_that_version_to_the_end(exac
             await announce_always(made)
             sampled = await worker_of(made)._sample(lease([FRESH], exact=exact), tasks([FRESH]))
             assert sampled is not None
-            (sequence,) = sampled.made[0][0].rolled.sequences
+            (sequence,) = sampled.made[0][0].sequences
             assert sequence.versions[3:].tolist() == sequence.token_ids[3:].tolist()
             return set(sequence.versions[3:].tolist())
 
