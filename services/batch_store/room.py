@@ -130,7 +130,7 @@ class Room:
         self._zombies: dict[str, tuple[Tier, int]] = {}
         self._spare_candidates: dict[str, int] = {}
         """Zombies that may become spares -> exact size of the file in bytes."""
-        self._spares = Spares(memory_bytes // SHARE)
+        self.spares = Spares(memory_bytes // SHARE)
         """Files that no reader can find and no process maps. Their pages count as used."""
         self.used = [0, 0]
         """Bytes stored or reserved, in whole pages, indexed by `Tier`."""
@@ -178,7 +178,7 @@ class Room:
         target = f"{source.partition('.')[0]}.{self._incarnation:x}-{self._retired}.dead"
         self._zombies[target] = (place, held_bytes(nbytes))
         self.zombie_bytes += held_bytes(nbytes)
-        if lend and place == Tier.MEMORY and self._spares.fits(nbytes):
+        if lend and place == Tier.MEMORY and self.spares.fits(nbytes):
             self._spare_candidates[target] = nbytes
         return Removal(source, target, place)
 
@@ -191,10 +191,6 @@ class Room:
 
     # ---- spares
 
-    def nearest(self, nbytes: int) -> str | None:
-        """Return the spare whose pages a put of this size should take, or None if there is none."""
-        return self._spares.nearest(nbytes)
-
     def keep(self, target: str, now: float) -> bool:
         """Turn a zombie that no process maps into a spare. If this returns False, delete the file and call `reaped`."""
         if target not in self._spare_candidates:
@@ -202,16 +198,16 @@ class Room:
         _, held = self._zombies.pop(target)
         self.zombie_bytes -= held
         self.spare_bytes += held
-        self._spares.add(target, self._spare_candidates.pop(target), now)
+        self.spares.add(target, self._spare_candidates.pop(target), now)
         return True
 
     def surplus(self, now: float) -> list[str]:
         """Give up spares that have been idle too long or exceed a limit. The caller deletes them and calls `reaped`."""
-        return [self.give_up_spare(name) for name in self._spares.surplus(now)]
+        return [self.give_up_spare(name) for name in self.spares.surplus(now)]
 
     def give_up_spares(self) -> list[str]:
         """Give up all spares, because a full mount may need their pages."""
-        return [self.give_up_spare(name) for name in self._spares.all_but(None)]
+        return [self.give_up_spare(name) for name in self.spares.all_but(None)]
 
     def give_up_spare(self, name: str) -> str:
         """Turn a spare into a zombie, to be deleted and then `reaped`, and return its name."""
@@ -222,22 +218,22 @@ class Room:
 
     def _take_spare(self, name: str) -> int:
         """Remove a spare and return the size of its pages in bytes."""
-        held = held_bytes(self._spares.take(name))
+        held = held_bytes(self.spares.take(name))
         self.spare_bytes -= held
         return held
 
     def missing_bytes(self, nbytes: int, spare: str | None) -> int:
         """Return the number of bytes by which a put that takes this spare would exceed the memory limit."""
-        freed = held_bytes(self._spares.size(spare)) if spare is not None else 0
+        freed = held_bytes(self.spares.size(spare)) if spare is not None else 0
         return self.used[Tier.MEMORY] - freed + held_bytes(nbytes) - self.limits[Tier.MEMORY]
 
     def free_spares(self, nbytes: int, spare: str | None) -> list[str]:
         """Give up as many other spares, longest idle first, as a put that takes `spare` needs."""
         missing = self.missing_bytes(nbytes, spare)
         names: list[str] = []
-        for name in self._spares.all_but(spare) if missing > 0 else ():
+        for name in self.spares.all_but(spare) if missing > 0 else ():
             if missing <= 0:
                 break
-            missing -= held_bytes(self._spares.size(name))
+            missing -= held_bytes(self.spares.size(name))
             names.append(self.give_up_spare(name))
         return names

@@ -57,15 +57,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _WorkflowParts:
-    """A workflow with the processes that run it and the endpoint that its agents call."""
-
-    workflow: Workflow
-    pool: UserPool
-    endpoint: OpenAIEndpoint
-
-
-@dataclass(frozen=True)
 class RolloutParts:
     """The parts of a rollout that are used after the start. `work` runs beside the worker until the service ends; its
     end ends the service."""
@@ -106,7 +97,8 @@ class RolloutService(Service):
         rewards = await self._start_rewards(topology)
         model = Path(topology.policy.model)
         await self._on_text(partial(check_model, self.run.path, "policy.model", str(model)))
-        chosen = await self._start_workflow(topology.workflow, model.name) if topology.workflow is not None else None
+        chosen = topology.workflow
+        pool, endpoint = await self._start_workflow(chosen, model.name) if chosen is not None else (None, None)
         journal = None
         if settings.partial_s is not None:
             journal = PartialJournal(self.run.path / "partial", settings.partial_s)
@@ -165,15 +157,15 @@ class RolloutService(Service):
             filters=topology.algorithm.filter_zero_variance is not None,
         )
         workflow = None
-        if chosen is not None:
+        if chosen is not None and pool is not None and endpoint is not None:
             workflow = WorkflowRunner(
-                chosen.workflow.function,
-                chosen.pool,
-                chosen.endpoint,
+                chosen.function,
+                pool,
+                endpoint,
                 engine=engine,
                 prompts=prompts,
                 on_text=self._on_text,
-                max_tokens=chosen.workflow.max_tokens,
+                max_tokens=chosen.max_tokens,
             )
         worker = RolloutWorker(
             self,
@@ -194,10 +186,10 @@ class RolloutService(Service):
             troubles=[rewards.troubles],
             waits=[rewards.waits],
         )
-        if chosen is not None and workflow is not None:
-            parts.work.append(chosen.pool.watch)
-            parts.troubles.extend((workflow.troubles, chosen.endpoint.troubles))
-            parts.waits.append(chosen.pool.waits)
+        if pool is not None and endpoint is not None and workflow is not None:
+            parts.work.append(pool.watch)
+            parts.troubles.extend((workflow.troubles, endpoint.troubles))
+            parts.waits.append(pool.waits)
         return parts
 
     async def _start_rewards(self, topology: Topology) -> RewardPool:
@@ -213,7 +205,8 @@ class RolloutService(Service):
         await rewards.start()
         return rewards
 
-    async def _start_workflow(self, workflow: Workflow, model: str) -> _WorkflowParts:
+    async def _start_workflow(self, workflow: Workflow, model: str) -> tuple[UserPool, OpenAIEndpoint]:
+        """Start the processes that run the workflow and the endpoint that its agents call."""
         endpoint = OpenAIEndpoint(model)
         self._closing.push_async_callback(endpoint.stop)
         await endpoint.start()
@@ -222,7 +215,7 @@ class RolloutService(Service):
         self._closing.push_async_callback(pool.close)
         # All processes are started before the first sample, because the samples of a lease are assigned at once.
         await pool.start(at_once=workflow.processes)
-        return _WorkflowParts(workflow, pool, endpoint)
+        return pool, endpoint
 
     def _weights_source(self, settings: Rollout, engine: Engine, store: str) -> WeightsSource:
         if settings.weights == SHARDS or settings.transfer_s is None:

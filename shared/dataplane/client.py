@@ -314,24 +314,21 @@ class DataClient:
     async def _fetch(
         self, wants: _ReadRequest, results: list[dict[str, Array]], deadline_s: float, on_progress: OnProgress
     ) -> None:
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        client = self._client_of(*parse_service_name(wants.store))
         try:
-            per_task = await self._found(wants, deadline_s, on_progress)
+            if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
+                on_progress()
+                per_task = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, on_progress)
+            else:
+                per_task = await self._map(client, wants, deadline)
+                _check_whole(per_task, wants)
         except RpcError as error:
             if error.code == ErrorCode.MISSING and self._reports:
                 await self._report(wants, str(error))
             raise
         for at, arrays in zip(wants.at, per_task, strict=True):
             results[at] = merged(results[at], arrays, ()) if results[at] else arrays
-
-    async def _found(self, wants: _ReadRequest, deadline_s: float, on_progress: OnProgress) -> list[dict[str, Array]]:
-        deadline = asyncio.get_running_loop().time() + deadline_s
-        client = self._client_of(*parse_service_name(wants.store))
-        if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
-            on_progress()
-            return await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, on_progress)
-        per_task = await self._map(client, wants, deadline)
-        _check_whole(per_task, wants)
-        return per_task
 
     async def _report(self, wants: _ReadRequest, why: str) -> None:
         """Report to the scheduler that these shards cannot be read. Once the scheduler answers, the shards will be

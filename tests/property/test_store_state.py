@@ -280,7 +280,7 @@ class StoreMachine(RuleBasedStateMachine):
     def end_move(self, data: st.DataObject, copied: bool) -> None:
         put_id = data.draw(st.sampled_from(sorted(self.moving)))
         nbytes = self.moving.pop(put_id)
-        assert self.state.wanted(put_id) == (put_id in self.sealed)
+        assert (self.state.place_of(put_id) is not None) == (put_id in self.sealed)
         if not copied or put_id not in self.sealed:
             self.state.give_up_move(put_id, retry=True)
             if put_id in self.sealed:  # This file is the next to be tried.

@@ -218,14 +218,6 @@ its notes."""
 CLOSE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _WaitingNote:
-    task_id: str
-    lineage: int
-    temperature: float
-    answers: Sequence[Completion]
-
-
 class PartialJournal:
     """The notes in one folder. `note` may be called from any thread and returns at once."""
 
@@ -236,7 +228,8 @@ class PartialJournal:
         self._folder.mkdir(exist_ok=True)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="partial")
         self._lock = threading.Lock()
-        self._waiting: dict[str, _WaitingNote] = {}
+        self._waiting: dict[str, tuple[int, float, Sequence[Completion]]] = {}
+        """Lineage, temperature and answers of the notes to write, by task id."""
         self._writer.submit(self._sweep)
 
     def note(self, answers: Mapping[str, Sequence[Completion]], lineage: int, temperature: float) -> None:
@@ -244,7 +237,7 @@ class PartialJournal:
         with self._lock:
             is_scheduled = bool(self._waiting)
             for task_id, samples in answers.items():
-                self._waiting[task_id] = _WaitingNote(task_id, lineage, temperature, samples)
+                self._waiting[task_id] = (lineage, temperature, samples)
         if not is_scheduled:
             with contextlib.suppress(RuntimeError):  # the writer might have been closed in the meantime
                 self._writer.submit(self._write)
@@ -301,13 +294,11 @@ class PartialJournal:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         with contextlib.suppress(OSError):  # the disk may be full
-            for note in waiting.values():
-                target = self._file(note.task_id)
+            for task_id, (lineage, temperature, answers) in waiting.items():
+                target = self._file(task_id)
                 written = target.with_suffix(f".{os.getpid()}")
-                notes = [_note(answer) for answer in note.answers]
-                written.write_bytes(
-                    msgspec.msgpack.encode(_TaskNotes(note.task_id, note.lineage, note.temperature, notes))
-                )
+                notes = _TaskNotes(task_id, lineage, temperature, [_note(answer) for answer in answers])
+                written.write_bytes(msgspec.msgpack.encode(notes))
                 written.rename(target)
 
     def _file(self, task_id: str) -> Path:

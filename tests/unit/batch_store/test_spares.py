@@ -149,7 +149,7 @@ def test_only_as_many_spares_as_needed_are_deleted_starting_with_the_longest_idl
     assert stats.spare_bytes == 2 * nbytes
     assert stats.bytes == 2 * nbytes + held_bytes(larger.file_bytes)
     assert len(list((tmp_path / "s").glob("*.dead"))) == 2
-    assert [name.partition(".")[0] for name in store.index.room._spares.all_but(None)] == [f"{2:032x}", f"{3:032x}"]
+    assert [name.partition(".")[0] for name in store.index.room.spares.all_but(None)] == [f"{2:032x}", f"{3:032x}"]
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -180,7 +180,7 @@ def test_a_put_that_takes_a_spare_needs_room_only_for_the_difference(tmp_path: P
     layout = BlockLayout([("train/0/0", 1, {"w": VALUES})])
     more = np.resize(VALUES, len(VALUES) + 1024)
     store = Store(tmp_path / "s", limit=held_bytes(layout.file_bytes) + 4096)
-    store.index.room._spares._max_bytes = store.index.room.limits[Tier.MEMORY]
+    store.index.room.spares._max_bytes = store.index.room.limits[Tier.MEMORY]
     store.put("train/0/0", VALUES)
     store.clear("train/0/0")
     assert not store.index.lacks_room("f" * 32, layout.file_bytes)
