@@ -1,7 +1,7 @@
 """Defines `Batch`: a set of tasks, their keys and scalars, and the stores that hold their shards, with explicit
 transfers.
 
-A `Batch` is REMOTE (a handle: ids, sizes, stores), LOCAL (it also holds its arrays) or EMPTY (no tasks). Only `fetch`
+A `Batch` is REMOTE (a handle: ids, sizes, stores) or LOCAL (it also holds its arrays). Only `fetch`
 moves data: splitting and joining handles does not. A handle is sent as `BatchMeta`, so a controller passes only
 handles. All operations return a new batch.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 
 import msgspec
 import numpy as np
@@ -57,14 +56,6 @@ async def fetch_weights(
     return weights
 
 
-class BatchStatus(StrEnum):
-    """The location of a batch's data."""
-
-    LOCAL = "local"
-    REMOTE = "remote"
-    EMPTY = "empty"
-
-
 class Batch:
     """Tasks in a fixed order, each with shards under the same keys, and scalars of their samples."""
 
@@ -89,12 +80,6 @@ class Batch:
     def meta(self) -> BatchMeta:
         """The wire form. Callers must not change it."""
         return self._meta
-
-    @property
-    def status(self) -> BatchStatus:
-        if not self._meta.tasks:
-            return BatchStatus.EMPTY
-        return BatchStatus.REMOTE if self._data is None else BatchStatus.LOCAL
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -136,13 +121,14 @@ class Batch:
         return len(self._meta.tasks)
 
     def __repr__(self) -> str:
+        place = "REMOTE" if self._data is None else "LOCAL"
         return (
-            f"Batch({self.status.name}, {len(self)} tasks, {self.samples} samples, {self.tokens} tokens, "
+            f"Batch({place}, {len(self)} tasks, {self.samples} samples, {self.tokens} tokens, "
             f"keys=[{', '.join(self.keys)}])"
         )
 
     def __getitem__(self, key: str) -> list[Array]:
-        """Return the arrays under `key`, one per task. An EMPTY batch returns an empty list.
+        """Return the arrays under `key`, one per task. A batch without tasks returns an empty list.
 
         Raises RuntimeError if the arrays have not been fetched, and KeyError if there is no such key.
         """
@@ -190,7 +176,7 @@ class Batch:
         return [self.take(range(first, min(first + tasks, len(self)))) for first in range(0, len(self), tasks)]
 
     def chunk(self, count: int) -> list[Batch]:
-        """Return `count` batches with balanced token counts, in this batch's order. Some are EMPTY if there are fewer
+        """Return `count` batches with balanced token counts, in this batch's order. Some are empty if there are fewer
         tasks than batches.
 
         Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens. The
@@ -216,7 +202,7 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """Return a handle to the tasks of all batches in order. EMPTY batches are skipped.
+        """Return a handle to the tasks of all batches in order. Empty batches are skipped.
 
         Raises ValueError if their parts or the names of their scalars differ, or a task occurs twice.
         """

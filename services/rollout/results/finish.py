@@ -80,11 +80,10 @@ class LeaseResults:
         dropped = [*block.dropped, *tasks.dropped]
         task_ids = [result.task_id for result in (*block.results, *dropped)]
         texts = await self._texts.recorded(lease, tasks, made, scores, task_ids)
-        results = await self._put(lease, block, texts)
-        dropped = await self._put_texts(lease, dropped, texts)
+        results = await self._put(lease, block, dropped, texts)
         of_sync = sampled.sync.scalars(len(block.scalars["reward"])) if sampled.sync is not None else {}
         scalars = block.scalars | of_sync | self._names.columns(block.named)
-        await self._leases.complete(lease, [*results, *dropped], scalars)
+        await self._leases.complete(lease, results, scalars)
         self._report(lease.grant.split, tasks, sampled, block, scores)
         if sampled.lost_processes is not None:
             self._report_workflow(made, sampled.lost_processes)
@@ -103,39 +102,31 @@ class LeaseResults:
         given = [iter(group) for group in scored]
         return [[sample.score or next(scores) for sample in group] for group, scores in zip(made, given, strict=True)]
 
-    async def _put(self, lease: Lease, block: Assembled, texts: dict[str, Array]) -> list[TaskResult]:
-        """Put the shards of a block into the store, each task's text with its shards, and return the block's results
-        with the locations of the shards."""
-        results = list(block.results)
-        for result, shards in zip(results, block.shards, strict=True):
-            shards |= {TEXT: texts[result.task_id]} if result.task_id in texts else {}
-        for file in in_files(block, filters=self._filters) if results else ():
-            puts = [TaskShards(results[i].task_id, results[i].fence, block.shards[i]) for i in file]
-            for i, receipt in zip(file, await self._put_file(lease, puts), strict=True):
+    async def _put(
+        self, lease: Lease, block: Assembled, dropped: list[TaskResult], texts: dict[str, Array]
+    ) -> list[TaskResult]:
+        """Put the shards of a block into the store, each task's text with its shards, and return the results of all
+        tasks with the locations of their shards.
+
+        The texts of dropped tasks are put separately, because a file is freed only when its last task is cleared.
+        """
+        results = [*block.results, *dropped]
+        shards = [*block.shards, *(dict[str, Array]() for _ in dropped)]
+        for result, of_task in zip(results, shards, strict=True):
+            if result.task_id in texts:
+                of_task[TEXT] = texts[result.task_id]
+        files = in_files(block, filters=self._filters) if block.results else []
+        files.append([i for i in range(len(block.results), len(results)) if shards[i]])
+        for file in filter(None, files):
+            puts = [TaskShards(results[i].task_id, results[i].fence, shards[i]) for i in file]
+
+            async def attempt(_: OnProgress, puts: list[TaskShards] = puts) -> list[Receipt]:
+                return await self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
+
+            receipts = await self._leases.persist(lease, "put", attempt, DATA_CALL_S)
+            for i, receipt in zip(file, receipts, strict=True):
                 results[i] = with_receipt(results[i], receipt)
         return results
-
-    async def _put_texts(self, lease: Lease, dropped: list[TaskResult], texts: dict[str, Array]) -> list[TaskResult]:
-        """Put the texts of dropped tasks into the store, and return the tasks' results with the locations.
-
-        They are put separately, because a file is freed only when its last task is cleared.
-        """
-        puts = [
-            TaskShards(result.task_id, result.fence, {TEXT: texts[result.task_id]})
-            for result in dropped
-            if result.task_id in texts
-        ]
-        receipts = {receipt.task_id: receipt for receipt in await self._put_file(lease, puts)} if puts else {}
-        return [
-            with_receipt(result, receipts[result.task_id]) if result.task_id in receipts else result
-            for result in dropped
-        ]
-
-    async def _put_file(self, lease: Lease, puts: list[TaskShards]) -> list[Receipt]:
-        async def attempt(_: OnProgress) -> list[Receipt]:
-            return await self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S)
-
-        return await self._leases.persist(lease, "put", attempt, DATA_CALL_S)
 
     def _report(
         self,
