@@ -1,9 +1,9 @@
 """Defines `Batch`: a set of tasks, their keys and scalars, and the stores that hold their shards, with explicit
 transfers.
 
-A `Batch` is REMOTE (a handle: ids, sizes, stores) or LOCAL (it also holds its arrays). Only `fetch`
-moves data: splitting and joining handles does not. A handle is sent as `BatchMeta`, so a controller passes only
-handles. All operations return a new batch.
+A `Batch` is REMOTE (a handle: ids, sizes, stores) or LOCAL (it also holds its arrays). Only `fetch` moves data:
+splitting and joining handles does not. A handle is sent as `BatchMeta`, so a controller passes only handles. All
+operations return a new batch.
 """
 
 from __future__ import annotations

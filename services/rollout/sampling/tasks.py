@@ -15,7 +15,7 @@ from proto.messages import DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandl
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.sampling.prompts import NoChatTemplate, PromptBuilder
 from shared.data import DataError, Row, Source, SourceChanged, SourceLost, open_source
-from shared.data.content import RowCheck, RowDigests
+from shared.data.source import RowCheck, RowDigests
 from shared.lease import Lease
 from shared.rpc.errors import BadInput, RpcError
 from shared.stages import TRAIN

@@ -18,7 +18,7 @@ from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.batch_reader import BatchReader
 from services.policy_trainer.worker.losses.own import user_loss
 from services.policy_trainer.worker.losses.tokens import TokenData
-from services.rollout.results.assemble import task_shards
+from services.rollout.results.finish import task_shards
 from services.rollout.sampling.trajectory import SequenceTokens
 from shared import stages
 from shared.dataplane.client import TaskShards

@@ -6,7 +6,7 @@ import numpy as np
 
 from proto.messages import DropReason, LossReason, Outcome, TaskHandle, TaskResult
 from services.rollout.engine import FinishReason, Generation
-from services.rollout.results.assemble import MOST_NAMES, Assembled, NamedValues, assemble, in_files, task_shards
+from services.rollout.results.finish import MOST_NAMES, Assembled, NamedValues, assemble, in_files, task_shards
 from services.rollout.rewards.score import Score
 from services.rollout.sampling.tasks import ReadyTask
 from services.rollout.sampling.trajectory import BlockVersions, Made, SequenceTokens, answers_of, single_turns
