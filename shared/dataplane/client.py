@@ -295,19 +295,20 @@ class DataClient:
         if descriptor is None:
             return None
         try:
-            return descriptor, _receipts(tasks, layout, self._checksums(descriptor, layout), store)
+            target = self._write_mappings.of(descriptor, layout.file_bytes)
+            if target is None:
+                checksums = write_block(descriptor, layout, self._helper)
+            else:
+                # With two cores, the other core is computing the canary while large weights are put.
+                helps = layout.file_bytes < LARGE_BYTES or len(os.sched_getaffinity(0)) > 2
+                checksums = copy_block(target, layout, self._helper if helps else None)
+            return descriptor, [
+                Receipt(task.task_id, task.fence, store, digest, nbytes)
+                for task, digest, nbytes in zip(tasks, *layout.sums(checksums), strict=True)
+            ]
         except BaseException:
             os.close(descriptor)
             raise
-
-    def _checksums(self, descriptor: int, layout: BlockLayout) -> list[int]:
-        """Write the file and return the checksum of every row."""
-        target = self._write_mappings.of(descriptor, layout.file_bytes)
-        if target is None:
-            return write_block(descriptor, layout, self._helper)
-        # With two cores, the other core is computing the canary while large weights are put.
-        helper = self._helper if layout.file_bytes < LARGE_BYTES or len(os.sched_getaffinity(0)) > 2 else None
-        return copy_block(target, layout, helper)
 
     # ---- fetch
 
@@ -458,13 +459,6 @@ def _close_result(work: asyncio.Future[tuple[int, list[Receipt]] | None]) -> Non
         written = work.result()
         if written is not None:
             os.close(written[0])
-
-
-def _receipts(tasks: Sequence[TaskShards], layout: BlockLayout, checksums: list[int], store: str) -> list[Receipt]:
-    return [
-        Receipt(task.task_id, task.fence, store, digest, nbytes)
-        for task, digest, nbytes in zip(tasks, *layout.sums(checksums), strict=True)
-    ]
 
 
 def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_ReadRequest]:

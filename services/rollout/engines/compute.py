@@ -131,17 +131,13 @@ class EngineCall:
         self.cancel = cancel
         self.answer: Future[list[list[Generation]]] = Future()
         self._watch = watch
-        self._note_due = time.monotonic() + watch.every_s if watch is not None else math.inf
-
-    @property
-    def note_is_due(self) -> bool:
-        return time.monotonic() >= self._note_due
+        self.note_due = time.monotonic() + watch.every_s if watch is not None else math.inf
 
     def note(self, groups: list[list[Generation]]) -> None:
         """Pass the call's results so far to its watch, if it has one."""
         if self._watch is not None:
             self._watch.note(groups)
-            self._note_due = time.monotonic() + self._watch.every_s
+            self.note_due = time.monotonic() + self._watch.every_s
 
 
 class Stepper(Protocol):
@@ -192,7 +188,7 @@ class SideBySide:
             while self._compute.before_step(self._going_on):
                 self._take_up()
                 for call in self._under_way:
-                    if call.note_is_due:
+                    if time.monotonic() >= call.note_due:
                         call.note(self._stepper.so_far(call))
                 if self._under_way:
                     self._stepper.step()

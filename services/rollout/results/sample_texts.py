@@ -93,11 +93,14 @@ class SampleTexts:
         sample = made.sample
         said = [str(message.get("content", "")) for message in sample.messages if message.get("role") == "assistant"]
         single = sample.turns == 1 and len(sample.messages) <= 2
+        rewards = score.parts  # those of a sum of several functions have the functions' names already
+        if not rewards and made.score is None and score.value is not None:
+            rewards = {self._first: score.value}
         return SampleText(
             completion=sample.completion,
             finish_reason=str(sample.finish_reason),
             reward=score.value,
-            rewards=score.parts or self._named(made, score),
+            rewards=rewards,
             info=score.info,
             failure=score.failure,
             length=len(sample.token_ids) if score.value is None else 0,
@@ -107,11 +110,6 @@ class SampleTexts:
             messages=[] if single else sample.messages,
             pieces=[] if score.value is None else self._prompts.pieces(answer_tokens(made.sequences)),
         )
-
-    def _named(self, made: Made, score: Score) -> dict[str, float]:
-        """Return the reward under the name of its function, unless the workflow gave it. The parts of a sum of several
-        functions have the functions' names already."""
-        return {self._first: score.value} if made.score is None and score.value is not None else {}
 
 
 def _prompt(row: Row) -> str | list[dict[str, Any]]:

@@ -108,7 +108,8 @@ class RewardPool:
             else:
                 calls += self._calls(groups, at)
         try:
-            await self._finished(calls, advance)
+            if calls:
+                await self._finished(calls, advance)
         finally:
             for call in calls:
                 call.done.set()  # abandoned: workers skip this call in the queue
