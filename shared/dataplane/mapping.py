@@ -168,7 +168,11 @@ class MappingCache:
             self.clear()
             if len(self._alive) >= self.most_files:
                 raise OSError(errno.EMFILE, f"{self.most_files} files are mapped for streams", path)
-        mapping = _map_named(path)
+        descriptor = _open_named(path)
+        try:
+            mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
         with self._lock:
             self._mapped[path] = mapping
             self._alive.add(mapping)
@@ -231,7 +235,7 @@ class BlockMapping:
         """
         picked = selection.select(self._table, tasks, keys)
         self._verify(picked.numbers, helper)
-        return _views(self._table, self._data, picked)
+        return views(self._table, self._data, picked)
 
     def _verify(self, rows: Array, helper: Executor | None) -> None:
         """Compare `rows` with their checksums, except those that this process has already verified."""
@@ -269,14 +273,8 @@ class BlockMapping:
         other.result()
 
 
-def views(
-    table: Table, data: mmap.mmap | Array, tasks: Sequence[int], keys: Sequence[str] | None
-) -> list[dict[str, Array]]:
-    """Return views of shards in a mapped file, one dict per task (by index): all shards, or only those in `keys`."""
-    return _views(table, data, selection.select(table, tasks, keys))
-
-
-def _views(table: Table, data: mmap.mmap | Array, picked: selection.Selection) -> list[dict[str, Array]]:
+def views(table: Table, data: mmap.mmap | Array, picked: selection.Selection) -> list[dict[str, Array]]:
+    """Return views of the picked shards in a mapped file, one dict per task."""
     flat = {code: _flat(data, code) for code in np.unique(picked.codes).tolist()}
     width = picked.columns()
     if width:
@@ -323,14 +321,6 @@ def _flat(data: mmap.mmap | Array, code: int) -> Array:
     dtype = dtypes.by_code(code).numpy
     whole: Array = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
     return whole
-
-
-def _map_named(path: str) -> mmap.mmap:
-    descriptor = _open_named(path)
-    try:
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    finally:
-        os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
 
 
 def _open_named(path: str) -> int:

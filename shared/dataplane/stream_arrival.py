@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from proto import blockfile, excerpt
+from proto import blockfile, excerpt, selection
 from proto.blockfile import Table
 from proto.errors import WireError
 from proto.limits import MAX_NDIM
@@ -94,7 +94,8 @@ class Arrival:
             if begin >= upto or not self._check_large(begin, ends[self._row], checksums[self._row], upto):
                 break
         if self._row == len(begins) and upto == self.total_bytes:
-            self._arrays = views(self._table, self._memory, range(len(self._tasks)), self._keys or None)
+            picked = selection.select(self._table, range(len(self._tasks)), self._keys or None)
+            self._arrays = views(self._table, self._memory, picked)
 
     def _check_rows(self, upto: int) -> None:
         """Check the rows before row `upto`, which have arrived completely. Most of the cost of checking is here."""
