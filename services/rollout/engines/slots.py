@@ -131,7 +131,7 @@ class _Rows:
 
 
 class SlotTable:
-    """A `side_by_side.Stepper` that decodes all calls in one table."""
+    """A `compute.Stepper` that decodes all calls in one table."""
 
     def __init__(
         self,

@@ -192,7 +192,7 @@ class TransformersEngine:
         )
         self._compute.progress += 1
 
-    # `side_by_side.Stepper`
+    # `compute.Stepper`
 
     def add(self, call: EngineCall) -> bool:
         self._must_have_weights()

@@ -291,7 +291,7 @@ class VllmEngine:
         self._llm.set_weight_version(str(self._swaps))
         self._compute.progress += 1
 
-    # `side_by_side.Stepper`
+    # `compute.Stepper`
 
     def add(self, call: EngineCall) -> bool:
         self._must_have_weights()

@@ -38,6 +38,11 @@ from services.rollout.sampling.trajectory import BlockVersions, Completion, Made
 from shared.lease import Lease, LeaseLost
 from shared.sample import Sample
 
+STALE_S = 3600.0
+"""Maximum seconds by which a note may be older than the newest one. A task whose note is older than that was leased
+again long ago or has ended. The age is not measured from the current time, so a run that is resumed after a week finds
+its notes."""
+CLOSE_S = 5.0
 NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.UNFINISHED)
 
 
@@ -209,13 +214,6 @@ class _TaskNotes(msgspec.Struct):
     lineage: int
     temperature: float
     samples: list[_Note]
-
-
-STALE_S = 3600.0
-"""Maximum seconds by which a note may be older than the newest one. A task whose note is older than that was leased
-again long ago or has ended. The age is not measured from the current time, so a run that is resumed after a week finds
-its notes."""
-CLOSE_S = 5.0
 
 
 class PartialJournal:
