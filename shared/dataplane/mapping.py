@@ -218,11 +218,7 @@ class BlockMapping:
             if earlier is None:
                 os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
         self._path = path
-        self._table, self._verified = cache.get(path, self._data)
-
-    @property
-    def table(self) -> Table:
-        return self._table
+        self.table, self._verified = cache.get(path, self._data)
 
     def arrays(
         self, tasks: Sequence[int], keys: Sequence[str] | None, helper: Executor | None = None
@@ -233,16 +229,16 @@ class BlockMapping:
         Each shard is compared with its checksum the first time that this process reads it. For a large file,
         `helper`'s thread compares half of the shards. Raises DamagedShards.
         """
-        picked = selection.select(self._table, tasks, keys)
+        picked = selection.select(self.table, tasks, keys)
         self._verify(picked.numbers, helper)
-        return views(self._table, self._data, picked)
+        return views(self.table, self._data, picked)
 
     def _verify(self, rows: Array, helper: Executor | None) -> None:
         """Compare `rows` with their checksums, except those that this process has already verified."""
         rows = np.sort(rows[~self._verified[rows]])
         if not len(rows):
             return
-        begins, ends, checksums = selection.placed(self._table, rows)
+        begins, ends, checksums = selection.placed(self.table, rows)
         with memoryview(self._data if isinstance(self._data, mmap.mmap) else self._data.data) as view:
 
             def hashed(first: int, last: int) -> list[int]:
@@ -259,7 +255,7 @@ class BlockMapping:
                 computed = hashed(0, middle) + other.result()
         wrong = np.array(computed, np.uint64) != np.array(checksums, np.uint64)
         if wrong.any():
-            raise DamagedShards(self._path, selection.named(self._table, rows[wrong]))
+            raise DamagedShards(self._path, selection.named(self.table, rows[wrong]))
         self._verified[rows] = True
 
     def touch(self, helper: Executor) -> None:

@@ -72,16 +72,12 @@ class TransformersEngine:
         self._lost = False
         """Whether the memory of the weights has been released and no weights have been set since."""
         self._holders: dict[str, list[torch.Tensor]] = {}
-        self._swaps = 0
+        self.swaps = 0
         self._steps = 0
 
     @property
     def progress(self) -> int:
         return self._compute.progress
-
-    @property
-    def swaps(self) -> int:
-        return self._swaps
 
     loads = FULL_ONLY
 
@@ -187,7 +183,7 @@ class TransformersEngine:
             self._model,
             eos_ids=eos_ids(self._path),
             stopped=self._stop_finder,
-            swaps=lambda: self._swaps,
+            swaps=lambda: self.swaps,
             steady=self._deterministic,
         )
         self._compute.progress += 1
@@ -226,7 +222,7 @@ class TransformersEngine:
                 for parameter in tied:
                     parameter.data = sources[name].to(parameter.device)
             self._compute.progress += 1
-        self._swaps += 1
+        self.swaps += 1
         self._lost = False
 
     @torch.no_grad()

@@ -114,7 +114,7 @@ class VllmEngine:
         self._held: dict[EngineCall, _Requests] = {}
         self._finished: dict[str, Any] = {}
         self._caches_older_weights = False
-        self._swaps = 0
+        self.swaps = 0
         self._proved: int | None = None
         """Number of swaps when the block was paused. Weights swapped in since then have not been proved yet."""
         self._on_cpu = False
@@ -131,10 +131,6 @@ class VllmEngine:
     @property
     def progress(self) -> int:
         return self._compute.progress
-
-    @property
-    def swaps(self) -> int:
-        return self._swaps
 
     loads = FULL_ONLY
 
@@ -218,7 +214,7 @@ class VllmEngine:
             await self._compute.run(lambda: self._wake(tags))
 
     async def pause(self) -> None:
-        self._proved = self._swaps
+        self._proved = self.swaps
         self._compute.pause()
 
     async def resume(self) -> None:
@@ -288,7 +284,7 @@ class VllmEngine:
             raise RpcError(ErrorCode.INTERNAL, text) if "memory" in text.lower() else BadInput(text) from error
         if self._tensor_parallel > 1:
             self._llm.collective_rpc("unname_shared_memory")
-        self._llm.set_weight_version(str(self._swaps))
+        self._llm.set_weight_version(str(self.swaps))
         self._compute.progress += 1
 
     # `compute.Stepper`
@@ -306,7 +302,7 @@ class VllmEngine:
         except BaseException:
             self._llm.abort_request(names)
             raise
-        self._held[call] = _Requests(names, samples, self._swaps)
+        self._held[call] = _Requests(names, samples, self.swaps)
         return True
 
     def step(self) -> None:
@@ -316,7 +312,7 @@ class VllmEngine:
             if all(name in self._finished for name in requests.names):
                 outputs = [self._finished.pop(name) for name in requests.names]
                 del self._held[call]
-                swapped = self._swaps > requests.swaps
+                swapped = self.swaps > requests.swaps
                 results = [
                     [generation(completion, requests.swaps, spans=swapped) for completion in output.outputs]
                     for output in outputs
@@ -325,7 +321,7 @@ class VllmEngine:
                 call.answer.set_result([group * (call.sampling.samples // requests.samples) for group in results])
 
     def so_far(self, call: EngineCall) -> list[list[Generation]]:
-        requests, proved = self._held[call], self._swaps if self._proved is None else self._proved
+        requests, proved = self._held[call], self.swaps if self._proved is None else self._proved
         groups = under_way(
             self._llm.output_processor, self._finished, requests.names, requests.samples, requests.swaps, proved
         )
@@ -416,8 +412,8 @@ class VllmEngine:
     def _weights_are_set(self) -> None:
         self._lost = False
         self._compute.progress += 1
-        self._swaps += 1
-        self._llm.set_weight_version(str(self._swaps))
+        self.swaps += 1
+        self._llm.set_weight_version(str(self.swaps))
         self._caches_older_weights = True
         if self._in_flight == "recompute":
             self._llm.reset_prefix_cache(reset_running_requests=True)
