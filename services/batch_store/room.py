@@ -125,6 +125,7 @@ class Room:
         """
         self.limits = (memory_bytes, spill_bytes)
         """Indexed by `Tier`."""
+        self.limit_bytes = memory_bytes + spill_bytes
         self._name = name
         self._incarnation = incarnation
         self._zombies: dict[str, tuple[Tier, int]] = {}
@@ -140,11 +141,6 @@ class Room:
         self.busy = 0
         """Number of times that a producer had to wait for room, under the limit or on the mount."""
         self._retired = 0
-
-    @property
-    def limit_bytes(self) -> int:
-        """Sum of the limits on memory and spill."""
-        return sum(self.limits)
 
     def add(self, nbytes: int, place: Tier) -> None:
         """Count a file that is in `place`, or for which room has been found in `place`."""

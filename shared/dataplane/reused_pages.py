@@ -175,11 +175,6 @@ class KeptMapping:
         """Maximum size of the file in bytes. The last page is mapped as a whole."""
         return -(-len(self.data) // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    @property
-    def address(self) -> int:
-        """Address at which the mapping begins."""
-        return int(np.frombuffer(self.data, np.uint8).ctypes.data)
-
 
 class KeptMappings:
     """Kept mappings by inode. The least recently used mapping is dropped first. This is not thread-safe."""
@@ -354,7 +349,8 @@ class ReadMappingPool:
 
 def _unwritten(kept: KeptMapping, helper: Executor) -> bool:
     """Return whether all pages belong to the file. A page that was written to is a private copy without later data."""
-    first, pages = kept.address // mmap.PAGESIZE, -(-len(kept.data) // mmap.PAGESIZE)
+    first = np.frombuffer(kept.data, np.uint8).ctypes.data // mmap.PAGESIZE
+    pages = -(-len(kept.data) // mmap.PAGESIZE)
     if len(kept.data) < HELP_BYTES:
         return _all_of_file(first, pages)
     other = helper.submit(_all_of_file, first + pages // 2, pages - pages // 2)

@@ -105,10 +105,7 @@ class OpenAIEngine:
         return self._compute.progress
 
     loads = FULL_ONLY
-
-    @property
-    def side_by_side(self) -> bool:
-        return False
+    side_by_side = False
 
     @property
     def vocab_size(self) -> int:

@@ -61,6 +61,7 @@ class TransformersEngine:
         self._dtype = dtype
         self._threads = threads
         self._deterministic = deterministic
+        self.side_by_side = not deterministic
         self._device = device
         self._passes = passes
         self._compute = ComputeThread()
@@ -80,10 +81,6 @@ class TransformersEngine:
         return self._compute.progress
 
     loads = FULL_ONLY
-
-    @property
-    def side_by_side(self) -> bool:
-        return not self._deterministic
 
     @property
     def vocab_size(self) -> int:

@@ -133,10 +133,7 @@ class VllmEngine:
         return self._compute.progress
 
     loads = FULL_ONLY
-
-    @property
-    def side_by_side(self) -> bool:
-        return True
+    side_by_side = True
 
     @property
     def vocab_size(self) -> int:

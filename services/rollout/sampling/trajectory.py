@@ -27,13 +27,10 @@ class BlockVersions:
     def __init__(self, step: int, swaps: int, lineage: int = 0) -> None:
         """Start with the proved version `step` of `lineage`, which the engine holds after `swaps` swaps."""
         self.began = swaps
+        self.first = step
+        """The version that the engine held when sampling for the lease began."""
         self.lineage = lineage
         self._steps = {swaps: step}
-
-    @property
-    def first(self) -> int:
-        """The version that the engine held when sampling for the lease began."""
-        return self._steps[self.began]
 
     def replaced(self, step: int, swaps: int) -> None:
         """Record that the engine holds the proved version `step` after `swaps` swaps."""
