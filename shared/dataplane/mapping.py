@@ -168,11 +168,7 @@ class MappingCache:
             self.clear()
             if len(self._alive) >= self.most_files:
                 raise OSError(errno.EMFILE, f"{self.most_files} files are mapped for streams", path)
-        descriptor = _open_named(path)
-        try:
-            mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
+        mapping = _map_named(path)
         with self._lock:
             self._mapped[path] = mapping
             self._alive.add(mapping)
@@ -317,6 +313,14 @@ def _flat(data: mmap.mmap | Array, code: int) -> Array:
     dtype = dtypes.by_code(code).numpy
     whole: Array = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
     return whole
+
+
+def _map_named(path: str) -> mmap.mmap:
+    descriptor = _open_named(path)
+    try:
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
 
 
 def _open_named(path: str) -> int:
