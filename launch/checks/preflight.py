@@ -19,7 +19,7 @@ from launch.checks import functions, memory, model_proof
 from launch.processes import gpus
 from services.tracker.exporter import missing
 from shared.data import DataError, open_source
-from shared.data.content import RowDigests, read_rows
+from shared.data.source import RowDigests, read_rows
 from shared.os_limits import host_bytes
 from shared.rundir import SHM_ROOT
 from shared.security.connections import MOST_CONNECTIONS, most_connections

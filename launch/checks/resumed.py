@@ -13,7 +13,7 @@ import structlog
 from launch.checks.preflight import Findings, sources
 from launch.processes.plan import SUPERVISOR
 from proto.messages import ErrorCode
-from shared.data.content import RowDigests
+from shared.data.source import RowDigests
 from shared.inputs import Inputs, changed, compared, shortened, uncertain, with_digest
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir

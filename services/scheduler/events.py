@@ -34,7 +34,7 @@ from proto.messages import (
     WaitEvals,
 )
 from proto.registry import Message
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 
 Ref = object
 """An open call, opaque to the state machine, which returns it in `Answer` or `Fail`."""

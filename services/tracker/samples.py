@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.runfiles.metrics import CommittedRow
-from shared.samples.plain import conversation
 from shared.samples.reader import read
-from shared.samples.record import EVAL_PREFIX, SampleRecord
+from shared.samples.record import EVAL_PREFIX, SampleRecord, conversation
 from shared.stages import TRAIN
 
 COLUMNS = (

@@ -15,7 +15,7 @@ from proto.limits import MAX_NDIM
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import Array
 from shared.dataplane.mapping import views
-from shared.dataplane.memory import Regions
+from shared.dataplane.reused_pages import Regions
 
 _HASH_BYTES = 4 << 20
 """Size in bytes above which a shard is hashed while it arrives instead of when it is complete."""
@@ -94,7 +94,8 @@ class Arrival:
             if begin >= upto or not self._check_large(begin, ends[self._row], checksums[self._row], upto):
                 break
         if self._row == len(begins) and upto == self.total_bytes:
-            self._arrays = views(self._table, self._memory, range(len(self._tasks)), self._keys or None)
+            picked = self._table.select(range(len(self._tasks)), self._keys or None)
+            self._arrays = views(self._table, self._memory, picked)
 
     def _check_rows(self, upto: int) -> None:
         """Check the rows before row `upto`, which have arrived completely. Most of the cost of checking is here."""

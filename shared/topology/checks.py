@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path as FilePath
 
-from shared.data.files import matching_files, split_parameters
+from shared.data.open import matching_files, split_parameters
 from shared.names import is_text, shown
 from shared.topology import algorithm_checks, hub, monitor, service_checks
 from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes

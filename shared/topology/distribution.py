@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from proto.errors import WireError
-from shared.data.files import matching_files, split_parameters
+from shared.data.open import matching_files, split_parameters
 from shared.names import listed
 from shared.topology.problem import Path
 

@@ -10,7 +10,7 @@ import os
 import re
 
 from shared.data import FORMS
-from shared.data.files import matching_files, split_parameters
+from shared.data.open import matching_files, split_parameters
 from shared.topology import hub
 
 SOURCE = re.compile(r"builtin:[A-Za-z_]\w*(\?\S+)?|(?P<file>jsonl|parquet|datasets):.+|reasoning-gym:\w+(\?\S+)?")

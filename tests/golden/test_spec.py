@@ -19,7 +19,7 @@ from services.monitor import subscriptions
 from services.scheduler import registry
 from services.scheduler.state import RECONCILE_S
 from shared.actor import logging as actor_logging
-from shared.dataplane import bulk_seal, stream, stream_line
+from shared.dataplane import bulk_connection, stream, stream_line
 from shared.rpc import client, errors, mailbox, replies, senders, transport, unread
 from shared.rpc.mailbox import Mailbox
 from shared.security import connections, curve
@@ -221,8 +221,8 @@ def test_keys_match_their_declarations() -> None:
 def test_bulk_messages_match_the_code() -> None:
     text = section(11)
     sentences = prose(11)
-    assert f"its key has sealed more than 2^{bulk_seal.KEY_LIMIT_BYTES.bit_length() - 1} bytes" in sentences
-    assert bulk_seal.KEY_LIMIT_BYTES.bit_count() == 1
+    assert f"its key has sealed more than 2^{bulk_connection.KEY_LIMIT_BYTES.bit_length() - 1} bytes" in sentences
+    assert bulk_connection.KEY_LIMIT_BYTES.bit_count() == 1
     assert f"| version | {bulk.VERSION} |" in text
     assert f"a head of {bulk.HEAD_BYTES} bytes" in sentences
     assert f"1 to {bulk.MAX_RANGE_BYTES};" in text

@@ -39,7 +39,7 @@ HOSTS = [
     Mutation(
         "a damaged chunk of a version is passed on",
         Promise.SYNCED,
-        "services/batch_store/filling_file.py",
+        "services/batch_store/relay.py",
         "if xxhash.xxh3_64_intdigest(self._view[at:end]) != self._digest(at // CHUNK_BYTES):",
         "if self._digest(at // CHUNK_BYTES) < 0:",
         "tests/unit/batch_store/test_filling_file.py::test_a_damaged_chunk_stays_unavailable_and_is_received_again",

@@ -41,7 +41,7 @@ from proto.messages import (
     StepBatch,
     TaskResult,
 )
-from services.batch_store import spares
+from services.batch_store import room
 from services.batch_store.room import Removal, Tier, held_bytes
 from services.batch_store.state import GRANT_S, StoreState
 from services.scheduler import run_state
@@ -127,7 +127,7 @@ class Both(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # In this test, files of a page or two are worth keeping.
-        self.small = mock.patch.object(spares, "SPARE_BYTES", 1)
+        self.small = mock.patch.object(room, "SPARE_BYTES", 1)
         self.small.start()
         self.now = 0.0
         self.journal: list[Durable] = []

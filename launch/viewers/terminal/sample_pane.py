@@ -7,9 +7,8 @@ from rich.text import Text
 from launch.viewers.samples import INFO_CHARACTERS, Color, completion
 from launch.viewers.terminal.plot import number
 from launch.viewers.terminal.visible import visible, visible_text
-from shared.samples.plain import shortened
-from shared.samples.record import SampleRecord, group_scores
-from shared.samples.selection import Order
+from shared.samples.reader import Order
+from shared.samples.record import SampleRecord, group_scores, shortened
 
 MAX_SHOWN_CHARS = 20_000
 """Maximum number of characters shown of a prompt or a completion."""

@@ -16,7 +16,7 @@ from services.policy_trainer.update import ADVANTAGES
 from services.policy_trainer.worker.samples import PROX_KEY, BatchTokens
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import RpcError
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.stages import SAMPLE_ADVANTAGES, TRAIN_LOGPROBS
 
 if TYPE_CHECKING:

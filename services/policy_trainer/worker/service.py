@@ -29,7 +29,7 @@ from shared.ranks.meeting import Meeting, join, reach_hosts_by_nccl
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.topology import stop_limit_s
 from shared.topology.models import POLICY_WORKER, Publication
 

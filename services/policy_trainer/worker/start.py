@@ -19,7 +19,7 @@ from shared.ranks.layout import RankPlace
 from shared.ranks.meeting import Meeting
 from shared.ranks.process_group import open_group, own_device
 from shared.rundir import RunDir
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.topology.models import TrainedModel
 
 

@@ -14,8 +14,7 @@ import torch
 
 from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
 from services.rollout.engines import passes
-from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.side_by_side import EngineCall, SideBySide
+from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
 from services.rollout.engines.slots import SlotTable, generator_of, pick
 from shared.model.load import allow, load_model
 from shared.model.logprobs import token_logprobs

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.recorder.files import SampleFiles
+from shared.samples.reader import Order, select
 from shared.samples.record import SampleRecord
-from shared.samples.selection import Order, select
 
 COUNT = 700
 

@@ -39,7 +39,7 @@ from shared.dataplane.client import TaskShards
 from shared.ranks.group import GroupEnded
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.stages import PROXIMAL, Stage
 from shared.topology.models import Head
 
