@@ -17,8 +17,7 @@ import structlog
 import zmq
 
 from launch.placement.facts import clock_ahead
-from launch.processes.gpus import own_gpus
-from launch.processes.plan import SUPERVISOR, Key, Resources
+from launch.processes.plan import SUPERVISOR, Key, Resources, own_gpus
 from launch.spares.heavy import spare_kinds
 from launch.supervisor.events import RunOutcome
 from launch.supervisor.server import Supervisor

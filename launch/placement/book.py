@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from launch.processes.gpus import visible_gpus
-from launch.processes.plan import Key, threads_of
+from launch.processes.plan import Key, threads_of, visible_gpus
 from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow, WaitKind, WaitRow
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launch.processes.gpus import own_gpus
+from launch.processes.plan import own_gpus
 from proto.messages import HostFacts
 from shared.topology import Topology, distribution
 from shared.topology.fields import format_size

@@ -19,12 +19,10 @@ from launch.spares.state import SpareKind
 from launch.supervisor import events as e
 from launch.supervisor.events import RunOutcome
 from launch.supervisor.requests import STATUS_CALL_S, OperatorRequests
-from launch.supervisor.runner import Runner
-from launch.supervisor.scaling import Scaling
+from launch.supervisor.runner import MailboxWatch, Runner
 from launch.supervisor.sockets import SupervisorSockets
 from launch.supervisor.state import RunLifecycle, RunPhase
 from launch.supervisor.views import ProcessWaits, Views
-from launch.supervisor.watch import MailboxWatch
 from proto.messages import Ack, ErrorCode, ServiceReport
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
@@ -51,7 +49,7 @@ class Supervisor:
         lock: int | None = None,
         save_limit_s: float = 0.0,
         spares: Sequence[SpareKind] = (),
-        scaling: Scaling | None = None,
+        ranks: Mapping[str, int] | None = None,
         hosts: OtherHosts | None = None,
         access: Access | None = None,
     ) -> None:
@@ -59,7 +57,8 @@ class Supervisor:
         `start_limit_s` seconds is killed and started again. `listen` is the endpoint at which the supervisor answers
         other hosts. `lock` is the descriptor of the lock on the run directory, which the guard inherits. `save_limit_s`
         is the maximum time, in seconds, that the trainer may take to save a checkpoint at the end. `spares` are the
-        spare processes to keep; services are forked from them. Without `scaling`, no service can be scaled.
+        spare processes to keep; services are forked from them. `ranks` is the number of processes that together hold
+        one model, by service; without it, no service can be scaled.
 
         `hosts` are the other hosts of the run. `access` provides the run's endpoints and keys to a supervisor on
         another host, which runs a part of the run.
@@ -93,7 +92,7 @@ class Supervisor:
         )
         self._runner = Runner(run, self.sockets, processes, self._programs, self._spares, on_exit=self._exited)
         self._requests = OperatorRequests(
-            run, self.state, self.sockets, self._runner, self.hosts, scaling, feed=self._feed
+            run, self.state, self.sockets, self._runner, self.hosts, ranks, feed=self._feed
         )
         self._waits = ProcessWaits()
         self.views = Views(run, self.state, self._waits, self.sockets, self._spares.rows, self.hosts.book)

@@ -14,7 +14,7 @@ from shared.topology.algorithm import (
     Advantage,
     is_function,
 )
-from shared.topology.problem import Found
+from shared.topology.document import Found
 from shared.topology.schema import Topology
 
 MOST_SAMPLES = MAX_INLINE_BYTES // 4

@@ -13,9 +13,9 @@ from shared.data.files import matching_files, split_parameters
 from shared.names import is_text, shown
 from shared.topology import algorithm_checks, hub, monitor, service_checks
 from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
+from shared.topology.document import Found, Path
 from shared.topology.fields import format_size
 from shared.topology.model_files import read_config
-from shared.topology.problem import Found, Path
 from shared.topology.schema import Topology
 
 

@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from shared.topology.document import Found
 from shared.topology.fields import Count, LocalPath, Section, Size, Strings
-from shared.topology.problem import Found
 
 MIN_TOKEN = 16
 """Minimum number of characters in a token."""
@@ -284,26 +284,17 @@ def _check_reach(section: tuple[str, ...], listen: str, token: str | None) -> Fo
         yield (*section, "listen"), f"{message}; set it ({_MAKE}), or listen on 127.0.0.1"
 
 
-def web_token_problems(web: Web) -> Found:
-    """Yield the problems with the token files. Only the host that serves the page has these files."""
-    tokens: dict[str, str] = {}
-    for key, file in (("token", web.token), ("operator_token", web.operator_token)):
+def token_problems(monitor: Monitor) -> Found:
+    """Yield the problems with the token files. Only the host of the page and the exporter has these files."""
+    files = {("web", key): getattr(monitor.web, key, None) for key in ("token", "operator_token")}
+    files["prometheus", "token"] = monitor.prometheus.token if monitor.prometheus is not None else None
+    tokens: dict[tuple[str, str], str] = {}
+    for key, file in files.items():
         if file is not None:
             try:
                 tokens[key] = read_token(file)
             except TokenError as error:
-                yield (*_MONITOR, "web", key), str(error)
-    if len(tokens) == 2 and tokens["token"] == tokens["operator_token"]:
-        yield (
-            (*_MONITOR, "web", "operator_token"),
-            f"{web.operator_token}: the same token as monitor.web.token; make another",
-        )
-
-
-def prometheus_token_problems(prometheus: Prometheus) -> Found:
-    """Yield the problem with the token file, if any. Only the exporter's host has this file."""
-    if prometheus.token is not None:
-        try:
-            read_token(prometheus.token)
-        except TokenError as error:
-            yield (*_MONITOR, "prometheus", "token"), str(error)
+                yield (*_MONITOR, *key), str(error)
+    operators = ("web", "operator_token")
+    if operators in tokens and tokens[operators] == tokens.get(("web", "token")):
+        yield (*_MONITOR, *operators), f"{files[operators]}: the same token as monitor.web.token; make another"

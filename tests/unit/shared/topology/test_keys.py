@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch.processes.gpus import visible_gpus
-from launch.processes.plan import SUPERVISOR, listen_endpoint, threads_of
+from launch.processes.plan import SUPERVISOR, listen_endpoint, threads_of, visible_gpus
 from proto.messages import BatchMeta, LeaseGrant
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
