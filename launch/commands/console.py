@@ -14,7 +14,6 @@ from launch.commands import evaluation
 from launch.placement.book import Told
 from launch.processes.plan import gpus_wanted, module_of, own_gpus, processes_at_home, threads_of, visible_gpus
 from launch.spares.heavy import spare_kinds
-from launch.spares.processes import SpareNotice
 from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
@@ -119,7 +118,7 @@ class Console:
                 f"{service_name(*event.key)}: {shorten(event.cause)}; the run goes on without it "
                 f"(ctl restart {service_name(*event.key)} starts it again), log: {self._run.log_file(*event.key)}"
             )
-        elif isinstance(event, SpareNotice | Told):
+        elif isinstance(event, Told):
             self.notice(event.text)
         elif isinstance(event, Reported) and event.state == ProcessState.DRAINING and event.cause:
             self.notice(f"stopping: {event.cause} (again: kill now)")

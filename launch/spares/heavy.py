@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from launch.spares.state import SpareKind
+from launch.spares.processes import SpareKind
 from shared.topology import Topology, model_files
 from shared.topology.models import POLICY_WORKER
 

@@ -14,8 +14,7 @@ from launch.placement.book import Told
 from launch.placement.desk import HostDesk, OtherHosts
 from launch.processes.plan import DRIVER, SUPERVISOR, Key, Resources
 from launch.processes.programs import Programs
-from launch.spares.processes import SpareNotice, SpareProcesses
-from launch.spares.state import SpareKind
+from launch.spares.processes import SpareKind, SpareProcesses
 from launch.supervisor import events as e
 from launch.supervisor.events import RunOutcome
 from launch.supervisor.requests import STATUS_CALL_S, OperatorRequests
@@ -31,7 +30,7 @@ from shared.rundir import RunDir, service_name
 from shared.security.access import Access
 
 SOCKETS_DELETED = "the folder of the run's sockets, was deleted; continue the run with --resume"
-EVENTS = e.Died | e.GivenUp | e.Spawned | e.Reported | SpareNotice | Told
+EVENTS = e.Died | e.GivenUp | e.Spawned | e.Reported | Told
 """The events passed to `on_event`."""
 
 
@@ -88,7 +87,7 @@ class Supervisor:
             spares,
             start_limit_s=start_limit_s,
             on_settled=lambda services: self._feed(e.SpareSettled(services)),
-            on_notice=on_event,
+            on_notice=lambda text: on_event(Told(text)),
         )
         self._runner = Runner(run, self.sockets, processes, self._programs, self._spares, on_exit=self._exited)
         self._requests = OperatorRequests(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection
 
 from launch import cluster
-from launch.spares.state import SpareKind
+from launch.spares.processes import SpareKind
 from launch.supervisor import runner
 from shared.topology import Topology
 
