@@ -30,11 +30,10 @@ from launch.commands import detached, evaluation, place
 from launch.commands.access import access_of, export
 from launch.commands.console import Console, show_plan
 from launch.placement.book import HostBook
-from launch.placement.desk import OtherHosts
 from launch.placement.facts import facts, refusals
 from launch.placement.ray_engine import RayEngine
 from launch.processes.plan import SUPERVISOR, listen_endpoint, own_gpus, processes_at_home, resources_of
-from launch.spares.heavy import spare_kinds
+from launch.spares.processes import spare_kinds
 from launch.supervisor.events import RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.viewers.progress import Screen
@@ -266,7 +265,10 @@ def _launch(
                 evaluation.add_model(checkpoint, topology, folder / MODEL_FOLDER)
                 topology = evaluation.with_model(topology, path.absolute() / MODEL_FOLDER)
             with interrupts.held():  # Signals take effect before the run exists or once its removal has been arranged.
-                run = place.reopen(path, topology) if resume else place.create(path, topology, folder)
+                if resume:
+                    run = RunDir.reopen(path, topology=topology, shm_root=root)
+                else:
+                    run = place.create(path, topology, folder)
                 stack.callback(run.remove_volatile)
                 stack.callback(interrupts.ignore)
                 run.hold()
@@ -332,10 +334,7 @@ async def _supervise(
 
     given = resources_of(topology, own_gpus())
     plan = {key: given[key] for key in processes_at_home(topology)}
-    hosts = OtherHosts()
-    if len(topology.store_hosts()) > 1:
-        check = functools.partial(refusals, topology, facts())
-        hosts = OtherHosts(HostBook(topology), check)
+    hosts = HostBook(topology)
     supervisor = Supervisor(
         run,
         plan,
@@ -347,6 +346,7 @@ async def _supervise(
         spares=spare_kinds(topology, {service for service, _ in plan}),
         ranks=topology.ranks,
         hosts=hosts,
+        refusals=functools.partial(refusals, topology, facts()) if hosts.hosts else None,
     )
     taken = 0
 
@@ -366,7 +366,7 @@ async def _supervise(
         loop.create_task(console.follow(supervisor, on_poll=ready)),
         loop.create_task(_keep(run, lock, supervisor)),
     ]
-    if engine is not None and hosts.book.hosts:
+    if engine is not None and hosts.hosts:
         engine.start(access_of(run, Role.SERVICE), supervisor.hosts)
     try:
         return await supervisor.run()

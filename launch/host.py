@@ -79,7 +79,10 @@ def main(
     try:
         if not access:
             raise RpcError(ErrorCode.BAD_REQUEST, "--access: missing; name the file from `launch.ctl export-access`")
-        given = _from_input() if access == "-" else _from_file(Path(access), wait_s)
+        if access == "-":
+            given = accesses.decode(sys.stdin.buffer.readline(accesses.FILE_LIMIT_BYTES))
+        else:
+            given = _from_file(Path(access), wait_s)
         host = name or socket.gethostname()
         path = (run_dir or place.BASE / given.name / "hosts" / host).absolute()
         status = _run(given, host, path, address, with_input=access == "-")
@@ -128,11 +131,6 @@ def _topology(text: str, *, check_files: bool = True) -> Topology:
             raise RpcError(ErrorCode.BAD_REQUEST, "\n".join(lines)) from None
 
 
-def _from_input() -> Access:
-    line = sys.stdin.buffer.readline(accesses.FILE_LIMIT_BYTES)
-    return accesses.decode(line)
-
-
 def _from_file(path: Path, wait_s: float) -> Access:
     """Return the access in the file `path`, after waiting up to `wait_s` seconds for the file to be written.
 
@@ -150,8 +148,8 @@ def _from_file(path: Path, wait_s: float) -> Access:
 def _run(access: Access, host: str, path: Path, address: str, *, with_input: bool) -> int:
     """Take part in the run until it ends, and return the exit status.
 
-    `held` says whether the agent exits when its standard input ends. Raises RpcError(bad_request) with a line for each
-    reason why this host cannot take part.
+    `with_input` says whether the agent exits when its standard input ends. Raises RpcError(bad_request) with a line
+    for each reason why this host cannot take part.
     """
     ends = AgentEnds(with_input)
     asyncio.run(introduce(access, host, _checked(access.topology), ends))

@@ -18,11 +18,11 @@ import zmq
 
 from launch.placement.facts import clock_ahead
 from launch.processes.plan import SUPERVISOR, Key, Resources, own_gpus
-from launch.spares.heavy import spare_kinds
+from launch.spares.processes import spare_kinds
 from launch.supervisor.events import RunOutcome
 from launch.supervisor.server import Supervisor
 from proto.ids import new_incarnation
-from proto.messages import Ack, ErrorCode, HostCheck, HostFacts, HostOrders, HostProcess, HostReport, Ping, Pong
+from proto.messages import Ack, ErrorCode, HostCheck, HostFacts, HostOrders, HostReport, Ping, Pong
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -76,10 +76,12 @@ class HostLink:
         return ordered
 
     def _wanted(self, orders: HostOrders) -> dict[Key, Resources]:
-        return {(process.service, process.instance): self._resources(process) for process in orders.processes}
-
-    def _resources(self, process: HostProcess) -> Resources:
-        return Resources(process.threads, ",".join(self._names[gpu] for gpu in process.gpus), self._listen)
+        return {
+            (row.service, row.instance): Resources(
+                row.threads, ",".join(self._names[gpu] for gpu in row.gpus), self._listen
+            )
+            for row in orders.processes
+        }
 
     async def follow(self, supervisor: Supervisor) -> None:
         """Report and carry out the orders until cancelled."""

@@ -13,7 +13,7 @@ from launch.checks import preflight
 from launch.commands import evaluation
 from launch.placement.book import Told
 from launch.processes.plan import gpus_wanted, module_of, own_gpus, processes_at_home, threads_of, visible_gpus
-from launch.spares.heavy import spare_kinds
+from launch.spares.processes import spare_kinds
 from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text

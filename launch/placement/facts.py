@@ -10,14 +10,13 @@ import socket
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from launch.processes.plan import own_gpus
+from launch.processes.programs import ROOT
 from proto.messages import HostFacts
 from shared.topology import Topology, distribution
 from shared.topology.fields import format_size
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "shared", "services", "launch")
 CLOCK_LIMIT_S = 2.0
 """Maximum difference between the clocks of two hosts, in seconds. It is limited because the logs of a run are ordered
@@ -44,7 +43,7 @@ def compare(home: HostFacts, there: HostFacts, gpus: int) -> list[str]:
     reasons = []
     if there.code != home.code:
         reasons.append(f"a different rlbus (code {there.code}, here {home.code}); install the same release on both")
-    if _minor(there.python) != _minor(home.python):
+    if there.python.rpartition(".")[0] != home.python.rpartition(".")[0]:  # patch releases may differ
         reasons.append(f"Python {there.python}, here {home.python}; use the same on both")
     if there.torch != home.torch:
         reasons.append(f"torch {there.torch or 'missing'}, here {home.torch}; install the same on both")
@@ -107,7 +106,3 @@ def _torch() -> str:
         return version("torch")
     except PackageNotFoundError:
         return ""
-
-
-def _minor(text: str) -> str:
-    return text.rpartition(".")[0]

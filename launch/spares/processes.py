@@ -1,7 +1,8 @@
 """Starts and watches the spare processes of a run (`launch.spares.spare`), and has services forked from them.
 
-There is at most one spare of a kind. One transition is missing on purpose: a kind of spare that was given up is not
-tried again, because its imports would fail again; its services start without a spare.
+A spare imports the modules that services need to compute with the model, once for all services. There is at most one
+spare of a kind. One transition is missing on purpose: a kind of spare that was given up is not tried again, because its
+imports would fail again; its services start without a spare.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -25,6 +28,8 @@ from launch.processes.plan import OUTSIDE_KILLS, SUPERVISOR, Key, Resources, des
 from launch.processes.programs import Child, Programs, own_environment, rss_bytes
 from proto.messages import SpareRow
 from shared.rundir import RunDir, service_name
+from shared.topology import Topology, model_files
+from shared.topology.models import POLICY_WORKER
 
 MIB = 1 << 20
 SPARE: Key = ("spare", 0)
@@ -33,12 +38,15 @@ COMMAND_BYTES = 1024
 """Length of a spare's command line, which each fork overwrites with the command line of its service."""
 FORK_LIMIT_S = 5.0
 """Maximum time, in seconds, for a warm spare to fork. The supervisor does nothing else during this time."""
-
-
 WINDOW_S = 300.0
 KILL_LIMIT = 3
 """If spares of a kind are killed this many times within `WINDOW_S`, the kind is given up, because memory may be
 short."""
+_VLLM = ("services.rollout.engines.vllm_setup:import_vllm",)
+_TRANSFORMERS = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
 
 
 class SpareKind(NamedTuple):
@@ -225,3 +233,57 @@ def why_to_give_up(kills: deque[float], status: int, now: float) -> str:
     if len(kills) < KILL_LIMIT:
         return ""
     return f"{describe_exit(status)} (kill {len(kills)} in {WINDOW_S:g} s, limit {KILL_LIMIT})"
+
+
+def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind]:
+    """Return the kinds of spare process that a host keeps if it runs `services`, or an empty list if
+    `run.spares` is false.
+
+    An import is `module`, or `module:function` for a function that does the imports. A module that is missing here is
+    imported by each service for itself, which only makes the service start more slowly.
+    Rollouts with vLLM have a spare of their own, because importing vLLM takes longer than all other imports together.
+    """
+    if not topology.run.spares:
+        return []
+    model = (*_TRANSFORMERS, *_modeling(topology.policy.model))
+    trainer, reference, engine = (
+        topology.services.policy_trainer,
+        topology.services.reference,
+        topology.services.rollout.engine,
+    )
+    imports = {
+        POLICY_WORKER: (
+            "services.policy_trainer.worker.service",
+            "services.policy_trainer.worker.start",
+            *(("services.policy_trainer.worker.megatron.backend",) if trainer.backend == "megatron" else ()),
+        )
+    }
+    if reference is not None:
+        backend = "frozen" if reference.backend == "torch" else "frozen_megatron"
+        imports["reference"] = (
+            "services.reference.service",
+            "services.reference.scoring",
+            "services.reference.scorer",
+            f"services.reference.{backend}",
+        )
+    if engine != "openai":  # This engine is a client of a server.
+        imports["rollout"] = ("services.rollout.service", f"services.rollout.engines.{engine}_engine")
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for service in imports:
+        if service in services:
+            own = _VLLM if service == "rollout" and engine == "vllm" else ()
+            kinds.setdefault(own, []).append(service)
+    return [
+        SpareKind(tuple(forks), tuple(dict.fromkeys([*chain(*(imports[fork] for fork in forks)), *own, *model])))
+        for own, forks in kinds.items()
+    ]
+
+
+def _modeling(model: str) -> tuple[str, ...]:
+    """Return the transformers module that defines the model, or () if it does not have the usual name."""
+    kind = str(model_files.read_config(model).get("model_type", "")).replace("-", "_")
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None or not kind.isidentifier():
+        return ()
+    file = Path(spec.origin).parent / "models" / kind / f"modeling_{kind}.py"
+    return (f"transformers.models.{kind}.modeling_{kind}",) if file.exists() else ()

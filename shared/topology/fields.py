@@ -6,9 +6,10 @@ directory. Missing files are accepted: `checks` tests whether paths exist, and i
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
@@ -16,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from shared.data import FORMS
 from shared.data.files import matching_files, split_parameters
 from shared.topology import hub
+from shared.topology.document import shown
 
 SOURCE = re.compile(r"builtin:[A-Za-z_]\w*(\?\S+)?|(?P<file>jsonl|parquet|datasets):.+|reasoning-gym:\w+(\?\S+)?")
 
@@ -95,6 +97,12 @@ def format_size(size_bytes: int) -> str:
         if size_bytes >= _UNITS[unit]:
             return f"{size_bytes / _UNITS[unit]:.1f} {unit}"
     return f"{size_bytes} B"
+
+
+def not_one_of(value: object, choices: Sequence[str]) -> str:
+    """Return the text about a value that is none of `choices`, with the nearest of them."""
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    return f"{shown(value)} is not one of {', '.join(choices)}{f', nearest {near[0]!r}' if near else ''}"
 
 
 def _in_folder(resolve: Callable[[str, str], str]) -> AfterValidator:

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from shared.topology import derive
 from shared.topology.checks import check
 from shared.topology.document import Document, Path, TopologyError, dotted, read, shown
-from shared.topology.fields import absolute
+from shared.topology.fields import absolute, not_one_of
 from shared.topology.hub import HubName, model_name, source_name
 from shared.topology.schema import Topology
 
@@ -215,9 +215,7 @@ def _unknown(path: Path) -> str:
 
 def _not_a_choice(path: Path, value: object, expected: str) -> str:
     choices = [choice.strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    hint = f", nearest {near[0]!r}" if near else ""
-    return _described(f"{shown(value)} is not one of {', '.join(choices)}{hint}", path)
+    return _described(not_one_of(value, choices), path)
 
 
 def _described(message: str, path: Path) -> str:

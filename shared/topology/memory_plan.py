@@ -54,11 +54,8 @@ def training_parts(model: TrainedModel, *, evaluate: bool = False) -> dict[Train
     pipeline-parallel piece, and split the masters and the optimizer state further. With `evaluate`, there is no
     optimizer state and, with backend torch, there are no gradients.
     """
-    parts = _parts(model)
-    if evaluate:
-        never = {TrainingPart.OPTIMIZER, *LAST_A_STEP[model.settings.backend]}
-        parts = {part: nbytes for part, nbytes in parts.items() if part not in never}
-    return parts
+    never = {TrainingPart.OPTIMIZER, *LAST_A_STEP[model.settings.backend]} if evaluate else set()
+    return {part: nbytes for part, nbytes in _parts(model).items() if part not in never}
 
 
 def _parts(model: TrainedModel) -> dict[TrainingPart, float]:
@@ -189,8 +186,12 @@ def uses(topology: Topology, elements: int, gpus: Mapping[Key, str], vocabulary:
         turns = key[0] in topology.colocated_services
         for place in [MemoryPlace(hosts[key], name) for name in names or [""]]:
             if key[0] in trained:
-                parts = training_parts(trained[key[0]], evaluate=topology.run.evaluate)
-                found += _trained(parts, trained[key[0]], elements, place, key, turns=turns)
+                model = trained[key[0]]
+                gone = LAST_A_STEP[model.settings.backend]  # outside of steps
+                for part, share in training_parts(model, evaluate=topology.run.evaluate).items():
+                    phases = frozenset({Phase.STEPS}) if part in gone else _STARTED if part == "optimizer" else ALWAYS
+                    if share:
+                        found.append(Use(place, key, str(part), math.ceil(elements * share), phases, turns))
             elif nbytes:
                 found.append(Use(place, key, "weights", math.ceil(nbytes / max(len(names), 1)), ALWAYS, turns))
         found += _copies(topology, elements, MemoryPlace(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
@@ -255,23 +256,6 @@ def vllm_share(topology: Topology) -> float | None:
     if rollout.engine != "vllm" or not rollout.gpus or "kv_cache_memory_bytes" in rollout.engine_args:
         return None
     return float(rollout.engine_args.get("gpu_memory_utilization", _VLLM_SHARE))
-
-
-def _trained(
-    parts: Mapping[TrainingPart, float],
-    model: TrainedModel,
-    elements: int,
-    place: MemoryPlace,
-    key: Key,
-    *,
-    turns: bool,
-) -> Iterator[Use]:
-    """Yield the training state of a rank. What a backend allocates anew in every step is absent outside of steps."""
-    gone = LAST_A_STEP[model.settings.backend]
-    for part, share in parts.items():
-        phases = frozenset({Phase.STEPS}) if part in gone else _STARTED if part == "optimizer" else ALWAYS
-        if share:
-            yield Use(place, key, str(part), math.ceil(elements * share), phases, turns)
 
 
 def _copies(

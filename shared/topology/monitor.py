@@ -6,7 +6,6 @@ who can read the directory.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import stat
 from enum import StrEnum
@@ -16,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from shared.topology.document import Found
-from shared.topology.fields import Count, LocalPath, Section, Size, Strings
+from shared.topology.fields import Count, LocalPath, Section, Size, Strings, not_one_of
 
 MIN_TOKEN = 16
 """Minimum number of characters in a token."""
@@ -204,9 +203,7 @@ def _known(kinds: tuple[str, ...]) -> tuple[str, ...]:
     names = [str(kind) for kind in WarningKind]
     for kind in kinds:
         if kind not in names:
-            near = difflib.get_close_matches(kind, names, n=1)
-            nearest = f", nearest {near[0]!r}" if near else ""
-            raise ValueError(f"{kind!r} is not one of {', '.join(names)}{nearest}")
+            raise ValueError(not_one_of(kind, names))
     return kinds
 
 

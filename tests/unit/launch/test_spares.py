@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.spares import spare
-from launch.spares.heavy import spare_kinds
-from launch.spares.processes import KILL_LIMIT, WINDOW_S, why_to_give_up
+from launch.spares.processes import KILL_LIMIT, WINDOW_S, spare_kinds, why_to_give_up
 from shared.topology import load
 
 SIGKILL = -9
