@@ -37,6 +37,7 @@ from launch.spares.processes import spare_kinds
 from launch.supervisor.events import RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.viewers.progress import Screen
+from shared import model_folder
 from shared.actor import logging
 from shared.inputs import Inputs
 from shared.rpc.errors import RpcError
@@ -119,7 +120,8 @@ def main(
         if engine is not None and not findings.errors:
             engine.check(path, findings)
             if topology.transport.listen is None and engine.address:
-                topology = _reachable(topology, engine.address)
+                transport = topology.transport.model_copy(update={"listen": engine.address})
+                topology = topology.model_copy(update={"transport": transport})
                 preflight.check_doors(topology, findings)
         if access is not None:
             _check_access(access, topology, findings)
@@ -212,11 +214,6 @@ def _for_evaluation(topology: Topology, file: Path, checkpoint: Path | None) -> 
     return topology if evaluation.is_checkpoint(checkpoint) else evaluation.with_model(topology, checkpoint)
 
 
-def _reachable(topology: Topology, address: str) -> Topology:
-    """Return `topology` with `address` as the address that other hosts use."""
-    return topology.model_copy(update={"transport": topology.transport.model_copy(update={"listen": address})})
-
-
 def _attach(topology_file: Path | None, run_dir: Path | None) -> int:
     """Attach to the run in `run_dir`. If `run_dir` is None, attach to the newest run with the topology's name, or,
     without a topology, to the newest run of all.
@@ -262,7 +259,8 @@ def _launch(
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)  # A finished folder has been renamed by then.
             lock = place.lock(folder, stop_limit_s(topology))
             if checkpoint is not None and not (path / "run.json").exists():  # such a path is refused below
-                evaluation.add_model(checkpoint, topology, folder / MODEL_FOLDER)
+                policy = topology.policy
+                model_folder.from_checkpoint(checkpoint, Path(policy.model), folder / MODEL_FOLDER, policy.dtype)
                 topology = evaluation.with_model(topology, path.absolute() / MODEL_FOLDER)
             with interrupts.held():  # Signals take effect before the run exists or once its removal has been arranged.
                 if resume:

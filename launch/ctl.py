@@ -34,6 +34,7 @@ from shared.runfiles.logs import readable
 from shared.samples.record import split_of
 from shared.samples.selection import Order
 from shared.security.access import Access, read
+from shared.security.roles import Role
 from shared.stages import TRAIN
 from shared.topology import TopologyError, load
 
@@ -283,10 +284,13 @@ def export_access(
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="file to write; it holds the role's secret key")],
 ) -> None:
     """Write an access file with which another machine can watch the run, control it or take part in it."""
-    from launch.commands.access import export, role_of
+    from launch.commands.access import export
 
     run = _run_dir(context, "access can be exported")
-    export(run, role_of(role), to)
+    try:
+        export(run, Role.of_label(role), to)
+    except ValueError as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
     print(f"{to}: role {role} of run {run.name}; copy it over a trusted channel")
 
 

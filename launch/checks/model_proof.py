@@ -44,7 +44,8 @@ def prove(topology: Topology) -> ModelProof:
     folder = Path(topology.policy.model)
     config = json.loads((folder / "config.json").read_bytes())
     longest = _longest(topology)
-    file = _cache() / f"{_key(config, longest, topology)}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
+    file = cache / f"{_key(config, longest, topology)}.json"
     try:
         return _proof(json.loads(file.read_bytes()), None)
     except (OSError, ValueError, KeyError, TypeError):
@@ -95,10 +96,6 @@ def _key(config: dict[str, Any], longest: int | None, topology: Topology) -> str
     device = topology.services.policy_trainer.device
     parts = [settings, longest, version("torch"), version("transformers"), code.hexdigest(), device]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
 
 
 def _proof(verdict: dict[str, Any], cpu_s: float | None) -> ModelProof:

@@ -37,9 +37,9 @@ def facts(problems: Sequence[str] = ()) -> HostFacts:
     )
 
 
-def compare(home: HostFacts, there: HostFacts, gpus: int) -> list[str]:
-    """Return the reasons why a host that should have `gpus` GPUs cannot take part in a run that was started at `home`,
-    one line each."""
+def refusals(topology: Topology, home: HostFacts, name: str, there: HostFacts) -> list[str]:
+    """Return the reasons why the host `name` cannot take part in a run that was started at `home`, one line each."""
+    gpus = topology.placement.hosts[name].gpus
     reasons = []
     if there.code != home.code:
         reasons.append(f"a different rlbus (code {there.code}, here {home.code}); install the same release on both")
@@ -58,28 +58,15 @@ def compare(home: HostFacts, there: HostFacts, gpus: int) -> list[str]:
             f"its clock is {abs(there.clock_s):.1f} s {way} home's (limit {CLOCK_LIMIT_S:g} s); synchronise them "
             "(chrony, ntp)"
         )
-    return [*reasons, *there.problems]
-
-
-def refusals(topology: Topology, home: HostFacts, name: str, there: HostFacts) -> list[str]:
-    """Return the reasons why the host `name` cannot take part in a run that was started at `home`, one line each."""
-    room = room_problem(topology, there)
-    return [*compare(home, there, topology.placement.hosts[name].gpus), *([room] if room else [])]
-
-
-def room_problem(topology: Topology, there: HostFacts) -> str:
-    """Return a line if a host has no room for the files that it would fetch from home. Return an empty string if it has
-    room or fetches no files.
-    """
-    if not topology.policy.distribute:
-        return ""
-    needed = sum(file.nbytes for file, _ in distribution.files(topology.document()))
-    if needed <= there.free_bytes:
-        return ""
-    return (
-        f"policy.distribute: {format_size(needed)} of model and data do not fit: the disk of its working directory has "
-        f"{format_size(there.free_bytes)} left; make room there"
-    )
+    reasons += there.problems
+    if topology.policy.distribute:
+        needed = sum(file.nbytes for file, _ in distribution.files(topology.document()))
+        if needed > there.free_bytes:
+            reasons.append(
+                f"policy.distribute: {format_size(needed)} of model and data do not fit: the disk of its working "
+                f"directory has {format_size(there.free_bytes)} left; make room there"
+            )
+    return reasons
 
 
 def clock_ahead(sent_at: float, there_at: float, received_at: float) -> float:

@@ -220,10 +220,10 @@ class MailboxWatch:
         sockets: SupervisorSockets,
         *,
         ready: Callable[[], Iterator[tuple[Key, int]]],
-        on_silent: Callable[[Key, int, float], None],
+        on_silent: Callable[[Key, int, str], None],
         on_unreachable: Callable[[], None],
     ) -> None:
-        """`ready` yields the (key, pid) of each process to ask. `on_silent` is called with the (key, pid, seconds) of
+        """`ready` yields the (key, pid) of each process to ask. `on_silent` is called with the (key, pid, cause) of
         each process that counts as hung. `on_unreachable` is called if the folder of the sockets is gone, so that no
         process can connect to another one."""
         self._run = run
@@ -256,7 +256,7 @@ class MailboxWatch:
                     not question.task.done() and not question.reported and now - question.asked_at > self._limit_s(key)
                 ):
                     question.reported = True
-                    self._on_silent(key, pid, round(now - question.asked_at))
+                    self._on_silent(key, pid, f"no answer for {now - question.asked_at:.0f} s")
             await asyncio.sleep(min(TICK_S, PING_EVERY_S))
 
     async def close(self) -> None:

@@ -104,7 +104,7 @@ class Supervisor:
             run,
             self.sockets,
             ready=self._ready_processes,
-            on_silent=lambda key, pid, seconds: self._feed(e.Silent(key, pid, seconds)),
+            on_silent=lambda key, pid, cause: self._feed(e.KillOrdered(key, pid, cause)),
             on_unreachable=lambda: self._feed(e.EndAsked(f"{run.sockets}, {SOCKETS_DELETED}", RunOutcome.FAILED)),
         )
         self.sockets.mailbox.handle(ServiceReport, self._on_report)

@@ -54,7 +54,6 @@ def check(topology: Topology) -> Found:
     else:
         yield from _advantage(topology)
         yield from _normalisation(topology)
-    yield from _reference(topology)
     yield from _retry(topology)
     yield from _evaluation(topology)
     yield from _lengths(topology)
@@ -116,18 +115,14 @@ def _evaluation(topology: Topology) -> Found:
             message = f"{evaluation.samples} samples at temperature 0 are all the same; use 1, or a temperature above 0"
             yield ("data", "eval", name, "samples"), message
 
-    metric, metrics = topology.checkpoint.keep_best, _evaluated_metrics(topology)
+    metrics = [f"eval/{name}/accuracy" for name in topology.data.eval]  # and others for which a higher value is better
+    several = [(name, evaluation.samples) for name, evaluation in topology.data.eval.items() if evaluation.samples > 1]
+    metrics += [f"eval/{name}/{kind}@{samples}" for name, samples in several for kind in ("avg", "pass")]
+    metric = topology.checkpoint.keep_best
     if metric is not None and metric not in metrics:
         near = difflib.get_close_matches(metric, metrics, n=1, cutoff=0.0)
         remedy = f"use {near[0]}" if near else "there is no evaluation set in data.eval; add one"
         yield ("checkpoint", "keep_best"), f"no evaluation produces {metric!r}; {remedy}"
-
-
-def _evaluated_metrics(topology: Topology) -> list[str]:
-    """Return the names of the evaluation metrics for which a higher value is better."""
-    names = [f"eval/{name}/accuracy" for name in topology.data.eval]
-    several = [(name, evaluation.samples) for name, evaluation in topology.data.eval.items() if evaluation.samples > 1]
-    return names + [f"eval/{name}/{kind}@{samples}" for name, samples in several for kind in ("avg", "pass")]
 
 
 def _lengths(topology: Topology) -> Found:
@@ -350,10 +345,6 @@ def _kl(topology: Topology) -> Found:
     kl = topology.algorithm.kl
     if kl is not None and kl.coef > 0 and kl.place == "loss" and kl.estimator == "k1":
         yield ("algorithm", "kl", "estimator"), "k1 as a loss term has zero expected gradient; use k3 or k2"
-
-
-def _reference(topology: Topology) -> Found:
-    kl = topology.algorithm.kl
     if not topology.needs_reference and topology.services.reference is not None:
         coef = "there is no algorithm.kl" if kl is None else "algorithm.kl.coef is 0"
         message = f"has no effect: {coef}, so no reference is started; remove it (null) or set a coef above 0"

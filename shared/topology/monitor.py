@@ -267,18 +267,12 @@ class Monitor(Section):
 def check(monitor: Monitor) -> Found:
     """Yield a problem if others can reach an address without a token, or if no trace would be kept."""
     for name, section in (("web", monitor.web), ("prometheus", monitor.prometheus)):
-        if section is not None:
-            yield from _check_reach((*_MONITOR, name), section.listen, section.token)
+        if section is not None and section.token is None and not is_loopback(split_address(section.listen)[0]):
+            message = f"{section.listen}: others reach this address, and monitor.{name}.token is not set"
+            yield (*_MONITOR, name, "listen"), f"{message}; set it ({_MAKE}), or listen on 127.0.0.1"
     if monitor.traces is not None and monitor.traces.otlp is None and not monitor.traces.file:
         message = "no span would be kept: file is false and otlp is not set; set one, or remove the section"
         yield (*_MONITOR, "traces"), message
-
-
-def _check_reach(section: tuple[str, ...], listen: str, token: str | None) -> Found:
-    """Yield a problem if others can reach the address `listen` of a section whose `token` is not set."""
-    if token is None and not is_loopback(split_address(listen)[0]):
-        message = f"{listen}: others reach this address, and {'.'.join(section[1:])}.token is not set"
-        yield (*section, "listen"), f"{message}; set it ({_MAKE}), or listen on 127.0.0.1"
 
 
 def token_problems(monitor: Monitor) -> Found:
