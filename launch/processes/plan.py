@@ -8,7 +8,6 @@ process's GPU, whether by mistake or through a library that always opens the fir
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from proto.messages import ErrorCode
+from shared.data.source import nearest
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name, service_name
 from shared.topology import Topology
@@ -158,13 +158,6 @@ def rolling_order(keys: Iterable[Key], ranks: Mapping[str, int]) -> list[list[Ke
     return units
 
 
-def nearest(given: str, valid: Iterable[str]) -> str:
-    """Return a hint such as `; did you mean 'rollout'?`, or a list of the known names."""
-    names: Sequence[str] = sorted(valid)
-    close = difflib.get_close_matches(given, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; available: {', '.join(names)}"
-
-
 def describe_exit(status: int) -> str:
     """Format an exit status: `-9` -> `killed by SIGKILL`, `1` -> `exit status 1`."""
     if status < 0:
@@ -244,28 +237,14 @@ def gpus_described(topology: Topology) -> str:
     """Return how many GPUs each service uses on this machine, such as `policy-trainer 8, reference 8 (the same),
     rollout 8`."""
     together = topology.placement.colocate
-    shares = [share for share in _shares(topology) if share.host == topology.home]
+    shares = [share for share, _ in _placed(topology) if share.host == topology.home]
     sharing = [share.name for share in shares if share.name in together]
     parts = [f"{share.name} {share.total}{' (the same)' if share.name in sharing[1:] else ''}" for share in shares]
     return ", ".join(parts)
 
 
 def _placed(topology: Topology) -> list[tuple[_Share, int]]:
-    """Return every share with the number of its first GPU on its host."""
-    next_free: dict[str | None, int] = {}
-    shared_from: dict[str | None, int] = {}
-    placed: list[tuple[_Share, int]] = []
-    for share in _shares(topology):
-        first = next_free.get(share.host, 0)
-        if share.name in topology.placement.colocate:
-            first = shared_from.setdefault(share.host, first)
-        next_free[share.host] = max(next_free.get(share.host, 0), first + share.total)
-        placed.append((share, first))
-    return placed
-
-
-def _shares(topology: Topology) -> list[_Share]:
-    """Return the services that use GPUs, by host.
+    """Return the services that use GPUs, by host, each with the number of its first GPU there.
 
     Colocated services use the same number of GPUs (`service_checks`).
     """
@@ -276,4 +255,13 @@ def _shares(topology: Topology) -> list[_Share]:
             if spec.service == DEVICE_SERVICE[name]:
                 share = shares.setdefault((name, spec.host), _Share(name, spec.host, [], gpus))
                 share.instances.append(spec.instance)
-    return list(shares.values())
+    next_free: dict[str | None, int] = {}
+    shared_from: dict[str | None, int] = {}
+    placed: list[tuple[_Share, int]] = []
+    for share in shares.values():
+        first = next_free.get(share.host, 0)
+        if share.name in topology.placement.colocate:
+            first = shared_from.setdefault(share.host, first)
+        next_free[share.host] = max(next_free.get(share.host, 0), first + share.total)
+        placed.append((share, first))
+    return placed

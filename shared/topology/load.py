@@ -73,8 +73,10 @@ def hub_names(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> di
 
 
 def value_at(data: Any, key: Path) -> Any:
-    """Return the value of a key in plain data, or None."""
-    for part in key:
+    """Return the value of a key in plain data, or None. The part `*` of a key stands for every name."""
+    for number, part in enumerate(key, 1):
+        if part == "*" and isinstance(data, dict):
+            return {name: value_at(value, key[number:]) for name, value in data.items()}
         data = data.get(part) if isinstance(data, dict) else None
     return data
 

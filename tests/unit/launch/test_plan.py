@@ -32,7 +32,7 @@ def test_names_select_processes(name: str, chosen: list[Key]) -> None:
     [
         ("rolout", "did you mean 'rollout'"),
         ("rollout/7", "available: rollout/0"),
-        ("zzz", "available: monitor, rollout"),
+        ("zzz", "known: monitor, rollout"),
         ("rollout/x", "write"),
     ],
 )
