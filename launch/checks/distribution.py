@@ -86,7 +86,7 @@ async def _take(access: Access, data: dict[str, Any], folder: Path, host: str) -
                 await _whole(relay, task)
 
             await file(0, folder / "list.json")
-            rows = _rows(folder / "list.json")
+            rows = msgspec.json.decode((folder / "list.json").read_bytes(), type=list[DistributedFile])
             _check_room(folder, rows, host)
             for index, row in enumerate(rows, 1):
                 path = distribution.inside(folder, row)
@@ -123,10 +123,6 @@ def _resize(path: Path, nbytes: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         os.ftruncate(file.fileno(), nbytes)
-
-
-def _rows(path: Path) -> list[DistributedFile]:
-    return msgspec.json.decode(path.read_bytes(), type=list[DistributedFile])
 
 
 def _check_room(folder: Path, rows: list[DistributedFile], host: str) -> None:

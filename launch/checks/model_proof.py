@@ -34,7 +34,8 @@ def prove(topology: Topology) -> Verdict:
     folder = Path(topology.policy.model)
     config = json.loads((folder / "config.json").read_bytes())
     longest = _longest(topology)
-    file = _cache() / f"{_key(config, longest, topology)}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
+    file = cache / f"{_key(config, longest, topology)}.json"
     try:
         return msgspec.structs.replace(msgspec.json.decode(file.read_bytes(), type=Verdict), cpu_s=None)
     except (OSError, msgspec.DecodeError):
@@ -85,10 +86,6 @@ def _key(config: dict[str, Any], longest: int | None, topology: Topology) -> str
     device = topology.services.policy_trainer.device
     parts = [settings, longest, version("torch"), version("transformers"), code.hexdigest(), device]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
 
 
 def compute(folder: Path, longest: int | None) -> Verdict | str:

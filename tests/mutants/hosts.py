@@ -55,7 +55,7 @@ HOSTS = [
     Mutation(
         "time in which the launcher was stopped counts as silence",
         Promise.DEADLINES,
-        "launch/supervisor/watch.py",
+        "launch/supervisor/runner.py",
         "min(seen_at - self._seen_at, 2 * TICK_S)",
         "seen_at - self._seen_at",
         "tests/integration/launch/test_launch.py::test_slow_services_and_a_stopped_launcher_cause_no_false_alarm",

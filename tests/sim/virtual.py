@@ -165,7 +165,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "services.scheduler.server.TICK_S": 0.5,
         "services.scheduler.state.TELL_S": 3600.0,
         "services.scheduler.journal.WalCheckpoints": NoPasses,
-        "launch.supervisor.watch.PING_EVERY_S": 6.0,
+        "launch.supervisor.runner.PING_EVERY_S": 6.0,
         "services.batch_store.server.StreamServer": NoStreams,
         "services.batch_store.server.REAP_S": 1.0,
         "services.policy_trainer.worker.start.make_backend": lambda run, _, place, generation: model.make_backend(

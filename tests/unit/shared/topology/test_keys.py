@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch.processes.gpus import visible_gpus
-from launch.processes.plan import SUPERVISOR, listen_endpoint, threads_of
+from launch.processes.plan import SUPERVISOR, listen_endpoint, threads_of, visible_gpus
 from proto.messages import BatchMeta, LeaseGrant
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
@@ -148,7 +147,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "unit/launch/test_supervisor_server.py::test_a_service_that_is_not_ready_in_time_is_killed_and_started_again",
     ),
     "run.spares": (
-        "launch/spares/heavy.py",
+        "launch/spares/processes.py",
         "topology.run.spares",
         "integration/launch/test_spares.py::test_no_spare_is_kept_if_spares_are_disabled",
     ),

@@ -9,17 +9,28 @@ from pathlib import Path
 import pytest
 
 from launch.checks import preflight
-from launch.checks.memory import memory_lines
 from launch.checks.preflight import Findings
 from launch.commands.console import show_plan
-from launch.processes.gpus import visible_gpus
+from launch.processes.plan import visible_gpus
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from shared.ranks.layout import Layout
 from shared.topology import Topology, load
-from shared.topology.memory_plan import MemoryPlace, Phase, by_place, gpus_that_fit, peak, uses
+from shared.topology.memory_plan import (
+    MemoryPlace,
+    Phase,
+    TrainingPart,
+    by_place,
+    gpus_that_fit,
+    keeps_whole_gradients,
+    memory_lines,
+    peak,
+    per_process,
+    saved_bytes,
+    training_parts,
+    uses,
+)
 from shared.topology.model_files import parameter_count
-from shared.topology.model_memory import TrainingPart, keeps_whole_gradients, per_process, saved_bytes, training_parts
 from shared.topology.passes import FASTEST
 from tests.unit.policy_trainer.test_host_waits import gradient
 from tests.unit.policy_trainer.training import adamw
