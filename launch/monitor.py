@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import msgspec
 import typer
 import zmq
 
@@ -152,14 +153,7 @@ async def _check_access(run: Run) -> None:
 
 
 def _print_json(row: TopicRow) -> None:
-    line = {
-        "service": row.service,
-        "instance": row.instance,
-        "topic": row.topic,
-        "at": row.at,
-        "values": row.values,
-    }
-    print(json.dumps(line), flush=True)
+    print(json.dumps(msgspec.structs.asdict(row)), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from proto.messages import TopicRow
-from services.monitor.warnings.files import WarningFile
+from services.monitor.warnings.desk import WarningFile
 from services.scheduler.metrics_file import MetricsFile
 from shared.rundir import RunDir
 from shared.runfiles import warnings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from services.monitor.warnings.files import WarningFile
+from services.monitor.warnings.desk import WarningFile
 from shared.runfiles import warnings
 from shared.runfiles.warnings import WarningRecord
 

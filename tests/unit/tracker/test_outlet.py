@@ -1,4 +1,4 @@
-"""Tests the feeder of several trackers, one of which blocks, fails or is refused."""
+"""Tests the delivery to several trackers, one of which blocks, fails or is refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from services.tracker import ledger, outlet
 from services.tracker.exporter import End, Note, Subject, TrackerRefused
-from services.tracker.feeder import Feeder
-from services.tracker.outlet import Outlet
+from services.tracker.outlet import Outlet, finish
 from services.tracker.samples import SampleTable
 from shared.rundir import RunDir
 from shared.runfiles.metrics import CommittedRow
 from shared.topology import load
+from tests.integration.tiny.harness import wait_for
 from tests.unit.shared.topology.small_topology import make, write
 
 LIMIT_S = 60.0
@@ -58,21 +58,24 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     made = RunDir.create(tmp_path / "run", topology=load(write(make(tmp_path)), overrides), shm_root=tmp_path / "shm")
     made.metrics.write_text("".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(120)))
     monkeypatch.setattr(outlet, "FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr(outlet, "IDLE_S", 0.01)
+    monkeypatch.setattr(outlet, "POLL_S", 0.01)
     monkeypatch.setattr(outlet, "missing", lambda _: [])
     return made
 
 
+def opened(run: RunDir, monkeypatch: pytest.MonkeyPatch, **fakes: Fake) -> dict[str, Outlet]:
+    monkeypatch.setattr(outlet, "make", lambda name, _: fakes[name])
+    return {name: Outlet(run, load(run.topology, check_files=False), name) for name in fakes}
+
+
 def feed(run: RunDir, monkeypatch: pytest.MonkeyPatch, **fakes: Fake) -> dict[str, Outlet]:
     """Feed the trackers to the end of the run and return their outlets."""
-    monkeypatch.setattr(outlet, "make", lambda name, _: fakes[name])
-    feeder = Feeder(run, load(run.topology, check_files=False), list(fakes))
-    feeder.end(End("done"))
-    thread = threading.Thread(target=feeder.run, daemon=True)
-    thread.start()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
-    return {each.name: each for each in feeder.outlets}
+    outlets = opened(run, monkeypatch, **fakes)
+    for each in outlets.values():
+        each.start(End("done"))
+    finish(list(outlets.values()), End("done"), LIMIT_S)
+    assert all(each.done.is_set() for each in outlets.values())
+    return outlets
 
 
 def test_a_tracker_that_blocks_is_given_up_and_the_others_go_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,18 +112,13 @@ def test_rows_that_a_failed_tracker_perhaps_lacks_are_sent_again(
             raise OSError("connection lost")
 
     fake = Fake(sure=sure, before_send=fail_once)
-    monkeypatch.setattr(outlet.Outlet, "fill", patient_fill(fake))
-    outlets = feed(run, monkeypatch, trackio=fake)
+    fed = opened(run, monkeypatch, trackio=fake)["trackio"]
+    fed.start()
+    wait_for("rows sent", lambda: 119 in fake.rows, LIMIT_S)
+    finish([fed], End("done"), LIMIT_S)
     assert fake.opened == [0, 100 if sure else 0]
     assert fake.rows == [*range(0 if sure else 100), *range(120)]
-    assert (outlets["trackio"].sent, fake.end) == (120, "done")
-
-
-def patient_fill(fake: Fake) -> Callable[[Outlet, End | None], None]:
-    """Return a `fill` that does not report the end of the run before all rows have arrived: after the end, a failed
-    call is repeated only once."""
-    fill = Outlet.fill
-    return lambda self, end: fill(self, end if 119 in fake.rows else None)
+    assert (fed.sent, fake.end) == (120, "done")
 
 
 def test_the_next_process_continues_after_the_rows_that_were_sent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
