@@ -32,8 +32,8 @@ from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name, service_name
 from shared.runfiles.logs import readable
+from shared.samples.reader import Order
 from shared.samples.record import split_of
-from shared.samples.selection import Order
 from shared.security.access import Access, read
 from shared.stages import TRAIN
 from shared.topology import TopologyError, load

@@ -13,9 +13,8 @@ import msgspec
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.samples.plain import SHOWN_CHARACTERS, conversation, plain, shortened
-from shared.samples.reader import splits, steps
+from shared.samples.reader import Order, SampleSelection, select, splits, steps
 from shared.samples.record import SampleRecord, group_scores
-from shared.samples.selection import Order, SampleSelection, select
 
 if TYPE_CHECKING:
     from rich.text import Text

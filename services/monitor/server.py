@@ -37,8 +37,7 @@ from proto.messages import (
     TopicRow,
     Update,
 )
-from services.monitor import cluster
-from services.monitor.state import MonitorState, row_bytes
+from services.monitor.state import MonitorState, row_bytes, rows_of, unreachable
 from services.monitor.subscriptions import Subscriptions
 from services.monitor.warnings.desk import WarningDesk
 from shared.actor.service import Service
@@ -182,9 +181,9 @@ class MonitorService(Service):
         try:
             status = await self.scheduler.call(GetStatus(), Status, deadline_s=STATUS_DEADLINE_S)
         except RpcError:
-            self._publish(self._state.put_changed(cluster.unreachable(time.time())))
+            self._publish(self._state.put_changed(unreachable(time.time())))
             return
-        for row in cluster.rows_of(status, time.time()):
+        for row in rows_of(status, time.time()):
             self._publish(self._state.put_changed(row))
             self._watch(row)
 

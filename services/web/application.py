@@ -41,7 +41,7 @@ from services.web.page import Page
 from shared.guest_server import Secret, prove
 from shared.rpc.errors import RpcError
 from shared.runfiles.files import RunFiles
-from shared.samples.selection import Order
+from shared.samples.reader import Order
 from shared.view.timeline import thinned
 
 API = "/api/"

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from shared.samples import reader
+from shared.samples.reader import Order, select
 from shared.samples.record import SampleRecord, group_scores, split_of
-from shared.samples.selection import Order, select
 
 MAX_RECORDS = 500
 """Maximum number of samples that are listed."""

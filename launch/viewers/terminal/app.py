@@ -28,8 +28,8 @@ from proto.messages import Ack, DrainService, RestartService
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name
 from shared.samples import reader
+from shared.samples.reader import Order, select
 from shared.samples.record import FOLDER, SampleRecord, file_of, split_of
-from shared.samples.selection import Order, select
 from shared.stages import TRAIN
 from shared.view.curves import PANELS
 from shared.view.notices import LEVELS, LogLine

@@ -12,8 +12,8 @@ from launch.viewers.progress import duration
 from launch.viewers.samples import Color, described
 from launch.viewers.terminal.plot import COLOURS, Series, append_cells, bar, number, plot
 from launch.viewers.terminal.visible import visible
+from shared.samples.reader import Order
 from shared.samples.record import SampleRecord
-from shared.samples.selection import Order
 from shared.view import RunView
 from shared.view.curves import PANELS, Panel
 from shared.view.notices import LogLine

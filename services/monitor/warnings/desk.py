@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from proto.messages import TopicRow
-from services.monitor.cluster import SOURCE
+from services.monitor.state import SOURCE
 from services.monitor.warnings.facts import Facts
 from services.monitor.warnings.watch import Watch
 from shared.rundir import RunDir

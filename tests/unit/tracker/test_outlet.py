@@ -1,4 +1,4 @@
-"""Tests the delivery to several trackers, one of which blocks, fails or is refused."""
+"""Tests the delivery to several trackers, one of which blocks, fails or is refused, and what they receive."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.tracker import ledger, outlet
 from services.tracker.exporter import End, Note, Subject, TrackerRefused
 from services.tracker.outlet import Outlet, finish
-from services.tracker.samples import SampleTable
+from services.tracker.redaction import HIDDEN, flat, without_secrets
+from services.tracker.samples import COLUMNS, SampleTable, is_due, table_of
 from shared.rundir import RunDir
 from shared.runfiles.metrics import CommittedRow
+from shared.samples.record import FOLDER, SampleRecord, SampleState, file_of
 from shared.topology import load
 from tests.integration.tiny.harness import wait_for
 from tests.unit.shared.topology.small_topology import make, write
@@ -133,3 +136,84 @@ def test_the_next_process_continues_after_the_rows_that_were_sent(run: RunDir, m
     third = Fake()
     feed(run, monkeypatch, trackio=third)
     assert (third.rows, third.notes) == ([], ["the run ended: done"])
+
+
+def row(step: int, **values: float) -> CommittedRow:
+    return CommittedRow(position=step, lineage=0, step=step, values=values)
+
+
+@pytest.mark.parametrize(
+    ("every", "recorded", "steps"),
+    [
+        (10, 1, [10, 20, 30]),
+        (10, 7, [14, 21, 35]),  # the first recorded step from 10, 20 and 30 on
+        (1, 1, list(range(1, 36))),
+        (1, 16, [16, 32]),
+        (100, 1, []),
+    ],
+)
+def test_the_first_recorded_step_of_each_interval_is_due(every: int, recorded: int, steps: list[int]) -> None:
+    assert [step for step in range(36) if is_due(row(step), every, recorded)] == steps
+
+
+def test_a_table_has_a_column_for_each_named_reward(tmp_path: Path) -> None:
+    records = [
+        SampleRecord(
+            task="train/0/1", reward=1.0, rewards={"exact": 1.0}, versions=[3, 4], turns=2, finish_reason="stop"
+        ),
+        SampleRecord(task="train/0/2", state=SampleState.FILTERED, rewards={"short": 0.5}),
+        SampleRecord(task="train/0/3", sample=-1),
+    ]
+    path = tmp_path / FOLDER / file_of("train", 5)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in records))
+    table = table_of(tmp_path, row(5), 8)
+    assert table is not None
+    assert table.columns == (*COLUMNS, "reward/exact", "reward/short")
+    first, second = (dict(zip(table.columns, cells, strict=True)) for cells in table.rows)
+    wanted = {"state": "trained", "turns": 2, "versions": "3 4", "finish_reason": "stop", "reward/exact": 1.0}
+    assert first | wanted == first
+    assert (second["state"], second["reward/exact"], second["reward/short"]) == ("filtered", None, 0.5)
+
+
+def test_a_table_has_no_more_samples_than_the_topology_allows(tmp_path: Path) -> None:
+    for split, step in (("train", 5), ("eval/held", 4)):
+        path = tmp_path / FOLDER / file_of(split, step)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"".join(msgspec.json.encode(SampleRecord(task="t", split=split)) + b"\n" for _ in range(9)))
+    table = table_of(tmp_path, row(5, **{"policy/version": 4.0, "eval/held/accuracy": 1.0}), 3)
+    assert table is not None
+    assert [cells[0] for cells in table.rows] == ["train"] * 3 + ["eval/held"] * 3
+
+
+def test_text_below_keys_named_like_secrets_is_hidden() -> None:
+    found = without_secrets(
+        {
+            "reward": {"params": {"api_key": "sk-1", "judge-token": "t", "nested": {"PASSWORD": "p"}, "model": "m"}},
+            "monitor": {"web": {"token": "abc"}},
+            "credentials": {"user": "u", "list": ["x"]},
+        }
+    )
+    assert found == {
+        "reward": {"params": {"api_key": HIDDEN, "judge-token": HIDDEN, "nested": {"PASSWORD": HIDDEN}, "model": "m"}},
+        "monitor": {"web": {"token": HIDDEN}},
+        "credentials": {"user": HIDDEN, "list": [HIDDEN]},
+    }
+
+
+def test_credentials_in_urls_are_hidden() -> None:
+    urls = ["https://user:pw@host/x", "http://host:1/?write_token=abc&b=1", "http://host/plain"]
+    assert without_secrets({"urls": urls})["urls"] == [
+        f"https://{HIDDEN}@host/x",
+        f"http://host:1/?write_token={HIDDEN}&b=1",
+        "http://host/plain",
+    ]
+
+
+def test_numbers_and_keys_with_similar_names_are_not_hidden() -> None:
+    kept = {"sampling": {"max_new_tokens": 8}, "algorithm": {"loss": {"aggregation": "token_mean"}}, "keys": 1}
+    assert without_secrets(kept) == kept
+
+
+def test_flat_configuration_has_dotted_keys() -> None:
+    assert flat({"a": {"b": [1, 2], "c": None}, "d": [{"e": "x"}]}) == {"a.b": "[1, 2]", "d.0.e": "x"}

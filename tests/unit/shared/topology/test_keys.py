@@ -426,7 +426,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.traces.file_limit": (
         EXPORTER,
         "settings.file_limit",
-        "unit/exporter/test_perfetto.py::test_the_file_is_valid_after_every_write_and_stays_within_its_limit",
+        "unit/exporter/test_spans.py::test_the_file_is_valid_after_every_write_and_stays_within_its_limit",
     ),
     "services.monitor.traces.share": (
         ROLLOUT,
