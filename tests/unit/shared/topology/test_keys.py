@@ -196,7 +196,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         f"services.monitor.{tracker}.samples_every": (
             "services/tracker/outlet.py",
             "self._section.samples_every",
-            "unit/tracker/test_samples.py::test_the_first_recorded_step_of_each_interval_is_due",
+            "unit/tracker/test_outlet.py::test_the_first_recorded_step_of_each_interval_is_due",
         )
         for tracker in ("wandb", "tensorboard", "mlflow", "trackio")
     },
