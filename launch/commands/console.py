@@ -86,7 +86,7 @@ class Console:
         self._run = run
         self._topology = topology
         self._screen = screen
-        self._metrics = Metrics(run.metrics, steps=topology.run.last_step)
+        self._metrics = Metrics(run.path, steps=topology.run.last_step)
         self._begun = time.monotonic()
         self._rewinds = len(rewinds(run.journal))
         self._warnings = FollowedFile(run.warnings)

@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -339,12 +339,12 @@ def from_message(told: Story) -> list[StoryEntry]:
 
 def as_rows(entries: Iterable[StoryEntry]) -> list[dict[str, Any]]:
     """Return the entries for JSON: `{at, service, what, facts}`."""
-    return [{"at": entry.at, "service": entry.service, "what": entry.what, "facts": entry.facts} for entry in entries]
+    return [asdict(entry) for entry in entries]
 
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> list[StoryEntry]:
     """Return the entries that `as_rows` described."""
-    return [StoryEntry(row["at"], row["service"], row["what"], row["facts"]) for row in rows]
+    return [StoryEntry(**row) for row in rows]
 
 
 def as_lines(entries: Iterable[StoryEntry]) -> Iterator[str]:

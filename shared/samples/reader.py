@@ -1,6 +1,6 @@
 """Reads `samples/` in a run directory, possibly while it is being written: torn and damaged lines are skipped.
 
-`select` returns the samples to show: those of a step or of a task, in an order, with the number of samples left out.
+`select` returns the samples to show, in an order, with the number of samples left out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,37 @@ from shared.samples.record import EVAL_PREFIX, FOLDER, SUFFIX, SampleRecord, fil
 from shared.stages import TRAIN
 
 _decoder = msgspec.json.Decoder(SampleRecord)
+
+
+class Order(StrEnum):
+    """The samples that are shown first."""
+
+    WORST = "worst"
+    BEST = "best"
+    LONGEST = "longest"
+
+
+_KEYS: dict[Order | None, Callable[[SampleRecord], float]] = {
+    None: lambda record: 0.0,
+    Order.WORST: rank,
+    Order.BEST: lambda record: -rank(record),
+    Order.LONGEST: lambda record: -record.length,
+}
+
+
+@dataclass(frozen=True)
+class SampleSelection:
+    """The first samples in some order."""
+
+    records: list[SampleRecord]
+    total: int
+    """Number of samples that match, including those beyond the limit."""
+
+    @property
+    def shown(self) -> str:
+        """How many samples are shown: `3 samples`, or `the first 3 of 7 samples`."""
+        count, total = len(self.records), f"{self.total:,} sample{'' if self.total == 1 else 's'}"
+        return total if count == self.total else f"the first {count:,} of {total}"
 
 
 def splits(run: Path) -> list[str]:
@@ -68,59 +99,6 @@ def every(run: Path, *, step: int | None = None, task: str | None = None, split:
         yield from _records(run / FOLDER / file_of(split, number), task)
 
 
-def _chosen(run: Path, step: int | None, split: str) -> list[int]:
-    return steps(run, split) if step is None or not _is_split(split) else [step]
-
-
-def _is_split(split: str) -> bool:
-    """Return whether `split`, which may come from an untrusted request, is the name of a split and leads to no other
-    folder."""
-    name = split.removeprefix(EVAL_PREFIX)
-    return split == TRAIN or (name != split and "/" not in name and name not in ("", ".", ".."))
-
-
-def _records(path: Path, task: str | None) -> Iterator[SampleRecord]:
-    """Yield the records in a file, which may have been removed in the meantime."""
-    wanted = b"" if task is None else b'{"task":' + msgspec.json.encode(task) + b","
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n") or not line.startswith(wanted):
-                continue
-            with contextlib.suppress(msgspec.DecodeError):
-                yield _decoder.decode(line)
-
-
-class Order(StrEnum):
-    """The samples that are shown first."""
-
-    WORST = "worst"
-    BEST = "best"
-    LONGEST = "longest"
-
-
-_KEYS: dict[Order | None, Callable[[SampleRecord], float]] = {
-    None: lambda record: 0.0,
-    Order.WORST: rank,
-    Order.BEST: lambda record: -rank(record),
-    Order.LONGEST: lambda record: -record.length,
-}
-
-
-@dataclass(frozen=True)
-class SampleSelection:
-    """The first samples in some order."""
-
-    records: list[SampleRecord]
-    total: int
-    """Number of samples that match, including those beyond the limit."""
-
-    @property
-    def shown(self) -> str:
-        """How many samples are shown: `3 samples`, or `the first 3 of 7 samples`."""
-        count, total = len(self.records), f"{self.total:,} sample{'' if self.total == 1 else 's'}"
-        return total if count == self.total else f"the first {count:,} of {total}"
-
-
 def select(
     run: Path,
     *,
@@ -148,3 +126,25 @@ def select(
     # Equal keys keep their order.
     chosen = heapq.nsmallest(sys.maxsize if limit is None else limit, matching(), key=_KEYS[order])
     return SampleSelection(chosen, total)
+
+
+def _chosen(run: Path, step: int | None, split: str) -> list[int]:
+    return steps(run, split) if step is None or not _is_split(split) else [step]
+
+
+def _is_split(split: str) -> bool:
+    """Return whether `split`, which may come from an untrusted request, is the name of a split and leads to no other
+    folder."""
+    name = split.removeprefix(EVAL_PREFIX)
+    return split == TRAIN or (name != split and "/" not in name and name not in ("", ".", ".."))
+
+
+def _records(path: Path, task: str | None) -> Iterator[SampleRecord]:
+    """Yield the records in a file, which may have been removed in the meantime."""
+    wanted = b"" if task is None else b'{"task":' + msgspec.json.encode(task) + b","
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or not line.startswith(wanted):
+                continue
+            with contextlib.suppress(msgspec.DecodeError):
+                yield _decoder.decode(line)

@@ -25,7 +25,7 @@ from proto.messages import (
     WaitEvals,
 )
 from proto.tensors import Array
-from services.monitor.cluster import rows_of
+from services.monitor.state import rows_of
 from services.scheduler import run_state, steps
 from services.scheduler.events import Fail
 from services.scheduler.plan import EvalPlan

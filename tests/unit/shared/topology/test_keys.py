@@ -195,7 +195,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         f"services.monitor.{tracker}.samples_every": (
             "services/tracker/outlet.py",
             "self._section.samples_every",
-            "unit/tracker/test_samples.py::test_the_first_recorded_step_of_each_interval_is_due",
+            "unit/tracker/test_outlet.py::test_the_first_recorded_step_of_each_interval_is_due",
         )
         for tracker in ("wandb", "tensorboard", "mlflow", "trackio")
     },
@@ -425,7 +425,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.traces.file_limit": (
         EXPORTER,
         "settings.file_limit",
-        "unit/exporter/test_perfetto.py::test_the_file_is_valid_after_every_write_and_stays_within_its_limit",
+        "unit/exporter/test_spans.py::test_the_file_is_valid_after_every_write_and_stays_within_its_limit",
     ),
     "services.monitor.traces.share": (
         ROLLOUT,
