@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 
 import msgspec
 import numpy as np
@@ -56,6 +57,14 @@ async def fetch_weights(
     return weights
 
 
+class BatchStatus(StrEnum):
+    """The location of a batch's data."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+    EMPTY = "empty"
+
+
 class Batch:
     """Tasks in a fixed order, each with shards under the same keys, and scalars of their samples."""
 
@@ -80,6 +89,12 @@ class Batch:
     def meta(self) -> BatchMeta:
         """The wire form. Callers must not change it."""
         return self._meta
+
+    @property
+    def status(self) -> BatchStatus:
+        if not self._meta.tasks:
+            return BatchStatus.EMPTY
+        return BatchStatus.REMOTE if self._data is None else BatchStatus.LOCAL
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -121,9 +136,8 @@ class Batch:
         return len(self._meta.tasks)
 
     def __repr__(self) -> str:
-        kind = "EMPTY" if not self._meta.tasks else "REMOTE" if self._data is None else "LOCAL"
         return (
-            f"Batch({kind}, {len(self)} tasks, {self.samples} samples, {self.tokens} tokens, "
+            f"Batch({self.status.name}, {len(self)} tasks, {self.samples} samples, {self.tokens} tokens, "
             f"keys=[{', '.join(self.keys)}])"
         )
 

@@ -29,7 +29,7 @@ from proto.messages import (
 from proto.tensors import Array
 from services.batch_store.room import held_bytes
 from services.batch_store.state import GRANT_S
-from shared.batch import Batch
+from shared.batch import Batch, BatchStatus
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
 from tests.integration.batch_store.blocks import (
@@ -91,7 +91,7 @@ def test_a_batch_fetches_keys_of_several_puts_and_an_error_names_missing_ones(st
             handles = [TaskHandle(task.task_id, 1, stores=[0, 0]) for task in tasks]
             parts = [BatchPart("rollout", ["a", "b"]), BatchPart("reference", ["c"])]
             batch = Batch(BatchMeta(tasks=handles, parts=parts, stores=[STORE]), peer.data)
-            assert repr(batch).startswith("Batch(REMOTE")
+            assert batch.status is BatchStatus.REMOTE
             local = await batch.take([1, 0]).fetch(["c", "a"])
             assert [array.tolist() for array in local["c"]] == [[9.0] * 4] * 2
             assert [int(array[0]) for array in local["a"]] == [1, 0]

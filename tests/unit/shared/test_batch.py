@@ -10,7 +10,7 @@ import pytest
 
 from proto.messages import BatchMeta, BatchPart, TaskHandle
 from proto.tensors import Array
-from shared.batch import Batch
+from shared.batch import Batch, BatchStatus
 from shared.rpc.errors import RpcError
 
 
@@ -28,6 +28,12 @@ def local(tokens: Sequence[int], keys: Sequence[str] = ("a", "b"), first: int = 
     return Batch(meta(tokens, keys, first=first), None, data)
 
 
+def test_status_tells_whether_the_data_is_local_or_remote() -> None:
+    assert Batch(meta([1])).status is BatchStatus.REMOTE
+    assert local([1]).status is BatchStatus.LOCAL
+    assert Batch(meta([])).status is BatchStatus.EMPTY
+
+
 def test_access_to_an_item_in_a_remote_batch_is_refused_until_the_batch_is_fetched() -> None:
     with pytest.raises(RuntimeError, match=r"REMOTE.*await batch.fetch"):
         Batch(meta([1]))["a"]
@@ -39,10 +45,9 @@ def test_item_in_a_local_batch_has_one_array_per_task() -> None:
         local([1])["c"]
 
 
-def test_repr_shows_where_the_data_is_its_size_and_keys() -> None:
+def test_repr_shows_status_size_and_keys() -> None:
     assert repr(Batch(meta([3, 4]))) == "Batch(REMOTE, 2 tasks, 4 samples, 7 tokens, keys=[a, b])"
     assert repr(local([3], "a")) == "Batch(LOCAL, 1 tasks, 2 samples, 3 tokens, keys=[a])"
-    assert repr(Batch(meta([]))).startswith("Batch(EMPTY, 0 tasks")
 
 
 def test_fetch_without_a_client_is_refused() -> None:
@@ -58,7 +63,7 @@ def test_duplicate_task_is_refused() -> None:
 
 def test_chunk_returns_empty_batches_when_tasks_run_out() -> None:
     chunks = Batch(meta([5, 3])).chunk(3)
-    assert [len(chunk) for chunk in chunks] == [1, 1, 0]
+    assert [chunk.status.name for chunk in chunks] == ["REMOTE", "REMOTE", "EMPTY"]
     assert chunks[2]["a"] == []
     with pytest.raises(ValueError, match="at least 1"):
         Batch(meta([5])).chunk(0)
