@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from proto.messages import DropReason, ForwardBackwardDone, LossReason
 from services.exporter.families import METRICS
+from services.policy_trainer.advantages import KL_SCALAR
 from services.policy_trainer.metrics import StepMetrics
-from services.policy_trainer.reward_shaping import KL_SCALAR
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import WriteRow
 from shared.stages import REFERENCE_SCALAR

@@ -21,8 +21,8 @@ from proto.messages import LossSpec
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
-from services.policy_trainer.worker.colocation.residency import PARTS
+from services.policy_trainer.worker.devices import PARTS
+from services.policy_trainer.worker.loss import BatchLoss
 from services.reference.frozen import FrozenTorch
 from services.reference.scorer import FrozenScorer
 from services.rollout.engine import Prompt

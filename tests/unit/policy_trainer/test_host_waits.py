@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from proto.messages import LossSpec
-from services.policy_trainer.merging import add_up
-from services.policy_trainer.worker.backend import LocalScores, totals_of
+from services.policy_trainer.metrics import add_up
+from services.policy_trainer.worker.backend import totals_of
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.loss import BatchLoss
 from shared.model import attention, logprobs
 from shared.weights.digests import digests_of
 from tests.unit.policy_trainer.training import accumulate, one_rank
@@ -135,7 +135,7 @@ def test_a_micro_batch_moves_to_the_device_in_two_copies(packs: bool, monkeypatc
     for batch in batches:
         with Transfers() as transfers:
             scores = scorer.score(batch, spec.temperature, loss.entropy)
-            total, _ = loss(LocalScores(scores, lambda values: values))
+            total, _ = loss(scores, lambda values: values)
             total.backward()
         assert len(transfers.seen) == 2, transfers.seen
 
