@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.commands.agent import HostLink
+from launch.host import HostLink
 from launch.processes.plan import SUPERVISOR
 from proto.messages import ErrorCode, HostOrders
 from shared.rpc.errors import RpcError
@@ -53,7 +53,7 @@ def killed(monkeypatch: pytest.MonkeyPatch, error: RpcError, silent_from: float,
     )
 
     async def scene() -> tuple[float, str]:
-        monkeypatch.setattr("launch.commands.agent.Client", lambda *_, **__: Home(error, began + silent_from))
+        monkeypatch.setattr("launch.host.Client", lambda *_, **__: Home(error, began + silent_from))
         link = HostLink(Access("run", keyring(), {SUPERVISOR: "tcp://127.0.0.1:9"}), "b")
         try:
             await asyncio.wait_for(link.follow(supervisor), limit_s)
