@@ -195,7 +195,7 @@ class TaskLedger:
             if history.evaluations.begun(planned.name, step):
                 continue
             waiting = [make_task_id(planned.name, step, row) for row in planned.rows]
-            history.open_evaluation(planned.name, version, len(planned.rows), planned.samples, waiting)
+            history.open_evaluation(planned.name, version, planned.samples, waiting)
             if history.lineage:  # the tasks may already exist, for a version that was rolled back
                 self.revive(waiting)
             else:
