@@ -14,12 +14,12 @@ from typing import Any
 
 from proto.ids import make_task_id
 from proto.messages import DropReason, PutTask, TaskState
+from services.scheduler.ended import Losses, Records
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import Effect, Tell
 from services.scheduler.history import RunHistory
 from services.scheduler.leases import CallId, Holder, Leases, TaskLease, Version
 from services.scheduler.plan import EpochOrder, Plan, due
-from services.scheduler.records import Losses, Records
 from services.scheduler.shards import StoredShards
 from services.scheduler.tasks import EVALUATION, AdmissionWindow, Task, Tasks
 from shared.rundir import service_name

@@ -46,6 +46,7 @@ from proto.registry import Message
 from services.scheduler import view
 from services.scheduler.audits import Audits, claims, is_stray, whole_steps
 from services.scheduler.devices import DeviceTurns
+from services.scheduler.ended import HandOver
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -79,7 +80,6 @@ from services.scheduler.events import (
 from services.scheduler.leases import Holder, LeasePaces
 from services.scheduler.leasing import describe, stage_of
 from services.scheduler.plan import Plan
-from services.scheduler.records import HandOver
 from services.scheduler.registry import STORE, Peers, Seen, check_numbers
 from services.scheduler.run_state import Applied, Reply, RunState
 from services.scheduler.steps import batch
