@@ -260,11 +260,9 @@ class Scheduler:
         self._out.extend(self._deferred.retry())
         self._out.extend(self._devices.settle(self._now))
         for store in self.run.shards.clears.take_changed():
-            if store not in self._clearing:
-                tasks = self.run.shards.clears.head(store)
-                if tasks:
-                    self._clearing[store] = self._now
-                    self._out.append(SendClear(store, tasks, tracked=True))
+            if store not in self._clearing and (tasks := self.run.shards.clears.head(store)):
+                self._clearing[store] = self._now
+                self._out.append(SendClear(store, tasks, tracked=True))
 
     def waits(self, now: float) -> list[WaitRow]:
         """Return rows that tell human readers what the run is waiting for at `now`."""
@@ -282,8 +280,7 @@ class Scheduler:
                 self._durable(expired)
         for holder in self._peers.silent_stores(self._now):
             self._give_up_store(holder)
-        late = self._hand_over.late(self.run.ledger.records, self._now)
-        if late:
+        if late := self._hand_over.late(self.run.ledger.records, self._now):
             self._durable(SamplesTaken(late, lost=True))
         self._audits.tick()
         self._out.extend(self._audits.compare(self.run.ledger))
