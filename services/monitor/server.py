@@ -127,6 +127,7 @@ class MonitorService(Service):
         self._source = -1
         """Descriptor of the connection from which the current message has arrived."""
         self._confirming: asyncio.TimerHandle | None = None
+        self._warnings: WarningDesk | None = None
         self._pub = open_socket(self.context, zmq.XPUB)
         self._pub.setsockopt(zmq.SNDHWM, SUBSCRIBER_MESSAGES)
         self._pub.setsockopt(zmq.RCVHWM, UNREAD_SUBSCRIPTIONS)
@@ -135,11 +136,6 @@ class MonitorService(Service):
         self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription, not only the first for each prefix
         self._pump = Pump(self._pub, self._on_subscription, on_source=self._on_source)
         self.closing.callback(self._pump.close)
-        self._warnings = WarningDesk.open(run, self.log)
-        """The warnings of the run, or None if none can be given."""
-        if self._warnings is not None:
-            self.closing.callback(self._warnings.close)
-            self._publish_all(self._warnings.newest())
         self.mailbox.handle(Telemetry, self._on_telemetry)
         self.mailbox.handle(GetSnapshot, self._on_snapshot)
         self.mailbox.handle(GetHistory, self._on_history)
@@ -159,6 +155,12 @@ class MonitorService(Service):
         self._pub.bind(f"{address}:*")
         self._stream = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         return self.mailbox.bind(self.context, self.listen, gate=gate, admits=Role.OBSERVER)
+
+    async def start(self) -> None:
+        self._warnings = await self.loop.run_in_executor(None, WarningDesk.open, self.run, self.log)
+        if self._warnings is not None:
+            self.closing.callback(self._warnings.close)
+            self._publish_all(self._warnings.newest())
 
     async def serve(self) -> None:
         if self.supervised:

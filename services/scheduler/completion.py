@@ -9,10 +9,10 @@ import numpy as np
 
 from proto.messages import Complete, DropReason, ErrorCode, Outcome, Refusal, TaskResult, TaskState
 from proto.tensors import Array
+from services.scheduler.ended import drop_reason
 from services.scheduler.leases import TaskLease
 from services.scheduler.ledger import DEATH, FAILURE, TaskLedger
 from services.scheduler.plan import stage_index
-from services.scheduler.records import drop_reason
 from services.scheduler.tasks import EVALUATION, StagePart, Task, layout_of
 from shared.rpc.errors import RpcError
 

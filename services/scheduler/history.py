@@ -334,11 +334,9 @@ class RunHistory:
 
     # ---- evaluations
 
-    def open_evaluation(self, name: str, version: Version, rows: int, samples: int, waiting: list[str]) -> None:
-        """Open an evaluation of a version on a set of `rows` rows. Its tasks are `waiting` for a lease."""
-        evaluation = Evaluation.of(name, version, rows, samples)
-        evaluation.waiting = waiting
-        self.evaluations.open[name, version[1]] = evaluation
+    def open_evaluation(self, name: str, version: Version, samples: int, waiting: list[str]) -> None:
+        """Open an evaluation of a version. Its tasks, one for each row of the set, are `waiting` for a lease."""
+        self.evaluations.open[name, version[1]] = Evaluation.of(name, version, samples, waiting)
 
     def score(self, evaluation: Evaluation, row: int, rewards: Array, failed: int) -> None:
         """Score a row of an evaluation. `rewards` holds the rewards of the row's scored samples."""

@@ -14,12 +14,12 @@ from typing import Any
 
 from proto.ids import make_task_id
 from proto.messages import DropReason, PutTask, TaskState
+from services.scheduler.ended import Losses, Records
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import Effect, Tell
 from services.scheduler.history import RunHistory
 from services.scheduler.leases import CallId, Holder, Leases, TaskLease, Version
 from services.scheduler.plan import EpochOrder, Plan, due
-from services.scheduler.records import Losses, Records
 from services.scheduler.shards import StoredShards
 from services.scheduler.tasks import EVALUATION, AdmissionWindow, Task, Tasks
 from shared.rundir import service_name
@@ -195,7 +195,7 @@ class TaskLedger:
             if history.evaluations.begun(planned.name, step):
                 continue
             waiting = [make_task_id(planned.name, step, row) for row in planned.rows]
-            history.open_evaluation(planned.name, version, len(planned.rows), planned.samples, waiting)
+            history.open_evaluation(planned.name, version, planned.samples, waiting)
             if history.lineage:  # the tasks may already exist, for a version that was rolled back
                 self.revive(waiting)
             else:

@@ -39,6 +39,7 @@ from proto.messages import (
     TaskState,
 )
 from services.scheduler import completion, leasing, recovery, steps
+from services.scheduler.ended import Due, Losses
 from services.scheduler.evaluations import Evaluations
 from services.scheduler.events import (
     Cleared,
@@ -57,7 +58,6 @@ from services.scheduler.leases import CallId, TaskLease
 from services.scheduler.ledger import TaskLedger
 from services.scheduler.orders import order_of
 from services.scheduler.plan import Plan
-from services.scheduler.records import Due, Losses
 from services.scheduler.shards import QueuedClear, StoredShards
 from services.scheduler.tasks import Layout, Task
 

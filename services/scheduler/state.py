@@ -46,6 +46,7 @@ from proto.registry import Message
 from services.scheduler import view
 from services.scheduler.audits import Audits, claims, is_stray, whole_steps
 from services.scheduler.devices import DeviceTurns
+from services.scheduler.ended import HandOver
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -79,7 +80,6 @@ from services.scheduler.events import (
 from services.scheduler.leases import Holder, LeasePaces
 from services.scheduler.leasing import describe, stage_of
 from services.scheduler.plan import Plan
-from services.scheduler.records import HandOver
 from services.scheduler.registry import STORE, Peers, Seen, check_numbers
 from services.scheduler.run_state import Applied, Reply, RunState
 from services.scheduler.steps import batch
@@ -260,11 +260,9 @@ class Scheduler:
         self._out.extend(self._deferred.retry())
         self._out.extend(self._devices.settle(self._now))
         for store in self.run.shards.clears.take_changed():
-            if store not in self._clearing:
-                tasks = self.run.shards.clears.head(store)
-                if tasks:
-                    self._clearing[store] = self._now
-                    self._out.append(SendClear(store, tasks, tracked=True))
+            if store not in self._clearing and (tasks := self.run.shards.clears.head(store)):
+                self._clearing[store] = self._now
+                self._out.append(SendClear(store, tasks, tracked=True))
 
     def waits(self, now: float) -> list[WaitRow]:
         """Return rows that tell human readers what the run is waiting for at `now`."""
@@ -282,8 +280,7 @@ class Scheduler:
                 self._durable(expired)
         for holder in self._peers.silent_stores(self._now):
             self._give_up_store(holder)
-        late = self._hand_over.late(self.run.ledger.records, self._now)
-        if late:
+        if late := self._hand_over.late(self.run.ledger.records, self._now):
             self._durable(SamplesTaken(late, lost=True))
         self._audits.tick()
         self._out.extend(self._audits.compare(self.run.ledger))

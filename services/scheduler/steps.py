@@ -17,9 +17,9 @@ from proto.messages import (
     StepBatch,
     TaskState,
 )
+from services.scheduler.ended import Filtered
 from services.scheduler.leasing import handles
 from services.scheduler.ledger import TaskLedger
-from services.scheduler.records import Filtered
 from services.scheduler.tasks import Task
 from shared.rpc.errors import RpcError
 

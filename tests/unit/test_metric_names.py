@@ -36,7 +36,7 @@ def everything() -> set[str]:
     metrics = StepMetrics(step=5)
     sums = dict.fromkeys(("engine_tokens", "lag_tokens", "weighed", "weight_squared", "capped"), 1.0)
     metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
-    evaluation = Evaluation.of("held", (0, 0), 1, 4)
+    evaluation = Evaluation.of("held", (0, 0), 4, ["held/0/0"])
     evaluation.score(0, np.ones(4, np.float32), 0)
     bench = Bench(plan(by_completion=True)).start()
     bench.step(1)

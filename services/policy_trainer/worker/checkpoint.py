@@ -41,7 +41,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @dataclass(frozen=True)
 class SavedState:
-    """Everything a worker needs to continue after `step` (see `backend.TrainingState`, `earlier.EarlierVersions`)."""
+    """Everything a worker needs to continue after `step` (see `backend.TrainingState`, `EarlierVersions`)."""
 
     step: int
     weights: dict[str, Tensor]

@@ -1,6 +1,6 @@
 """Manages the residency of this rank's training state on a device that other services may share.
 
-The parts that each call needs are declared here and brought back before the call runs, so callers need not backload.
+The parts that each call needs are declared here and brought back before the call runs, so callers need not move them.
 Whole parts are moved, bit for bit, on the compute thread and only between calls. If the devices belong to the trainer
 alone, nothing needs to be moved. On CUDA, an offloaded part is in host memory. On a CPU, where that would free nothing,
 the part is in a file in the run's directory, outside any process's memory.

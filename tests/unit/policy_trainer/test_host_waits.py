@@ -87,7 +87,7 @@ def test_progress_is_counted_for_every_micro_batch(
     backend = one_rank(tmp_path, dtype, max_tokens=16)
     losses, calls = [], []
     own = BatchLoss.__call__
-    monkeypatch.setattr(BatchLoss, "__call__", lambda loss, local: losses.append(1) or own(loss, local))
+    monkeypatch.setattr(BatchLoss, "__call__", lambda loss, *arguments: losses.append(1) or own(loss, *arguments))
     backend.called.register_forward_hook(lambda *_: calls.append(1))
     gradient(backend)
     assert len(calls) == len(losses) > 2
@@ -99,9 +99,9 @@ def test_no_operation_of_a_micro_batch_waits_for_the_device(tmp_path: Path, monk
     calls: list[int] = []
     own = BatchLoss.__call__
 
-    def counted(loss: BatchLoss, local: Any) -> Any:
+    def counted(loss: BatchLoss, *arguments: Any) -> Any:
         calls.append(1)
-        return own(loss, local)
+        return own(loss, *arguments)
 
     monkeypatch.setattr(BatchLoss, "__call__", counted)
     monkeypatch.setattr(logprobs, "MAX_LOGITS", 128)

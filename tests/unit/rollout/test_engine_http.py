@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.openai_engine import HttpClient, HttpRefused
+from shared.http_client import HttpClient, HttpRefused
 from shared.rpc.errors import RpcError
 
 

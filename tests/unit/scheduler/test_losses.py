@@ -27,9 +27,9 @@ from proto.messages import (
 from proto.tensors import Array
 from services.monitor.state import rows_of
 from services.scheduler import run_state, steps
+from services.scheduler.ended import Losses
 from services.scheduler.events import Fail
 from services.scheduler.plan import EvalPlan
-from services.scheduler.records import Losses
 from services.scheduler.run_state import RunState
 from services.scheduler.tasks import Tasks
 from tests.unit.scheduler.bench import STORE, Bench, ids, plan

@@ -19,9 +19,9 @@ from proto.messages import (
     TaskState,
 )
 from services.scheduler import run_state
+from services.scheduler.ended import HOLD_S, RECORD_S
 from services.scheduler.events import Configure, Fail, Recording, Tick
 from services.scheduler.plan import EvalPlan
-from services.scheduler.records import HOLD_S, RECORD_S
 from shared.samples.text import Choice
 from tests.sim.invariants import check_invariants
 from tests.unit.scheduler.bench import STORE, Bench, plan
