@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.policy_trainer.worker.backend import Sequences, TrainingState
-from services.policy_trainer.worker.devices import PARTS
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
+from shared.colocation.devices import PARTS
 from shared.megatron.cpu_shims import megatron_device
 from shared.model.logprobs import Scores
 from shared.ranks.layout import Layout, RankPlace

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from proto.messages import AdamW, ErrorCode, WeightsKind
 from proto.tensors import Array
 from services.policy_trainer.metrics import add_up
-from services.policy_trainer.worker.devices import PARTS, Part
+from shared.colocation.devices import PARTS, Part
 from shared.colocation.shelf import Shelf
 from shared.model.load import mismatched_weights
 from shared.model.logprobs import Entropy, Scores

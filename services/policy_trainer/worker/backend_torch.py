@@ -30,10 +30,10 @@ from services.policy_trainer.worker.backend import (
     totals_of,
 )
 from services.policy_trainer.worker.blocks import recompute_blocks
-from services.policy_trainer.worker.devices import Part
 from services.policy_trainer.worker.mesh import Mesh, from_rank_0
 from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards
+from shared.colocation.devices import Part
 from shared.colocation.shelf import local_part, own_storages
 from shared.model import cpu
 from shared.model.load import allow, load_model, load_shapes, named_weights

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from proto import messages
 from proto.messages import ErrorCode, WorkerRequest
 from shared.actor.service import Service
-from shared.colocation.devices import Parts
+from shared.colocation.devices import PARTS, Part, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.rpc.errors import RpcError
 
 if TYPE_CHECKING:
     from services.policy_trainer.worker.backend import Backend
 
-Part = Literal["parameters", "gradients", "optimizer"]
-"""A part that a backend can move. float32 masters belong to `optimizer` if they are separate tensors."""
-
-PARTS: frozenset[Part] = frozenset({"parameters", "gradients", "optimizer"})
 _PARAMETERS: frozenset[Part] = frozenset({"parameters"})
 
 NEEDS: Mapping[type[WorkerRequest], frozenset[Part]] = MappingProxyType(

@@ -19,11 +19,12 @@ from proto import messages
 from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.worker.batch_reader import BatchReader
-from services.policy_trainer.worker.devices import NEEDS, Devices, Part
+from services.policy_trainer.worker.devices import NEEDS, Devices
 from services.policy_trainer.worker.snapshots import Snapshots
 from services.policy_trainer.worker.weights.sender import WeightsSender
 from shared.actor.own_store import own_store
 from shared.actor.service import Service
+from shared.colocation.devices import Part
 from shared.dataplane.client import DataClient
 from shared.ranks.group import Group
 from shared.ranks.layout import RankPlace

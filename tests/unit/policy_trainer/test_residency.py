@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from services.policy_trainer.worker.calls.state import StateCalls
 from services.policy_trainer.worker.calls.training import TrainingCalls
 from services.policy_trainer.worker.calls.weights import WeightsCalls
-from services.policy_trainer.worker.devices import NEEDS, PARTS, Devices, Part, parts_named
+from services.policy_trainer.worker.devices import NEEDS, Devices, parts_named
+from shared.colocation.devices import PARTS, Part
 from shared.rpc.errors import RpcError
 
 SETS = st.frozensets(st.sampled_from(sorted(PARTS)))

@@ -21,9 +21,10 @@ from proto.messages import (
 from services.policy_trainer.worker import checkpoint
 from services.policy_trainer.worker.backend import TrainingState
 from services.policy_trainer.worker.checkpoint import SavedState
-from services.policy_trainer.worker.devices import Part, parts_named
+from services.policy_trainer.worker.devices import parts_named
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
+from shared.colocation.devices import Part
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 

@@ -26,8 +26,8 @@ from services.policy_trainer.worker.backend import (
     refused_gradient,
     totals_of,
 )
-from services.policy_trainer.worker.devices import Part
 from services.policy_trainer.worker.megatron.trained import Trained
+from shared.colocation.devices import Part
 from shared.megatron import files
 from shared.megatron.cpu_shims import in_megatron
 from shared.megatron.pieces import Pieces
