@@ -11,6 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shared.checkpoint_files import MODEL
+from shared.topology.model_files import end_tokens
+
+GENERATION_CONFIG = "generation_config.json"
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5", ".onnx")
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK})
@@ -36,6 +39,7 @@ def finish(source: Path, target: Path) -> None:
         written = partial / each.name
         if each.is_file() and not written.exists() and not each.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(each, written)
+    _write_ends(source, partial / GENERATION_CONFIG)
     for path in partial.iterdir():
         path.chmod(0o644)  # safetensors writes 0600, which another user's engine cannot read
         with path.open("rb") as file:
@@ -44,6 +48,16 @@ def finish(source: Path, target: Path) -> None:
         target.rename(_replaced(target))
     partial.rename(target)
     shutil.rmtree(_replaced(target), ignore_errors=True)
+
+
+def _write_ends(source: Path, file: Path) -> None:
+    """Write the tokens at which the policy was sampled into the folder's generation_config.json."""
+    ends = end_tokens(str(source))
+    if not ends:
+        return
+    settings = json.loads(file.read_bytes()) if file.exists() else {}
+    named = ends[0] if len(ends) == 1 else ends
+    file.write_text(json.dumps({**settings, "eos_token_id": named}, indent=2) + "\n")
 
 
 def from_checkpoint(

@@ -39,6 +39,7 @@ ORPHANS_EVERY_S = 60.0
 GUARD_EVERY_S = 1.0
 """Seconds between two checks that the guard is running."""
 _PR_SET_CHILD_SUBREAPER = 36
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,6 +48,7 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
     look-ups on the network, and the GPUs `gpus` (None: the launcher's GPUs)."""
     old = os.environ.get("PYTHONPATH", "")
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    seen |= {name: _with_loopback(os.environ.get(name, "")) for name in ("NO_PROXY", "no_proxy")}
     return {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{old}" if old else str(ROOT),
@@ -65,6 +67,12 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", GLIBC_TUNABLES),
         **seen,
     }
+
+
+def _with_loopback(hosts: str) -> str:
+    """Return the hosts to be reached without a proxy, with those of this machine: agents call the policy there."""
+    named = [host for host in hosts.split(",") if host.strip()]
+    return ",".join([*named, *(host for host in LOOPBACK if host not in named)])
 
 
 def own_environment(resources: Resources) -> dict[str, str]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from proto.messages import AdamW
 from proto.tensors import Array
@@ -38,8 +40,9 @@ from shared.colocation.shelf import local_part, own_storages
 from shared.model import cpu
 from shared.model.load import allow, load_model, load_shapes, named_weights
 from shared.model.logprobs import Entropy, Scores, vocabulary
+from shared.model_folder import GENERATION_CONFIG
 from shared.ranks.layout import RankPlace
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy
 
 _IDLE = Sequences(np.zeros(2, np.int32), np.array([2], np.int32), np.array([0, 1], np.uint8))
@@ -81,6 +84,20 @@ class TorchBackend:
             self._trained = Shards(model, self._mesh.shard_mesh, self._mesh.context)
         self.shelves = PartShelves(options.scratch, self._tensors)
         self._reset()
+        if place.rank == 0:
+            self._check_export()
+
+    def _check_export(self) -> None:
+        """Raise BadInput if the model's configuration could not be written at the end of the run."""
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                self._write_configuration(Path(folder))
+        except Exception as error:  # a library's configuration may raise anything
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise BadInput(
+                f"model {self._source}: the trained model could not be exported, because transformers cannot write its "
+                f"configuration: {cause[:300]}; correct config.json"
+            ) from error
 
     def _reset(self) -> None:
         self._optimizer = torch.optim.AdamW(list(self._trained.masters.values()), fused=True)  # `step` sets its numbers
@@ -288,10 +305,17 @@ class TorchBackend:
         weights = self.weights()
         if self.place.rank == 0:
             model: Any = self._trained.model
+            # The model's own may be refused when it is written.
+            model.generation_config = cast(Any, GenerationConfig)()
             model.save_pretrained(folder, state_dict={name: tensor.contiguous() for name, tensor in weights.items()})
-            # save_pretrained has written the training dtype, which is float32 if several ranks hold pieces.
-            model.config.dtype = self._dtype
-            model.config.save_pretrained(folder)
+            (folder / GENERATION_CONFIG).unlink(missing_ok=True)
+            self._write_configuration(folder)
+
+    def _write_configuration(self, folder: Path) -> None:
+        """Write config.json with the policy's data type. The trained one is float32 if several ranks hold pieces."""
+        config: Any = self._trained.model.config
+        config.dtype = self._dtype
+        config.save_pretrained(folder)
 
     def _tensors(self, part: Part) -> list[Tensor]:
         match part:

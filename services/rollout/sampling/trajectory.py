@@ -36,6 +36,11 @@ class BlockVersions:
         """Record that the engine holds the proved version `step` after `swaps` swaps."""
         self._steps[swaps] = step
 
+    @property
+    def newest(self) -> int:
+        """The newest version with which the lease is sampled."""
+        return max(self._steps.values())
+
     def of(self, swaps: Array) -> Array:
         """Return the version of each token, int32 [N], given int32 `swaps` [N].
 

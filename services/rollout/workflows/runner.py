@@ -34,6 +34,8 @@ from shared.sample import Sample
 from shared.workflow import ContextFull, Sequence, Turn, WorkflowError
 
 WATCH_S = 0.25
+LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 1e-4
+"""Limits of a sampled token's log-prob, in nats. The upper one leaves room for rounding."""
 
 
 class WorkflowRunner:
@@ -148,7 +150,9 @@ class WorkflowRunner:
         ended, attempt = await self._pool.make(new_attempt)
         if isinstance(ended, Returned):
             try:
-                made = _made(task, ended, attempt.calls.conversation, self._max_tokens, self._engine.vocab_size)
+                made = _made(
+                    task, ended, attempt.calls.conversation, self._max_tokens, self._engine.vocab_size, versions
+                )
             except WorkflowError as error:
                 ended = Failed(0, f"{error}")
             else:
@@ -163,11 +167,18 @@ class WorkflowRunner:
         return Made([], False, sample, score)
 
 
-def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_tokens: int, vocab_size: int) -> Made:
+def _made(
+    task: ReadyTask,
+    returned: Returned,
+    conversation: Conversation,
+    max_tokens: int,
+    vocab_size: int,
+    versions: BlockVersions,
+) -> Made:
     """Return the finished sample. Raises WorkflowError if its trajectory cannot be trained on."""
     if returned.score is not None and returned.score.value is None:
         raise WorkflowError(returned.score.failure)
-    sequences = [tokens_of(sequence) for sequence in returned.sequences]
+    sequences = [tokens_of(sequence, versions.newest) for sequence in returned.sequences]
     if not any(sequence.loss_mask.any() for sequence in sequences):
         raise WorkflowError("returned a trajectory without a sampled token")
     if any(sequence.token_ids.min() < 0 or sequence.token_ids.max() >= vocab_size for sequence in sequences):
@@ -204,8 +215,11 @@ def _sampled(sequences: list[Sequence]) -> list[int]:
     ]
 
 
-def tokens_of(sequence: Sequence) -> SequenceTokens:
-    """Return a user's sequence as arrays. Raises WorkflowError if its lists do not fit together."""
+def tokens_of(sequence: Sequence, newest: int) -> SequenceTokens:
+    """Return a user's sequence as arrays. The policy's newest version is `newest`.
+
+    Raises WorkflowError if its lists do not fit together, or hold values that no policy has sampled.
+    """
     try:
         made = SequenceTokens(
             np.array(sequence.token_ids, np.int32),
@@ -221,8 +235,19 @@ def tokens_of(sequence: Sequence) -> SequenceTokens:
             f"a sequence's lists have the shapes {sorted(sizes)}, but must be equally long and not empty"
         )
     sampled: Array = made.loss_mask == 1
-    if made.loss_mask.max() > 1 or (made.versions[sampled] < 0).any() or not np.isfinite(made.logprobs).all():
-        raise WorkflowError("a sequence trains on tokens that no policy version sampled, or has no log-probs for them")
+    if made.loss_mask.max() > 1 or not np.isfinite(made.logprobs).all():
+        raise WorkflowError("a sequence's loss_mask must be 0 or 1, and its log-probs finite numbers")
+    versions, logprobs = made.versions[sampled], made.logprobs[sampled]
+    if len(versions) and not 0 <= versions.min() <= versions.max() <= newest:
+        raise WorkflowError(
+            f"a sequence's sampled tokens have versions from {versions.min()} to {versions.max()}, but the policy's "
+            f"are 0 to {newest}; return those of the answers (Turn.versions)"
+        )
+    if len(logprobs) and not LEAST_LOGPROB <= logprobs.min() <= logprobs.max() <= MOST_LOGPROB:
+        raise WorkflowError(
+            f"a sequence's sampled tokens have log-probs from {logprobs.min():.4g} to {logprobs.max():.4g}, but must "
+            f"be at most 0 and at least {LEAST_LOGPROB:g}; return those of the answers (Turn.logprobs)"
+        )
     if sampled[0]:
         raise WorkflowError("a sequence's first token has loss_mask 1, but nothing predicts it: begin with the prompt")
     return made

@@ -109,6 +109,11 @@ async def _bad(kind: str, row: Row, llm: LLM, ctx: Context) -> Any:
     if kind == "first":
         first = trajectory.sequences[0]
         first.loss_mask[0], first.logprobs[0], first.versions[0] = 1, -1.0, 0
+    if kind in ("future", "ancient", "certain", "impossible"):
+        last = trajectory.sequences[0]
+        at = len(last.loss_mask) - 1 - last.loss_mask[::-1].index(1)
+        last.versions[at] = {"future": 2**31 - 1, "ancient": -(2**31)}.get(kind, last.versions[at])
+        last.logprobs[at] = {"certain": 1e30, "impossible": -1e30}.get(kind, last.logprobs[at])
     if kind in ("high id", "low id"):
         trajectory.sequences[0].token_ids[1] = 1_000_000 if kind == "high id" else -1
     if kind == "copies":
