@@ -111,7 +111,7 @@ def main(
     checkpoint = checkpoint.absolute() if checkpoint is not None else None
     try:
         topology, path, fetches = _loaded(
-            topology_file, overrides or [], run_dir, interrupts, resume=resume, dry_run=dry_run
+            topology_file, overrides or [], run_dir, interrupts, resume=resume, dry_run=dry_run, evaluates=evaluate
         )
         if evaluate:
             topology = _for_evaluation(topology, topology_file, checkpoint)
@@ -150,14 +150,14 @@ def main(
 
 
 def _loaded(
-    file: Path, overrides: list[str], run_dir: Path | None, interrupts: Interrupts, *, resume: bool, dry_run: bool
+    file: Path, overrides: list[str], run_dir: Path | None, interrupts: Interrupts, *, resume: bool, dry_run: bool, evaluates: bool
 ) -> tuple[Topology, Path, list[hub.Missing]]:
     """Return the topology, the run directory, and what a dry run would fetch from the hub. A start fetches it."""
     fetches: list[hub.Missing] = []
     try:
         names = hub_names(file, overrides)
         topology = load(file, overrides, check_files=not names)
-        path = run_dir or (place.resumable(topology) if resume else place.default_path(topology))
+        path = run_dir or (place.resumable(topology) if resume else place.default_path(topology, evaluates=evaluates))
         run_path(path)
         if names:
             overrides = [*overrides, *(hub.pinned(names, path / "topology.yaml") if resume else ())]

@@ -14,6 +14,8 @@ from pathlib import Path
 
 MOST_WARNED = 256
 """Maximum number of names that are remembered, so that each is warned about only once."""
+EVALUATION_PREFIX = "evaluate-"
+"""Prefix of the names of runs that only evaluate."""
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 

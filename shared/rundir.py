@@ -426,11 +426,16 @@ def run_path(path: Path) -> Path:
 
 
 def newest_run(base: Path) -> Path:
-    """Return the run under `base` (usually `runs/`) that was started last. Raises RpcError if there is no run."""
+    """Return the training run under `base` (usually `runs/`) that was started last. Raises RpcError if there is none.
+
+    Evaluations are named only explicitly.
+    """
     runs = [folder for folder in names.listed(base.glob("[!.]*")) if (folder / "run.json").exists()]
-    if not runs:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{base.absolute()}: no run there; give one with --run DIR")
-    return max(runs, key=lambda folder: (folder / "run.json").stat().st_mtime_ns)
+    trained = [folder for folder in runs if not folder.name.startswith(names.EVALUATION_PREFIX)]
+    if not trained:
+        only = "only evaluations are there" if runs else "no run there"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{base.absolute()}: {only}; give one with --run DIR")
+    return max(trained, key=lambda folder: (folder / "run.json").stat().st_mtime_ns)
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from proto.messages import ErrorCode
 from shared.checkpoint_files import MODEL, STATE, verify
+from shared.names import EVALUATION_PREFIX
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps
 from shared.topology import Topology, model_files
 
-NAME_PREFIX = "evaluate-"
 _MOST_NAME_CHARS = 64
 _SHOWN_NAMES = 3
 
@@ -25,7 +25,7 @@ def without_training(topology: Topology) -> Topology:
     colocated = tuple(name for name in topology.placement.colocate if name != "reference")
     changes = {
         "run": topology.run.model_copy(
-            update={"evaluate": True, "name": f"{NAME_PREFIX}{topology.run.name}"[:_MOST_NAME_CHARS]}
+            update={"evaluate": True, "name": f"{EVALUATION_PREFIX}{topology.run.name}"[:_MOST_NAME_CHARS]}
         ),
         "algorithm": topology.algorithm.model_copy(update={"kl": None}),
         "services": topology.services.model_copy(update={"reference": None}),

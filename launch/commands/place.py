@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import tempfile
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from launch.checks import preflight
 from proto.messages import ErrorCode
-from shared.names import listed
+from shared.names import EVALUATION_PREFIX, listed
 from shared.os_limits import DISK_FULL_ERRNOS
 from shared.rpc.errors import RpcError
 from shared.rundir import UNFINISHED_PREFIX, RunDir
@@ -27,9 +28,15 @@ _POLL_S = 0.1
 _MIB = 1 << 20
 
 
-def default_path(topology: Topology) -> Path:
-    """Return `runs/<name>-<UTC time>`, with a number appended if two runs begin in the same second."""
-    stem = f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+def default_path(topology: Topology, *, evaluates: bool = False) -> Path:
+    """Return `runs/<name>-<UTC time>`, with a number appended if two runs begin in the same second.
+
+    Evaluations have a prefix, so that they are never taken for the run to resume.
+    """
+    name = topology.run.name
+    if evaluates and not name.startswith(EVALUATION_PREFIX):
+        name = f"{EVALUATION_PREFIX}{name}"
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     path = BASE / stem
     number = 2
     while path.exists():
@@ -40,7 +47,8 @@ def default_path(topology: Topology) -> Path:
 
 def resumable(topology: Topology) -> Path:
     """Return the newest run with the topology's name under `runs/`. Raises RpcError if there is no such run."""
-    runs = [path for path in listed(BASE.glob(f"{topology.run.name}-*")) if (path / "run.json").exists()]
+    stem = re.compile(rf"{re.escape(topology.run.name)}-\d{{8}}-\d{{6}}(-\d+)?")
+    runs = [path for path in listed(BASE.glob("[!.]*")) if stem.fullmatch(path.name) and (path / "run.json").exists()]
     if not runs:
         raise RpcError(
             ErrorCode.BAD_REQUEST,

@@ -77,15 +77,12 @@ class StepMetrics:
         tokens = max(sums["tokens"], 1.0)
         row |= {
             "loss/policy": sums["policy"] / updates,
-            "loss/kl": sums["kl"] / updates,
             "policy/entropy": sums["entropy"] / tokens,
             "policy/clip_fraction": sums["clipped"] / tokens,
             "policy/masked_fraction": sums["masked"] / tokens,
             "policy/grad_norm": sum(update.grad_norm for update in self.updates) / updates,
             "policy/updates_skipped": float(self.skipped),
             "policy/lr": self.updates[-1].lr if self.updates else 0.0,
-            "rollout/logprob_mismatch": sums["mismatch"] / tokens,
-            "rollout/logprob_mismatch_max": sums["mismatch_max"],
             "rollout/staleness_mean": self.step - 1 - sums["version"] / tokens if sums["tokens"] else 0.0,
             "dispatch/imbalance": self.imbalance,
             "time/step": step_s,
@@ -98,6 +95,12 @@ class StepMetrics:
             "throughput/samples_per_s": samples / step_s,
             "throughput/tokens_per_s": row["rollout/length_mean"] * samples / step_s,
         }
+        # What was not measured has no value: the KL without a reference, the mismatch of tokens that no engine sampled.
+        if "kl" in self.sums:
+            row["loss/kl"] = sums["kl"] / updates
+        if "mismatch" in self.sums:
+            row["rollout/logprob_mismatch"] = sums["mismatch"] / tokens
+            row["rollout/logprob_mismatch_max"] = sums["mismatch_max"]
         if sums["engine_tokens"]:
             row["rollout/logprob_mismatch_engine"] = sums["engine"] / sums["engine_tokens"]
             row["rollout/logprob_mismatch_engine_max"] = sums["engine_max"]

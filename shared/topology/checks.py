@@ -12,7 +12,7 @@ from pathlib import Path as FilePath
 
 from proto.limits import MAX_INLINE_BYTES
 from shared.data.open import matching_files, split_parameters
-from shared.names import is_text, shown
+from shared.names import EVALUATION_PREFIX, is_text, shown
 from shared.topology import hub, monitor, service_checks
 from shared.topology.algorithm import (
     CLIPS,
@@ -106,6 +106,9 @@ def _retry(topology: Topology) -> Found:
 
 
 def _evaluation(topology: Topology) -> Found:
+    if topology.run.name.startswith(EVALUATION_PREFIX) and not topology.run.evaluate:
+        message = f"{topology.run.name!r} begins with {EVALUATION_PREFIX!r}, as the names of evaluations do; change it"
+        yield ("run", "name"), message
     if topology.run.evaluate and not topology.data.eval:
         yield ("run", "evaluate"), "true, but data.eval has no evaluation set; add one"
     for name, evaluation in topology.data.eval.items():

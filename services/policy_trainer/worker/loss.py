@@ -76,8 +76,8 @@ def token_loss(
     trainer's log-probs, or -1 if the model has been updated since that version. The following are summed over the
     tokens: those of `weighted` with the terms `policy`, `kl` and `bonus` (of the entropy), 1 if the ratio was clipped
     (`clipped`), 1 if the ratio mask excluded the token (`masked`), `entropy`, `version`, and the sums of
-    `mismatch_sums` and `importance_sums`. No engine sampled the tokens of cross_entropy, so it has no
-    importance sums, and its mismatch is 0.
+    `mismatch_sums` and `importance_sums`, which the tokens of cross_entropy do not have, because no engine sampled
+    them.
     """
     if spec.anchor == "present":
         data = replace(data, shards={**data.shards, "prox_logprobs": cur.detach()})
@@ -102,10 +102,9 @@ def token_loss(
             "entropy": entropy.sum(),
             "version": data.versions.sum(),
         }
-        own, sampled = cur if spec.anchor == "rollout" else anchor, spec.name != "cross_entropy"
-        sums |= mismatch_sums(own, data, version, sampled=sampled)
-        if sampled:
-            sums |= importance_sums(spec, own, data)
+        if spec.name != "cross_entropy":  # otherwise no engine sampled the tokens
+            own = cur if spec.anchor == "rollout" else anchor
+            sums |= mismatch_sums(own, data, version) | importance_sums(spec, own, data)
     return loss, {name: value.detach() for name, value in sums.items()}
 
 

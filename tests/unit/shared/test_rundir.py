@@ -195,7 +195,16 @@ def test_newest_run_is_the_one_that_began_last(run: RunDir, tmp_path: Path, shm_
         unfinished.mkdir()
         (unfinished / "run.json").touch()
         os.utime(unfinished / "run.json", ns=(now + 2 * 10**9, now + 2 * 10**9))
+        evaluation = tmp_path / "runs" / "evaluate-later"
+        evaluation.mkdir()
+        (evaluation / "run.json").touch()
+        os.utime(evaluation / "run.json", ns=(now + 2 * 10**9, now + 2 * 10**9))
         assert newest_run(tmp_path / "runs") == later.path
+        only = tmp_path / "only" / "evaluate-1"
+        only.mkdir(parents=True)
+        (only / "run.json").touch()
+        with pytest.raises(RpcError, match="only evaluations are there; give one with --run DIR"):
+            newest_run(only.parent)
     finally:
         later.remove_volatile()
 

@@ -102,16 +102,14 @@ def importance_sums(spec: LossSpec, own: Tensor, data: TokenData) -> dict[str, T
 
 
 @torch.no_grad()
-def mismatch_sums(own: Tensor, data: TokenData, version: int, *, sampled: bool) -> dict[str, Tensor]:
+def mismatch_sums(own: Tensor, data: TokenData, version: int) -> dict[str, Tensor]:
     """Return sums over the tokens of |own - rollout|, where `own` [M] are the trainer's log-probs at `version`.
 
     `mismatch` is the sum over all tokens and `mismatch_max` its largest summand. They are also summed separately,
     together with the number of tokens: `engine` over tokens that `version` itself sampled, where engine and trainer
     should agree, and `lag` over tokens that earlier versions sampled. No token counts separately if `version` is -1.
-    If the tokens were not `sampled` by an engine, everything is 0.
     """
-    mismatches = (own - data.rollout).abs() * sampled
-    known = version >= 0 and sampled
+    mismatches, known = (own - data.rollout).abs(), version >= 0
     same, earlier = (data.versions == version) & known, (data.versions < version) & known
     engine = mismatches * same
     return {
