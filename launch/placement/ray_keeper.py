@@ -441,7 +441,7 @@ def _open(order: KeeperOrder) -> Keeper | None:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        tell(News("failed", f"ray is not installed here ({error}); install rlbus[ray], or use engine: local"))
+        tell(News("failed", f"ray is not installed here ({error}); run `make setup-ray`, or use engine: local"))
         return None
     if closed := _closed(order.address):
         tell(News("failed", f"no Ray cluster at {order.address!r} ({closed}); start one with `ray start --head`"))

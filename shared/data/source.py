@@ -83,9 +83,9 @@ def nearest(given: str, valid: Iterable[str]) -> str:
 
 
 def require(module: str, extra: str, what: str) -> None:
-    """Raise DataError, which names the optional `extra` to install, if `module` is not installed."""
+    """Raise DataError, which names the make target of the optional `extra`, if `module` is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise DataError(f"{what} needs the package {module}; install it with: pip install 'rlbus[{extra}]'")
+        raise DataError(f"{what} needs the package {module}; run `make setup-{extra}`")
 
 
 def check_index(index: int, rows: int, name: str) -> None:

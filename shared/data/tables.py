@@ -22,14 +22,12 @@ from shared.data.source import (
     RowError,
     check_index,
     encoded,
-    require,
     row_problem,
     with_prompt,
 )
 
 _CACHED_BYTES = 256 << 20
 _BATCH_ROWS = 1024
-_EXTRA = "data"
 
 
 class TableSource:
@@ -93,7 +91,6 @@ class TableSource:
 
 def open_parquet(path: str, prompt: str, *, name: str, where: str) -> TableSource:
     """Open a Parquet file. Its row groups are read as needed and cached up to 256 MiB."""
-    require("pyarrow", _EXTRA, f"{where}: source {name!r}")
     import pyarrow
     import pyarrow.parquet
 
@@ -126,7 +123,6 @@ def open_saved_dataset(path: str, split: str, prompt: str, *, name: str, where: 
     The folder is parsed here (state.json names the stream files), so the library need not be installed. For a saved
     DatasetDict, give the folder of one split or `?split=<name>`.
     """
-    require("pyarrow", _EXTRA, f"{where}: source {name!r}")
     import pyarrow
 
     folder = Path(path)

@@ -122,8 +122,7 @@ def _checked(builtin: Builtin, purpose: Purpose, path: str, params: dict[str, An
     """
     for module in builtin.modules:
         if importlib.util.find_spec(module) is None:
-            install = f"install it with: pip install 'rlbus[{builtin.extra}]'"
-            raise refused(purpose, path, f"needs the package {module}; {install}")
+            raise refused(purpose, path, f"needs the package {module}; run `make setup-{builtin.extra}`")
         importlib.import_module(module)
     try:
         if builtin.check is not None:

@@ -104,7 +104,7 @@ def test_an_extra_that_is_not_installed_is_reported_at_the_start(
         "u.find_spec = lambda name, package=None: None if name == 'math_verify' else found(name, package)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RpcError, match=r"needs the package math_verify; .* pip install 'rlbus\[rewards\]'"):
+    with pytest.raises(RpcError, match=r"needs the package math_verify; run `make setup-rewards`"):
         score([], Line("builtin:math_verify"))
 
 

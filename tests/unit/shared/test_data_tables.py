@@ -152,21 +152,15 @@ def test_an_unknown_reasoning_gym_data_set_or_option_causes_a_one_line_error(sou
     assert "\n" not in str(caught.value)
 
 
-def test_a_package_that_is_not_installed_is_reported_with_the_extra_that_installs_it() -> None:
-    with pytest.raises(DataError, match=r"x: source 'y' needs the package no_such_package; .* 'rlbus\[data\]'"):
-        require("no_such_package", "data", "x: source 'y'")
+def test_a_package_that_is_not_installed_is_reported_with_the_command_that_installs_it() -> None:
+    with pytest.raises(DataError, match="x: source 'y' needs the package no_such_package; run `make setup-rewards`"):
+        require("no_such_package", "rewards", "x: source 'y'")
 
 
-@pytest.mark.parametrize(
-    ("source", "module"),
-    [("parquet:x.parquet", "pyarrow"), ("datasets:x", "pyarrow"), ("reasoning-gym:chain_sum", "reasoning_gym")],
-)
-def test_each_source_first_checks_that_its_package_is_installed(
-    source: str, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generated_source_first_checks_that_its_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name))
-    with pytest.raises(DataError, match=f"needs the package {module}; install it with: pip install 'rlbus"):
-        open_source(source, where=WHERE)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "reasoning_gym" else find_spec(name))
+    with pytest.raises(DataError, match="needs the package reasoning_gym; run `make setup-rewards`"):
+        open_source("reasoning-gym:chain_sum", where=WHERE)
