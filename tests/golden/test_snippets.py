@@ -26,7 +26,7 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 SET = re.compile(r"""--set (?:"([^"]+)"|'([^']+)'|([^\s`"]+))""")
 KEYS = {re.sub(r"\[\]", "", each) for each in re.findall(r"^\| `([^`]+)`", topology_keys.DOCUMENT.read_text(), re.M)}
-KEYS |= {key.removeprefix("services.") for key in KEYS if key.startswith("services.monitor.")}  # the short form
+KEYS |= {f"services.{key}" for key in KEYS if key.startswith("monitor.")}  # the long form
 FOREIGN = ("apiVersion:", "scrape_configs:")
 """Beginnings of YAML blocks that are for other programs."""
 FREE = ("params", "engine_args")

@@ -1,4 +1,4 @@
-"""docs/warnings.md has one row for each kind, and names only keys that topologies have."""
+"""docs/reading.md has one row for each kind, and names only keys that topologies have."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from shared.topology.monitor import WarningKind
 from tests.golden.topology_keys import DOCUMENT as KEYS
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "warnings.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reading.md"
 SECTIONS = ("algorithm", "checkpoint", "data", "gc", "optimizer", "policy", "reward", "run", "sampling", "services")
 
 
 def rows() -> list[list[str]]:
     """Return the cells of the table of kinds."""
-    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    table = DOCUMENT.read_text().split("| kind |")[1].split("\n\n")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
