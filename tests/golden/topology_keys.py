@@ -49,6 +49,7 @@ In the tables, `<name>` stands for a name of your choice, and `[]` for the items
 LONG_FORM = "services.monitor."
 """The section that the page lists by its short form."""
 
+
 def section_of(hint: Any) -> tuple[str, type[Section]] | None:
     """Return the section that a field of this type holds, and the separator between the field's key and the section's
     keys."""
