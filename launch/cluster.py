@@ -1,39 +1,43 @@
 """`python -m launch.cluster T.yaml` runs a topology from start to end on this machine. It does no training itself.
 
 Exit status: 0 if the run is done, 1 if it failed or was stopped, 2 if the command line or the topology is wrong.
+
+SIGINT, SIGTERM and SIGHUP are handled from the first line to the last. A signal that the launcher inherited as ignored
+stays ignored: `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT in commands started with `&`.
+SIGTERM always ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
 from launch.checks import hub, preflight, resumed
+from launch.checks.preflight import Findings
 from launch.commands import detached, evaluation, place
 from launch.commands.access import access_of, export
 from launch.commands.console import Console, show_plan
-from launch.commands.interrupts import Interrupts
 from launch.placement.book import HostBook
-from launch.placement.desk import OtherHosts
 from launch.placement.facts import facts, refusals
 from launch.placement.ray_engine import RayEngine
-from launch.processes.gpus import own_gpus, resources_of
-from launch.processes.plan import SUPERVISOR, listen_endpoint, processes_at_home
-from launch.spares.heavy import spare_kinds
+from launch.processes.plan import SUPERVISOR, listen_endpoint, own_gpus, processes_at_home, resources_of
+from launch.spares.processes import spare_kinds
 from launch.supervisor.events import RunEnded, RunOutcome
-from launch.supervisor.scaling import Scaling
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.viewers.progress import Screen
+from shared import model_folder
 from shared.actor import logging
 from shared.inputs import Inputs
 from shared.rpc.errors import RpcError
@@ -104,112 +108,96 @@ def main(
         _refuse([f"--checkpoint {checkpoint}: has no effect without --evaluate; add it, or set policy.model to train"])
     if evaluate and resume:
         _refuse(["--evaluate: starts a new run, so there is nothing to --resume; leave one of them out"])
-    given = StartOptions(
-        topology_file,
-        overrides or [],
-        run_dir,
-        access,
-        checkpoint.absolute() if checkpoint is not None else None,
-        evaluate=evaluate,
-        resume=resume,
-        dry_run=dry_run,
-        detach=detach,
-    )
+    checkpoint = checkpoint.absolute() if checkpoint is not None else None
     try:
-        _main(given, interrupts)
+        topology, path, fetches = _loaded(
+            topology_file, overrides or [], run_dir, interrupts, resume=resume, dry_run=dry_run
+        )
+        if evaluate:
+            topology = _for_evaluation(topology, topology_file, checkpoint)
+        topology, inputs, findings = _checked(topology, topology_file, path, resume=resume)
+        engine = RayEngine(topology) if topology.placement.engine == "ray" else None
+        if engine is not None and not findings.errors:
+            engine.check(path, findings)
+            if topology.transport.listen is None and engine.address:
+                transport = topology.transport.model_copy(update={"listen": engine.address})
+                topology = topology.model_copy(update={"transport": transport})
+                preflight.check_doors(topology, findings)
+        if access is not None:
+            _check_access(access, topology, findings)
+        for line in findings.notes:
+            print(line)
+        for line in findings.warnings:
+            print(f"warning: {line}" if not line.startswith(" ") else line, file=sys.stderr)
+        if engine is not None and (findings.errors or dry_run):
+            engine.close()
+        if dry_run:
+            for missing in fetches:
+                if missing.files:
+                    print(f"would fetch    {missing}")
+            show_plan(topology, path, engine.machines if engine is not None else {})
+        if findings.errors:
+            _refuse(findings.errors)
+        if dry_run:
+            raise typer.Exit(EXIT_DONE)
+        if checkpoint is not None and not evaluation.is_checkpoint(checkpoint):
+            checkpoint = None  # its folder is already a model
+        status = _launch(topology, path, inputs, interrupts, engine, checkpoint, access, resume=resume, detaches=detach)
     except KeyboardInterrupt:
         print("interrupted before anything was started", file=sys.stderr)
-        raise typer.Exit(EXIT_FAILED) from None
+        status = EXIT_FAILED
+    raise typer.Exit(status)
 
 
-@dataclass(frozen=True)
-class StartOptions:
-    """The command line of a start."""
-
-    file: Path
-    overrides: list[str]
-    run_dir: Path | None
-    access: Path | None
-    checkpoint: Path | None
-    _: KW_ONLY
-    evaluate: bool
-    resume: bool
-    dry_run: bool
-    detach: bool
-
-
-def _main(given: StartOptions, interrupts: Interrupts) -> NoReturn:
-    topology_file, overrides, access, checkpoint = given.file, given.overrides, given.access, given.checkpoint
+def _loaded(
+    file: Path, overrides: list[str], run_dir: Path | None, interrupts: Interrupts, *, resume: bool, dry_run: bool
+) -> tuple[Topology, Path, list[hub.Missing]]:
+    """Return the topology, the run directory, and what a dry run would fetch from the hub. A start fetches it."""
     fetches: list[hub.Missing] = []
     try:
-        names = hub_names(topology_file, overrides)
-        topology = load(topology_file, overrides, check_files=not names)
-        path = given.run_dir or (place.resumable(topology) if given.resume else place.default_path(topology))
+        names = hub_names(file, overrides)
+        topology = load(file, overrides, check_files=not names)
+        path = run_dir or (place.resumable(topology) if resume else place.default_path(topology))
         run_path(path)
         if names:
-            overrides = [*overrides, *(hub.pinned(names, path / "topology.yaml") if given.resume else ())]
-            names = hub_names(topology_file, overrides)
-            if given.dry_run:
+            overrides = [*overrides, *(hub.pinned(names, path / "topology.yaml") if resume else ())]
+            names = hub_names(file, overrides)
+            if dry_run:
                 fetches = hub.missing(names)
             else:
                 with interrupts.telling(hub.leave):
                     hub.fetch(names)
-            topology = load(topology_file, overrides, check_files=not fetches)
+            topology = load(file, overrides, check_files=not fetches)
     except TopologyError as error:
         _refuse(str(problem) for problem in error.problems)
     except hub.HubError as error:
-        _refuse([f"{topology_file}: {error}"])
+        _refuse([f"{file}: {error}"])
     except RpcError as error:
         _refuse([str(error)])
-    if given.evaluate:
-        topology = _for_evaluation(topology, topology_file, checkpoint)
+    return topology, path, fetches
+
+
+def _checked(topology: Topology, file: Path, path: Path, *, resume: bool) -> tuple[Topology, Inputs, Findings]:
+    """Return `topology` as it can be run here, the inputs of the run, and the findings of all checks on this machine,
+    which are the same for a dry run and a start."""
     try:
-        begun, topology = resumed.begun(path, topology) if given.resume else (Inputs(), topology)
-        findings = preflight.check(topology, str(topology_file), begun.rows)
+        begun, topology = resumed.begun(path, topology) if resume else (Inputs(), topology)
+        findings = preflight.check(topology, str(file), begun.rows)
         inputs = resumed.inputs_now(topology, findings.rows, begun)
     except (RpcError, TopologyError, OSError) as error:
         _refuse(str(error).splitlines())
-    if given.resume:
+    if resume:
         resumed.compare(path, topology, begun, inputs, findings)
     topology = preflight.with_room(topology)
-    if not findings.errors:
-        topology = preflight.prove(topology, findings)
-    engine = RayEngine(topology) if topology.placement.engine == "ray" else None
-    if engine is not None and not findings.errors:
-        more = engine.check(path)
-        findings.errors += more.errors
-        findings.warnings += more.warnings
-        if topology.transport.listen is None and engine.address:
-            topology = _reachable(topology, engine.address)
-            preflight.check_doors(topology, findings)
-    if access is not None:
-        if topology.transport.listen is None:
-            findings.errors.append(f"--export-access {access}: the run answers this machine only; set transport.listen")
-        if not os.access(access.parent, os.W_OK):
-            findings.errors.append(f"--export-access {access}: {access.parent} is not a writable folder; name another")
-        access = access.absolute()
-    for line in findings.notes:
-        print(line)
-    for line in findings.warnings:
-        print(f"warning: {line}" if not line.startswith(" ") else line, file=sys.stderr)
-    if findings.errors and not given.dry_run:
-        if engine is not None:
-            engine.close()
-        _refuse(findings.errors)
-    if given.dry_run:
-        if engine is not None:
-            engine.close()
-        for missing in fetches:
-            if missing.files:
-                print(f"would fetch    {missing}")
-        show_plan(topology, path, engine.machines if engine is not None else {})
-        if findings.errors:
-            _refuse(findings.errors)
-        raise typer.Exit(EXIT_DONE)
-    if checkpoint is not None and not evaluation.is_checkpoint(checkpoint):
-        checkpoint = None  # its folder is already a model
-    given = replace(given, access=access, checkpoint=checkpoint)
-    raise typer.Exit(_launch(given, topology, path, inputs, interrupts, engine))
+    return topology if findings.errors else preflight.prove(topology, findings), inputs, findings
+
+
+def _check_access(file: Path, topology: Topology, findings: Findings) -> None:
+    """Check that an access file can be written, and that another machine can use it."""
+    if topology.transport.listen is None:
+        findings.errors.append(f"--export-access {file}: the run answers this machine only; set transport.listen")
+    if not os.access(file.parent, os.W_OK):
+        findings.errors.append(f"--export-access {file}: {file.parent} is not a writable folder; name another")
 
 
 def _for_evaluation(topology: Topology, file: Path, checkpoint: Path | None) -> Topology:
@@ -224,11 +212,6 @@ def _for_evaluation(topology: Topology, file: Path, checkpoint: Path | None) -> 
     except RpcError as error:
         _refuse([str(error)])
     return topology if evaluation.is_checkpoint(checkpoint) else evaluation.with_model(topology, checkpoint)
-
-
-def _reachable(topology: Topology, address: str) -> Topology:
-    """Return `topology` with `address` as the address that other hosts use."""
-    return topology.model_copy(update={"transport": topology.transport.model_copy(update={"listen": address})})
 
 
 def _attach(topology_file: Path | None, run_dir: Path | None) -> int:
@@ -250,15 +233,18 @@ def _refuse(lines: Iterable[str]) -> NoReturn:
 
 
 def _launch(
-    given: StartOptions,
     topology: Topology,
     path: Path,
     inputs: Inputs,
     interrupts: Interrupts,
     engine: RayEngine | None,
+    checkpoint: Path | None,
+    access: Path | None,
+    *,
+    resume: bool,
+    detaches: bool,
 ) -> int:
     """Run `topology`, with the weights of a checkpoint if one is given, and return the exit status."""
-    resume, access, checkpoint = given.resume, given.access, given.checkpoint
     root = preflight.shm_root(topology)
     with ExitStack() as stack:
         if engine is not None:
@@ -273,10 +259,14 @@ def _launch(
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)  # A finished folder has been renamed by then.
             lock = place.lock(folder, stop_limit_s(topology))
             if checkpoint is not None and not (path / "run.json").exists():  # such a path is refused below
-                evaluation.add_model(checkpoint, topology, folder / MODEL_FOLDER)
+                policy = topology.policy
+                model_folder.from_checkpoint(checkpoint, Path(policy.model), folder / MODEL_FOLDER, policy.dtype)
                 topology = evaluation.with_model(topology, path.absolute() / MODEL_FOLDER)
             with interrupts.held():  # Signals take effect before the run exists or once its removal has been arranged.
-                run = place.reopen(path, topology) if resume else place.create(path, topology, folder)
+                if resume:
+                    run = RunDir.reopen(path, topology=topology, shm_root=root)
+                else:
+                    run = place.create(path, topology, folder)
                 stack.callback(run.remove_volatile)
                 stack.callback(interrupts.ignore)
                 run.hold()
@@ -284,6 +274,7 @@ def _launch(
                     inputs = resumed.inputs_now(topology, inputs.rows, Inputs())
                 inputs.save(run.path)
             if access is not None:
+                access = access.absolute()
                 stack.callback(access.unlink, missing_ok=True)
                 export(run, Role.SERVICE, access)
             logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=run.name)
@@ -293,7 +284,7 @@ def _launch(
         except OSError as error:
             _refuse([place.cannot_start_text(path, topology, error)])
         stays: detached.Detached | None = None
-        if given.detach:
+        if detaches:
             side = detached.detach(run)
             if isinstance(side, detached.Launcher):
                 stack.pop_all()  # The child process removes these files.
@@ -341,10 +332,7 @@ async def _supervise(
 
     given = resources_of(topology, own_gpus())
     plan = {key: given[key] for key in processes_at_home(topology)}
-    hosts = OtherHosts()
-    if len(topology.store_hosts()) > 1:
-        check = functools.partial(refusals, topology, facts())
-        hosts = OtherHosts(HostBook(topology), check)
+    hosts = HostBook(topology)
     supervisor = Supervisor(
         run,
         plan,
@@ -354,8 +342,9 @@ async def _supervise(
         lock=lock,
         save_limit_s=stop_limit_s(topology),
         spares=spare_kinds(topology, {service for service, _ in plan}),
-        scaling=Scaling(run, topology),
+        ranks=topology.ranks,
         hosts=hosts,
+        refusals=functools.partial(refusals, topology, facts()) if hosts.hosts else None,
     )
     taken = 0
 
@@ -375,7 +364,7 @@ async def _supervise(
         loop.create_task(console.follow(supervisor, on_poll=ready)),
         loop.create_task(_keep(run, lock, supervisor)),
     ]
-    if engine is not None and hosts.book.hosts:
+    if engine is not None and hosts.hosts:
         engine.start(access_of(run, Role.SERVICE), supervisor.hosts)
     try:
         return await supervisor.run()
@@ -395,6 +384,64 @@ async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
         await asyncio.sleep(POLL_S)
         if not place.is_there(run, lock):
             supervisor.kill(place.deleted_text(run))
+
+
+class Interrupts:
+    """Handles the signals for the whole life of the process. Use it only on the main thread.
+
+    A signal raises KeyboardInterrupt, unless `tell` has set a function to call instead. asyncio's own handlers would
+    not suffice, because a loop that closes restores the default action of the signals, and that action ends the
+    process.
+    """
+
+    def __init__(self) -> None:
+        inherited = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+        kept = [number for number, handler in inherited.items() if handler != signal.SIG_IGN]
+        self._numbers = [*kept, signal.SIGTERM]
+        self._told: Callable[[], object] = self._raise
+        self._holds = self._waits = False
+        for number in self._numbers:
+            signal.signal(number, self._take)
+
+    def tell(self, told: Callable[[], object]) -> None:
+        """Call `told` on each signal from now on, on the main thread."""
+        self._told = told
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Delay any signal until the end of the block. A signal mask would not be enough, because other threads would
+        still receive the signals."""
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
+        if self._waits:
+            self._told()
+
+    @contextlib.contextmanager
+    def telling(self, told: Callable[[], object]) -> Iterator[None]:
+        """Call `told` on each signal within the block."""
+        before, self._told = self._told, told
+        try:
+            yield
+        finally:
+            self._told = before
+
+    def ignore(self) -> None:
+        """Ignore the signals until the process ends: the run is over, and its outcome is about to be reported."""
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._holds:
+            self._waits = True
+        else:
+            self._told()
+
+    def _raise(self) -> None:
+        self.ignore()  # No signal interrupts the cleanup after the exception.
+        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

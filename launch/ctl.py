@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,9 +31,10 @@ from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name, service_name
 from shared.runfiles.logs import readable
+from shared.samples.reader import Order
 from shared.samples.record import split_of
-from shared.samples.selection import Order
 from shared.security.access import Access, read
+from shared.security.roles import Role
 from shared.stages import TRAIN
 from shared.topology import TopologyError, load
 
@@ -59,35 +59,26 @@ class OneLineErrors(TyperGroup):
 app = typer.Typer(
     cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__
 )
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
-@dataclass(frozen=True)
-class CtlOptions:
-    """The options that stand before the command."""
-
-    run: Run
-    as_json: bool
+def _as_json(context: typer.Context, as_json: bool) -> bool:
+    """Return whether JSON is wanted. The option may stand before or after the command."""
+    return as_json or bool(context.find_root().params.get("as_json"))
 
 
-_FIND_THEIR_OWN = ("join", "plot")
-"""Commands that need no run on this machine, or accept several runs."""
+Json = Annotated[bool, typer.Option("--json", help="print JSON", callback=_as_json)]
 
 
 @app.callback()
 def main(
-    context: typer.Context,
     run: Annotated[Path | None, typer.Option("--run", help="run directory (default: the newest in ./runs)")] = None,
     access: Annotated[
         Path | None,
         typer.Option("--access", metavar="FILE", help="access file of a run on another machine (see export-access)"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Find the run for the command."""
-    if context.invoked_subcommand in _FIND_THEIR_OWN:
-        return
-    context.obj = CtlOptions(find(run, access), as_json)
+    """The commands read these options themselves (`_run`), because some of them need no run."""
 
 
 @app.command()
@@ -95,9 +86,9 @@ def status(context: typer.Context, as_json: Json = False) -> None:
     """Show step, services, tasks and store."""
     from launch.viewers.status import collect, table
 
-    run = context.obj.run
+    run = _run(context)
     answer = asyncio.run(collect(run))
-    if _as_json(context, as_json):
+    if as_json:
         print(json.dumps(answer))
     else:
         table(answer)
@@ -111,7 +102,7 @@ def restart(
     as_json: Json = False,
 ) -> None:
     """Stop a service, or one of its instances, and start it again. With all, one process restarts at a time."""
-    run = context.obj.run
+    run = _run(context)
     if everything == bool(name):
         raise RpcError(ErrorCode.BAD_REQUEST, f"restart {name or '(nothing)'}: name a service or give --all")
     if everything or name == EVERYTHING:
@@ -119,7 +110,7 @@ def restart(
     else:
         keys = select(name, _supervised_keys(run))
         service, instance = parse_service_name(name)
-    _order(context, messages.RestartService(service=service, instance=instance), "restarting", keys, as_json=as_json)
+    _order(run, messages.RestartService(service=service, instance=instance), "restarting", keys, as_json=as_json)
 
 
 @app.command()
@@ -127,9 +118,10 @@ def drain(
     context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
 ) -> None:
     """Stop a rollout or reference once it has finished its leases. It stays down until restart or scale starts it."""
-    keys = select(name, _supervised_keys(context.obj.run))
+    run = _run(context)
+    keys = select(name, _supervised_keys(run))
     service, instance = parse_service_name(name)
-    _order(context, messages.DrainService(service=service, instance=instance), "draining", keys, as_json=as_json)
+    _order(run, messages.DrainService(service=service, instance=instance), "draining", keys, as_json=as_json)
 
 
 @app.command()
@@ -140,14 +132,13 @@ def scale(
     as_json: Json = False,
 ) -> None:
     """Run N instances of a service: start missing instances, and drain those above N."""
-    select(name, _supervised_keys(context.obj.run))
+    run = _run(context)
+    select(name, _supervised_keys(run))
     service, instance = parse_service_name(name)
     if instance != -1:
         raise RpcError(ErrorCode.BAD_REQUEST, f"scale {name}: give the name of a service and a number of instances")
     keys = [(service, instance) for instance in range(instances)]
-    _order(
-        context, messages.ScaleService(service=service, instances=instances), "scaling", keys, SCALE_S, as_json=as_json
-    )
+    _order(run, messages.ScaleService(service=service, instances=instances), "scaling", keys, SCALE_S, as_json=as_json)
 
 
 @app.command()
@@ -168,7 +159,8 @@ def track(
 @app.command()
 def stop(context: typer.Context, as_json: Json = False) -> None:
     """Drain everything and end the run. --resume continues it."""
-    _order(context, messages.StopRun(), "stopping", context.obj.run.name, as_json=as_json)
+    run = _run(context)
+    _order(run, messages.StopRun(), "stopping", run.name, as_json=as_json)
 
 
 @app.command()
@@ -177,10 +169,10 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
     0 if all is well."""
     from launch.viewers.doctor import as_document, as_lines, diagnose, examine
 
-    run = context.obj.run
+    run = _run(context)
     examined = asyncio.run(examine(run))
     findings = diagnose(examined)
-    if _as_json(context, as_json):
+    if as_json:
         print(json.dumps(as_document(examined, findings)))
     else:
         for line in as_lines(examined, findings):
@@ -198,14 +190,14 @@ def trace(
     from launch.viewers.story import as_lines, as_rows, from_message, story
     from services.exporter.spans import trace_id
 
-    run = context.obj.run
+    run = _run(context)
     if isinstance(run, RunDir):
         entries = story(run, task_id)
     else:
         entries = from_message(
             asyncio.run(with_client(run, SUPERVISOR, messages.GetStory(task_id=task_id), messages.Story, STORY_S))
         )
-    if _as_json(context, as_json):
+    if as_json:
         told = {"task_id": task_id, "trace_id": trace_id(run.name, task_id).hex(), "story": as_rows(entries)}
         print(json.dumps(told))
         return
@@ -279,7 +271,7 @@ def samples(
     order, count = given[0] if given else (None, FEW)
     split = split or (split_of(task) if task is not None else TRAIN)
     choice = choose(run.path, step=step, task=task, split=split, order=order, count=count)
-    if _as_json(context, as_json):
+    if as_json:
         print(json.dumps({"split": split, "total": choice.total, "samples": as_document(choice.records)}))
     else:
         show(choice, color, full=full)
@@ -292,10 +284,13 @@ def export_access(
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="file to write; it holds the role's secret key")],
 ) -> None:
     """Write an access file with which another machine can watch the run, control it or take part in it."""
-    from launch.commands.access import export, role_of
+    from launch.commands.access import export
 
     run = _run_dir(context, "access can be exported")
-    export(run, role_of(role), to)
+    try:
+        export(run, Role.of_label(role), to)
+    except ValueError as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
     print(f"{to}: role {role} of run {run.name}; copy it over a trusted channel")
 
 
@@ -318,42 +313,41 @@ def logs(
     as_json: Json = False,
 ) -> None:
     """Print the log of a service."""
-    run = context.obj.run
-    raw = _as_json(context, as_json)
+    run = _run(context)
     with suppress(KeyboardInterrupt):
         keys = select(name, [*_known_keys(run), (SUPERVISOR, 0), *_registered_keys(run)])
-        is_local = isinstance(run, RunDir) and set(keys) <= {*_keys_at_home(run), (SUPERVISOR, 0)}
+        local = {*processes_at_home(load(run.topology)), (SUPERVISOR, 0)} if isinstance(run, RunDir) else set()
         positions = dict.fromkeys(keys, -1)
         shown = lines
         while True:
             new: list[str] = []
             for key in keys:
-                if is_local:
+                if isinstance(run, RunDir) and key in local:
                     page, positions[key] = log_page(run.log_file(*key), lines, positions[key])
                 else:
                     page, positions[key] = _remote_page(run, key, lines, positions[key])
                 new += page
             for line in sorted(new, key=_timestamp)[-shown:] if shown else []:
-                print(line if raw else readable(line), flush=True)
+                print(line if as_json else readable(line), flush=True)
             if not follow:
                 return
             shown = sys.maxsize
-            time.sleep(FOLLOW_S if is_local else REMOTE_FOLLOW_S)
+            time.sleep(FOLLOW_S if set(keys) <= local else REMOTE_FOLLOW_S)
+
+
+def _run(context: typer.Context) -> Run:
+    """Return the run that the options before the command name. Raises RpcError(bad_request)."""
+    given = context.find_root().params
+    return find(given["run"], given["access"])
 
 
 def _run_dir(context: typer.Context, what: str) -> RunDir:
-    """Return the run directory that the options name. Raises RpcError(bad_request) for a run on another machine."""
-    given = context.parent.params if context.parent is not None else {}
-    run = find(given.get("run"), given.get("access"))
+    """Return the directory of the run. Raises RpcError(bad_request) for a run on another machine."""
+    run = _run(context)
     if not isinstance(run, RunDir):
         text = f"{what} only on the host that holds the run directory; use --run there"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     return run
-
-
-def _as_json(context: typer.Context, as_json: bool) -> bool:
-    """Return whether JSON is wanted. The option may stand before or after the command."""
-    return as_json or context.obj.as_json
 
 
 def _remote_page(run: Run, key: Key, lines: int, position: int) -> tuple[list[str], int]:
@@ -367,11 +361,6 @@ def _known_keys(run: Run) -> list[Key]:
         state = asyncio.run(with_client(run, SUPERVISOR, messages.GetSupervisorState(), messages.SupervisorState))
         return [(process.service, process.instance) for process in state.processes]
     return [(spec.service, spec.instance) for spec in load(run.topology).services_plan()]
-
-
-def _keys_at_home(run: RunDir) -> list[Key]:
-    """Return the processes whose logs are in the run directory."""
-    return processes_at_home(load(run.topology))
 
 
 def _supervised_keys(run: Run) -> list[Key]:
@@ -405,7 +394,7 @@ def _timestamp(line: str) -> str:
 
 
 def _order(
-    context: typer.Context,
+    run: Run,
     request: Request,
     what: str,
     whom: Sequence[Key] | str,
@@ -414,9 +403,9 @@ def _order(
     as_json: bool,
 ) -> None:
     """Have the supervisor carry out `request`, and print what it does and to which processes."""
-    asyncio.run(with_client(context.obj.run, SUPERVISOR, request, messages.Ack, deadline_s))
+    asyncio.run(with_client(run, SUPERVISOR, request, messages.Ack, deadline_s))
     names = whom if isinstance(whom, str) else [service_name(*key) for key in whom]
-    if _as_json(context, as_json):
+    if as_json:
         print(json.dumps({what: names}))
     else:
         print(f"{what} {names if isinstance(names, str) else ', '.join(names)}")

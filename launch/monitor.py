@@ -15,20 +15,27 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import msgspec
 import typer
 import zmq
 
 from launch.viewers.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
+from launch.viewers.terminal import panes
 from launch.viewers.terminal.feed import LOST_S, Feed, opened
-from launch.viewers.terminal.plain import print_picture, print_row
+from launch.viewers.terminal.visible import visible
 from proto.messages import ErrorCode, TopicRow
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.security.access import Access
+
+WIDTH = 120
+EVERY_S = 1.0
+"""Seconds between two checks of the view. Several steps in between are printed as one line."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -62,7 +69,7 @@ def main(
         if web:
             _serve_page(watched, listen)
         if as_json or topic:
-            show = _print_json if as_json else print_row
+            show = _print_json if as_json else _print_row
             asyncio.run(_watch(watched, _print_rows(watched, tuple(topic or [""]), show)))
         elif plain or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
             asyncio.run(_watch(watched, _print_picture(watched)))
@@ -124,8 +131,25 @@ async def _print_rows(run: Run, prefixes: tuple[str, ...], show: Callable[[Topic
 
 
 async def _print_picture(run: Run) -> None:
+    """Print the picture once, then a line for each change, until the run ends."""
     await _check_access(run)
-    await print_picture(Feed(run))
+    feed = Feed(run)
+    follows = asyncio.create_task(feed.follow())
+    arrives = asyncio.create_task(feed.connected.wait())
+    try:
+        await asyncio.wait({follows, arrives}, return_when=asyncio.FIRST_COMPLETED)
+        await feed.read_all_files()
+        _print_all(feed)
+        teller = _Changes(feed)
+        while not follows.done():
+            await asyncio.wait({follows}, timeout=EVERY_S)
+            feed.read_files()
+            teller.tell()
+        follows.result()
+    finally:
+        for task in (follows, arrives):
+            task.cancel()
+        await asyncio.gather(follows, arrives, return_exceptions=True)
 
 
 async def _terminal(run: Run) -> None:
@@ -152,14 +176,64 @@ async def _check_access(run: Run) -> None:
 
 
 def _print_json(row: TopicRow) -> None:
-    line = {
-        "service": row.service,
-        "instance": row.instance,
-        "topic": row.topic,
-        "at": row.at,
-        "values": row.values,
-    }
-    print(json.dumps(line), flush=True)
+    print(json.dumps(msgspec.structs.asdict(row)), flush=True)
+
+
+def _print_row(row: TopicRow) -> None:
+    """Print a row of the stream."""
+    values = "  ".join(
+        f"{key}={value if isinstance(value, str) else format(value, '.6g')}" for key, value in row.values.items()
+    )
+    _print(f"{panes.clock(row.at)} {row.topic:<20} {row.service}/{row.instance}  {values}")
+
+
+def _print_all(feed: Feed) -> None:
+    view, now = feed.view, time.time()
+    _print(_headline(feed))
+    for line in (*panes.notices(view, WIDTH), *panes.pipeline(view, WIDTH)):
+        _print(line.plain)
+    for service in view.services(now):
+        _print("  ".join(cell.plain for cell in panes.service_cells(service)).rstrip())
+
+
+class _Changes:
+    """Prints what has changed since the last check."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._step = feed.view.progress().step
+        self._states = self._now_states()
+        self._notices = {line.plain for line in panes.notices(feed.view, WIDTH)}
+
+    def tell(self) -> None:
+        view = self._feed.view
+        for line in panes.notices(view, WIDTH):
+            if line.plain not in self._notices:
+                _print(line.plain)
+                self._notices.add(line.plain)
+        states = self._now_states()
+        for name, state in states.items():
+            if self._states.get(name) != state:
+                _print(f"{panes.clock(time.time())} {name} {state}")
+        self._states = states
+        progress = view.progress()
+        if progress.step != self._step:
+            self._step = progress.step
+            _print(f"{panes.clock(time.time())} {_headline(self._feed)}")
+
+    def _now_states(self) -> dict[str, str]:
+        return {
+            service.name: f"{service.state} {service.cause}".rstrip()
+            for service in self._feed.view.services(time.time())
+        }
+
+
+def _headline(feed: Feed) -> str:
+    return panes.headline(feed.run.name, feed.view.progress(), width=WIDTH).plain.rstrip()
+
+
+def _print(text: str) -> None:
+    print(visible(text), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ Row: `key u32` (index into the key names), `dtype u8` (code of `proto.dtypes`), 
 `offset u64` from the start of the file, `nbytes u64`, `checksum u64` (xxh3-64 of the data). The dimensions of a row are
 the next `ndim` entries of `dims`; `prod(dimensions) * itemsize == nbytes`. `counts[i]` (>= 1) rows belong to task i:
 the rows of a task are consecutive, tasks are in the order of their names, and the keys of a task are distinct and in
-the order used by its content hash. Names are ASCII and distinct, separated by one "\\n", without a trailing separator.
+the order used by its content hash. Names are ASCII and distinct, separated by one "\n", without a trailing separator.
 Offsets are canonical: row 0 begins at the first multiple of 64 at or after the end of the table, row i + 1 at the first
 multiple of 64 at or after the end of row i (an empty shard takes up no room), and the file ends exactly where the last
 row does. Padding bytes are not read. The content hash of a task is the xxh3-64 of the checksums of its rows, each as
 u64, in row order.
 
-A decoder raises WireError for a file that breaks one of these rules or exceeds one of the limits below.
-"""
+A decoder raises WireError for a file that breaks one of these rules or exceeds one of the limits below."""
 
 from __future__ import annotations
 
@@ -87,6 +86,35 @@ class Shard(NamedTuple):
     checksum: int
 
 
+class Selection(NamedTuple):
+    """Rows of a table, grouped by task. Entry i of each array except `counts` describes row i."""
+
+    counts: Array
+    """Number of rows of each requested task, in the order of the request."""
+    keys: Array
+    """Indices of the keys in the table."""
+    codes: Array
+    first: Array
+    """Start of the data, counted in elements of its type. It is a whole number, because item sizes divide 64 and
+    offsets are multiples of 64."""
+    end: Array
+    shapes: dict[int, tuple[int, ...]]
+    """Shape by row, for rows whose shape is not (end - first,)."""
+    numbers: Array
+    """Row numbers in the table."""
+
+    def columns(self) -> int:
+        """Return the number of rows per task if all tasks have the same keys and types, which is the usual case;
+        otherwise return 0."""
+        count = int(self.counts[0]) if len(self.counts) else 0
+        alike = count > 0 and bool(
+            (self.counts == count).all()
+            and (self.keys.reshape(-1, count) == self.keys[:count]).all()
+            and (self.codes.reshape(-1, count) == self.codes[:count]).all()
+        )
+        return count if alike else 0
+
+
 @dataclass(frozen=True, eq=False)
 class Table:
     """A header and a table that passed every check. Task i is `task_ids[i]` with fence `fences[i]`."""
@@ -138,6 +166,70 @@ class Table:
         rows = self._rows[int(self._starts[task]) : int(self._starts[task + 1])]
         return {
             self.keys[key]: digest for key, digest in zip(rows["key"].tolist(), rows["checksum"].tolist(), strict=True)
+        }
+
+    def select(self, tasks: Sequence[int], keys: Sequence[str] | None) -> Selection:
+        """Return the shards named in `keys` that the tasks (given by index) have, in the order of `keys`.
+
+        If `keys` is None, return all shards in file order.
+        """
+        where = np.asarray(tasks, np.int64)
+        begins = self._starts[where]
+        counts = self._starts[where + 1] - begins
+        picked = self._together(where, counts, keys)
+        if picked is None:
+            owner = np.repeat(np.arange(len(where)), counts)
+            picked = np.arange(len(owner)) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
+            if keys is not None:
+                rank = self._ranks(keys)[self._rows["key"][picked]]
+                wanted = np.flatnonzero(rank >= 0)
+                wanted = wanted[np.lexsort((rank[wanted], owner[wanted]))]
+                picked = picked[wanted]
+                counts = np.bincount(owner[wanted], minlength=len(where))
+        numbers = np.arange(picked.start, picked.stop) if isinstance(picked, slice) else picked
+        rows = self._rows[picked]
+        sizes = _ITEMSIZES[rows["dtype"]]
+        first = rows["offset"].astype(np.int64) // sizes
+        end = first + rows["nbytes"].astype(np.int64) // sizes
+        return Selection(counts, rows["key"], rows["dtype"], first, end, self._shapes(picked, rows["ndim"]), numbers)
+
+    def placed(self, numbers: Array | slice = slice(None)) -> tuple[list[int], list[int], list[int]]:
+        """Return the start offsets, end offsets and checksums of the rows with these numbers, or of all rows."""
+        rows = self._rows[numbers]
+        return rows["offset"].tolist(), (rows["offset"] + rows["nbytes"]).tolist(), rows["checksum"].tolist()
+
+    def named(self, numbers: Array) -> list[str]:
+        """Return the names `task_id#key` of the rows with these numbers."""
+        owners = np.searchsorted(self._starts, numbers, side="right") - 1
+        keys = self._rows["key"][numbers]
+        return [f"{self.task_ids[task]}#{self.keys[key]}" for task, key in zip(owners, keys, strict=True)]
+
+    def _together(self, where: Array, counts: Array, keys: Sequence[str] | None) -> slice | None:
+        """Return the rows as a slice if the tasks are consecutive and have exactly `keys` in order, as in a stream."""
+        if not len(where) or (np.diff(where) != 1).any():
+            return None
+        picked = slice(int(self._starts[where[0]]), int(self._starts[where[-1] + 1]))
+        if keys is None:
+            return picked
+        if not len(keys) or (counts != len(keys)).any():
+            return None
+        ranks = self._ranks(keys)[self._rows["key"][picked]].reshape(-1, len(keys))
+        return picked if (ranks == np.arange(len(keys))).all() else None
+
+    def _ranks(self, keys: Sequence[str]) -> Array:
+        """Return, for each key of the table, its index in `keys`, or -1 if `keys` does not contain it."""
+        place = {key: at for at, key in reversed(list(enumerate(keys)))}
+        return np.array([place.get(key, -1) for key in self.keys], np.int64)
+
+    def _shapes(self, picked: Array | slice, ndim: Array) -> dict[int, tuple[int, ...]]:
+        odd = np.flatnonzero(ndim != 1)
+        if not len(odd):
+            return {}
+        starts = self._dims_starts[picked][odd].tolist()
+        dims = self._dims
+        return {
+            row: tuple(dims[start : start + n].tolist())
+            for row, start, n in zip(odd.tolist(), starts, ndim[odd].tolist(), strict=True)
         }
 
 

@@ -1,20 +1,30 @@
-"""Encodes messages into frames and decodes them: envelope, body, tensor table, raw frames. Raises WireError only."""
+"""Encodes messages into frames and decodes them: envelope, body, tensor table, raw frames. Raises WireError only.
+
+Small numeric arrays inside a body have the msgpack-numpy format. The msgpack-numpy decoder unpickles kind `O`, and for
+type `|O` it builds object arrays over the sender's bytes, so it is called only after type, shape and size have been
+checked against closed lists.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgpack_numpy
 import msgspec
 import numpy as np
 
-from proto import envelope, inline, tensors
+from proto import envelope, tensors
 from proto.envelope import Envelope
 from proto.errors import WireError
-from proto.limits import CONTROL, Limits
+from proto.limits import CONTROL, MAX_INLINE_BYTES, MAX_NDIM, Limits
 from proto.registry import Message, by_type
 from proto.tensors import Array, Buffer
+
+INLINE_TYPES = frozenset(["|b1", "|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8"])
+_FIELDS = frozenset([b"nd", b"type", b"kind", b"shape", b"data"])
 
 
 class Decoded(msgspec.Struct, frozen=True):
@@ -25,9 +35,49 @@ class Decoded(msgspec.Struct, frozen=True):
     tensors: list[Array]
 
 
+def to_map(array: Array) -> dict[bytes, Any]:
+    """Return the msgpack-numpy map of `array`. Raises WireError if it exceeds 64 KiB or has a dtype that is not in
+    `INLINE_TYPES`.
+    """
+    wire = np.asarray(array)
+    if wire.dtype.str not in INLINE_TYPES:
+        raise WireError(f"inline array of dtype {wire.dtype}: use one of {', '.join(sorted(INLINE_TYPES))}")
+    if max(wire.nbytes, math.prod(dim or 1 for dim in wire.shape)) > MAX_INLINE_BYTES or wire.ndim > MAX_NDIM:
+        raise WireError(
+            f"inline array of shape {list(wire.shape)}, {wire.nbytes} bytes: limits are {MAX_INLINE_BYTES} bytes and "
+            f"{MAX_NDIM} dimensions; put it as a shard"
+        )
+    # For np.generic msgpack-numpy takes another branch (nd: False), so pass an array, even if it is 0-d.
+    encoded: dict[bytes, Any] = msgpack_numpy.encode(np.ascontiguousarray(wire).reshape(wire.shape))
+    encoded[b"data"] = bytes(encoded[b"data"])
+    return encoded
+
+
+def from_map(value: Any) -> Array:
+    """Check a decoded map and return its array, which owns its memory. Raises WireError only."""
+    if not isinstance(value, dict) or set(value) != _FIELDS or value[b"nd"] is not True:
+        raise WireError("inline array: not a msgpack-numpy array map")
+    kind, shape, data = value[b"type"], value[b"shape"], value[b"data"]
+    if not isinstance(kind, str) or kind not in INLINE_TYPES or value[b"kind"] not in (b"", ""):
+        raise WireError(f"inline array: type {str(kind)[:40]!r} of kind {str(value[b'kind'])[:40]!r} is not admitted")
+    if not isinstance(data, bytes) or len(data) > MAX_INLINE_BYTES:
+        raise WireError(f"inline array: data must be at most {MAX_INLINE_BYTES} bytes")
+    if not isinstance(shape, list | tuple) or len(shape) > MAX_NDIM:
+        raise WireError(f"inline array: shape must have at most {MAX_NDIM} dimensions")
+    for dim in shape:
+        if type(dim) is not int or dim < 0:
+            raise WireError(f"inline array: dimension {str(dim)[:40]} is not a size")
+    if math.prod(dim or 1 for dim in shape) > MAX_INLINE_BYTES:
+        raise WireError(f"inline array: shape {list(shape)}: limit is {MAX_INLINE_BYTES} bytes")
+    if math.prod(shape) * np.dtype(kind).itemsize != len(data):
+        raise WireError(f"inline array: shape {list(shape)} of {kind} is not {len(data)} bytes")
+    array: Array = msgpack_numpy.decode({**value, b"shape": tuple(shape)})
+    return np.array(array)
+
+
 def _enc_hook(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return inline.to_map(value)
+        return to_map(value)
     if isinstance(value, np.floating):
         return float(value)
     if isinstance(value, np.integer):
@@ -37,7 +87,7 @@ def _enc_hook(value: Any) -> Any:
 
 def _dec_hook(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
-        return inline.from_map(value)
+        return from_map(value)
     raise WireError(f"unknown field type {kind}")
 
 
@@ -104,7 +154,7 @@ def encode(
         request_id=request_id,
         incarnation=incarnation,
         flags=flags,
-        remaining_ms=_milliseconds(remaining_s),
+        remaining_ms=envelope.milliseconds(remaining_s),
         body_bytes=len(packed),
         frame_count=len(raw),
         table_bytes=len(table),
@@ -116,15 +166,6 @@ def encode(
         frames.append(table)
         frames.extend(raw)
     return frames
-
-
-def _milliseconds(remaining_s: float) -> int:
-    return min(max(int(remaining_s * 1000), 0), 0xFFFFFFFF)
-
-
-def with_remaining(header: Buffer, remaining_s: float) -> bytes:
-    """Return the envelope for sending a message again, with `remaining_s` seconds left until its caller's deadline."""
-    return envelope.with_remaining(header, max(_milliseconds(remaining_s), 1))
 
 
 def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:

@@ -51,10 +51,15 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
         return head + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
 
 
-def with_remaining(header: bytes | memoryview, remaining_ms: int) -> bytes:
-    """Return a packed header with a new remaining time and a new checksum."""
+def milliseconds(remaining_s: float) -> int:
+    """Return a remaining time as the header holds it."""
+    return min(max(int(remaining_s * 1000), 0), 0xFFFFFFFF)
+
+
+def with_remaining(header: bytes | memoryview, remaining_s: float) -> bytes:
+    """Return a packed header with a new remaining time, for sending a request again, and a new checksum."""
     head = bytearray(header[: _LAYOUT.size])
-    _REMAINING.pack_into(head, _REMAINING_OFFSET, remaining_ms)
+    _REMAINING.pack_into(head, _REMAINING_OFFSET, max(milliseconds(remaining_s), 1))
     return bytes(head) + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
 
 

@@ -96,12 +96,6 @@ def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: 
     return _assemble(picks, covered, names, rows[kept].copy(), dims, file_of[kept], pick_of[kept], key_of[kept])
 
 
-def rows_of(table: Table) -> tuple[list[int], list[int], list[int]]:
-    """Return the start offsets, end offsets and checksums of all rows of a table, in order."""
-    rows = table._rows
-    return rows["offset"].tolist(), (rows["offset"] + rows["nbytes"]).tolist(), rows["checksum"].tolist()
-
-
 def _spread(begins: Array, counts: Array) -> Array:
     """Concatenate the ranges `begins[i], begins[i] + 1, ...` of length `counts[i]`."""
     total = int(counts.sum())

@@ -80,18 +80,9 @@ def encode(arrays: Sequence[Array], limits: Limits) -> tuple[bytes, list[memoryv
         first = len(frames)
         for offset in range(0, len(data), limits.frame_bytes):
             frames.append(data[offset : offset + limits.frame_bytes])
-        rows.append(
-            _pack_row(
-                TensorRow(
-                    dtype=dtypes.by_numpy(wire.dtype),
-                    shape=wire.shape,
-                    nbytes=len(data),
-                    first_frame=first,
-                    frame_count=len(frames) - first,
-                    checksum=checksum(data),
-                )
-            )
-        )
+        dims = wire.shape + (0,) * (MAX_NDIM - wire.ndim)
+        code, count = dtypes.by_numpy(wire.dtype).code, len(frames) - first
+        rows.append(_ROW.pack(code, wire.ndim, 0, first, count, 0, len(data), checksum(data), *dims))
     if len(frames) > limits.frames:
         raise WireError(f"{len(frames)} frames for {len(arrays)} tensors: limit is {limits.frames}")
     return b"".join(rows), frames
@@ -107,13 +98,6 @@ def _check_size(index: int, shape: Sequence[int], itemsize: int, limits: Limits)
             f"tensor {index}: shape {list(shape)} of {itemsize}-byte elements: limit is "
             f"{min(limits.tensor_bytes, limits.total_bytes)} bytes; send larger tensors as shards"
         )
-
-
-def _pack_row(row: TensorRow) -> bytes:
-    shape = row.shape + (0,) * (MAX_NDIM - len(row.shape))
-    return _ROW.pack(
-        row.dtype.code, len(row.shape), 0, row.first_frame, row.frame_count, 0, row.nbytes, row.checksum, *shape
-    )
 
 
 def parse_table(table: Buffer, frame_count: int, limits: Limits) -> list[TensorRow]:

@@ -1,9 +1,9 @@
 """Defines `Batch`: a set of tasks, their keys and scalars, and the stores that hold their shards, with explicit
 transfers.
 
-A `Batch` is REMOTE (a handle: ids, sizes, stores), LOCAL (it also holds its arrays) or EMPTY (no tasks). Only `fetch`
-moves data: splitting and joining handles does not. A handle is sent as `BatchMeta`, so a controller passes only
-handles. All operations return a new batch.
+A `Batch` is REMOTE (a handle: ids, sizes, stores) or LOCAL (it also holds its arrays). Only `fetch` moves data:
+splitting and joining handles does not. A handle is sent as `BatchMeta`, so a controller passes only handles. All
+operations return a new batch.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Batch:
         )
 
     def __getitem__(self, key: str) -> list[Array]:
-        """Return the arrays under `key`, one per task. An EMPTY batch returns an empty list.
+        """Return the arrays under `key`, one per task. A batch without tasks returns an empty list.
 
         Raises RuntimeError if the arrays have not been fetched, and KeyError if there is no such key.
         """
@@ -190,7 +190,7 @@ class Batch:
         return [self.take(range(first, min(first + tasks, len(self)))) for first in range(0, len(self), tasks)]
 
     def chunk(self, count: int) -> list[Batch]:
-        """Return `count` batches with balanced token counts, in this batch's order. Some are EMPTY if there are fewer
+        """Return `count` batches with balanced token counts, in this batch's order. Some are empty if there are fewer
         tasks than batches.
 
         Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens. The
@@ -216,7 +216,7 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """Return a handle to the tasks of all batches in order. EMPTY batches are skipped.
+        """Return a handle to the tasks of all batches in order. Empty batches are skipped.
 
         Raises ValueError if their parts or the names of their scalars differ, or a task occurs twice.
         """

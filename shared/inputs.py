@@ -1,6 +1,6 @@
 """The record of a run's inputs, `inputs.json` in its directory: the rows and the models with which it began.
 
-Rows are recorded as digests (`shared.data.content`), and the files of a model by digests of their content. Reading all
+Rows are recorded as digests (`shared.data.source`), and the files of a model by digests of their content. Reading all
 bytes of a large model takes long, so a file whose size, inode, and times of modification and change are those on record
 counts as unchanged. The digests (XXH3) reveal mistakes; they do not protect against someone who wants a collision.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from shared.data.content import RowDigests
+from shared.data.source import RowDigests
 from shared.rpc.errors import BadInput
 
 _MODEL_FILES = (

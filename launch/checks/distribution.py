@@ -23,8 +23,7 @@ from proto.ids import make_task_id, new_incarnation
 from proto.messages import ErrorCode, Hold, PutTask, Resolve, Resolved
 from services.batch_store.relay import Relay
 from shared.dataplane.stream import StreamReader
-from shared.rpc.client import Client
-from shared.rpc.directory import Directory
+from shared.rpc.client import Client, Directory
 from shared.rpc.errors import AWAY, RpcError
 from shared.rundir import parse_service_name
 from shared.security.access import Access
@@ -87,7 +86,7 @@ async def _take(access: Access, data: dict[str, Any], folder: Path, host: str) -
                 await _whole(relay, task)
 
             await file(0, folder / "list.json")
-            rows = _rows(folder / "list.json")
+            rows = msgspec.json.decode((folder / "list.json").read_bytes(), type=list[DistributedFile])
             _check_room(folder, rows, host)
             for index, row in enumerate(rows, 1):
                 path = distribution.inside(folder, row)
@@ -124,10 +123,6 @@ def _resize(path: Path, nbytes: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         os.ftruncate(file.fileno(), nbytes)
-
-
-def _rows(path: Path) -> list[DistributedFile]:
-    return msgspec.json.decode(path.read_bytes(), type=list[DistributedFile])
 
 
 def _check_room(folder: Path, rows: list[DistributedFile], host: str) -> None:

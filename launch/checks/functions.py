@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from launch.processes.programs import child_environment
-from services.rollout.user_code.function_check import Wanted, problem
-from services.rollout.user_code.load import is_inline
+from services.rollout.user_code.load import Wanted, is_inline, problem
 from shared.rpc.errors import RpcError
 from shared.topology import Topology
 from shared.topology.algorithm import is_function
@@ -98,7 +97,7 @@ def _check_in_process(functions: Sequence[Wanted]) -> list[str]:
     ours, theirs = socket.socketpair()
     try:
         child = subprocess.Popen(
-            [sys.executable, "-m", "services.rollout.user_code.function_check", str(theirs.fileno())],
+            [sys.executable, "-m", "services.rollout.user_code.load", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # A module's output would appear among our lines.
             pass_fds=(theirs.fileno(),),

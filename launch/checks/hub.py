@@ -19,10 +19,10 @@ from typing import NoReturn
 from shared.data.source import nearest
 from shared.os_limits import DISK_FULL_ERRNOS
 from shared.topology import document, hub
+from shared.topology.document import Path, dotted
 from shared.topology.fields import format_size
 from shared.topology.hub import HubName
 from shared.topology.load import value_at
-from shared.topology.problem import Path, dotted
 
 _SHARD = re.compile(r"(-\d+-of-\d+)?\.(parquet|jsonl)$")
 

@@ -12,15 +12,16 @@ import os
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from launch.processes.programs import ROOT, child_environment
 from shared.topology import Topology
 from shared.topology.capacity import max_sample_tokens
-from shared.topology.passes import Passes, exceeds
+from shared.topology.passes import Passes, Verdict, exceeds
 
 LIMIT_CPU_S, LIMIT_S, LIMIT_BYTES = 30, 300.0, 2 * 1024**3
 """Limits of the process: seconds of processor time, seconds, and bytes of private memory."""
@@ -28,41 +29,31 @@ _NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of config.json on which no result depends."""
 
 
-@dataclass(frozen=True)
-class ModelProof:
-    """What is proved for a model. `cpu_s` is the processor time that it took, or None if it was known."""
-
-    passes: Passes
-    refused: str
-    reasons: list[str]
-    model: str
-    cpu_s: float | None
-
-
-def prove(topology: Topology) -> ModelProof:
+def prove(topology: Topology) -> Verdict:
     """Return the proof for the topology's model. Raises OSError or ValueError if its config.json cannot be read."""
     folder = Path(topology.policy.model)
     config = json.loads((folder / "config.json").read_bytes())
     longest = _longest(topology)
-    file = _cache() / f"{_key(config, longest, topology)}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
+    file = cache / f"{_key(config, longest, topology)}.json"
     try:
-        return _proof(json.loads(file.read_bytes()), None)
-    except (OSError, ValueError, KeyError, TypeError):
+        return msgspec.structs.replace(msgspec.json.decode(file.read_bytes(), type=Verdict), cpu_s=None)
+    except (OSError, msgspec.DecodeError):
         pass  # It is not known yet.
     verdict = compute(folder, longest)
     if isinstance(verdict, str):
-        return ModelProof(Passes(), "", [f"no proof: {verdict}"], folder.name, None)
+        return Verdict(reasons=[f"no proof: {verdict}"], model=folder.name)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(verdict))
+        partial.write_bytes(msgspec.json.encode(verdict))
         partial.replace(file)
     except OSError:
         pass  # It is computed again next time.
-    return _proof(verdict, verdict["cpu_s"])
+    return verdict
 
 
-def problems(proof: ModelProof, wanted: Passes | None) -> list[str]:
+def problems(proof: Verdict, wanted: Passes | None) -> list[str]:
     """Return the reasons why a run cannot use the model, or the `wanted` passes."""
     if proof.refused:
         return [
@@ -75,7 +66,7 @@ def problems(proof: ModelProof, wanted: Passes | None) -> list[str]:
     ]
 
 
-def described(proof: ModelProof) -> str:
+def described(proof: Verdict) -> str:
     """Return one line for human readers."""
     when = "known" if proof.cpu_s is None else f"proved in {proof.cpu_s:.1f} s of processor time"
     return f"{proof.model}: {proof.passes} ({when})"
@@ -97,16 +88,7 @@ def _key(config: dict[str, Any], longest: int | None, topology: Topology) -> str
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
-
-
-def _proof(verdict: dict[str, Any], cpu_s: float | None) -> ModelProof:
-    passes = Passes(sequences=verdict["sequences"], head=verdict["head"], decoder=verdict["decoder"])
-    return ModelProof(passes, verdict["refused"], verdict["reasons"], verdict["model"], cpu_s)
-
-
-def compute(folder: Path, longest: int | None) -> dict[str, Any] | str:
+def compute(folder: Path, longest: int | None) -> Verdict | str:
     """Return the verdict, or why there is none."""
     command = [sys.executable, "-m", "shared.model.proof", str(folder), *([] if longest is None else [str(longest)])]
     try:
@@ -119,10 +101,10 @@ def compute(folder: Path, longest: int | None) -> dict[str, Any] | str:
             preexec_fn=_limit,
             text=True,
         )
-        return dict(json.loads(done.stdout.splitlines()[-1]))
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Verdict)
     except subprocess.TimeoutExpired:
         return f"it took longer than {LIMIT_S:g} s"
-    except (OSError, ValueError, IndexError):
+    except (OSError, IndexError, msgspec.DecodeError):
         last = (done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"])[-1]
         return f"limits are {LIMIT_CPU_S} s of processor time and {LIMIT_BYTES >> 30} GiB: {last[:200]}"
 

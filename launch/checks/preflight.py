@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from launch.checks import functions, memory, model_proof
-from launch.processes import gpus
+from launch.checks import functions, model_proof
+from launch.processes.plan import gpus_described, gpus_wanted, own_gpus, visible_gpus
 from services.tracker.exporter import missing
 from shared.data import DataError, open_source
-from shared.data.content import RowDigests, read_rows
+from shared.data.source import RowDigests, read_rows
 from shared.os_limits import host_bytes
 from shared.rundir import SHM_ROOT
 from shared.security.connections import MOST_CONNECTIONS, most_connections
@@ -31,9 +31,10 @@ from shared.topology import (
     snapshot_bytes,
     tied_weights,
 )
+from shared.topology.document import dotted
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import MemoryPlace
-from shared.topology.monitor import prometheus_token_problems, split_address, web_token_problems
+from shared.topology.monitor import split_address, token_problems
 
 NO_ROWS: Mapping[str, RowDigests] = MappingProxyType({})
 SHOWN_ROWS = 3
@@ -84,8 +85,7 @@ def check(topology: Topology, file: str, begun: Mapping[str, RowDigests] = NO_RO
     _check_connections(topology, findings)
     _check_trackers(topology, findings)
     check_doors(topology, findings)
-    _check_page(topology, findings)
-    _check_exporter(topology, findings)
+    _check_monitor(topology, findings)
     return findings
 
 
@@ -235,9 +235,9 @@ def _check_memory(topology: Topology, findings: Findings) -> None:
 
 def _check_model_memory(topology: Topology, findings: Findings) -> None:
     """Check that the model being trained fits into the memory of this machine and of its GPUs."""
-    names = gpus.own_gpus()
+    names = own_gpus()
     try:
-        visible = gpus.visible_gpus(topology, names if gpus.wanted(topology) <= len(names) else None)
+        visible = visible_gpus(topology, names if gpus_wanted(topology) <= len(names) else None)
         elements = model_files.parameter_count(topology.policy.model)
     except (OSError, ValueError):
         return  # Another check reports it, or the model is not here yet.
@@ -245,7 +245,7 @@ def _check_model_memory(topology: Topology, findings: Findings) -> None:
     room = room_of(topology, places)
     for place, uses in places.items():
         if place in room:
-            findings.error(*memory.too_large(topology, elements, place, uses, room[place]))
+            findings.error(*memory_plan.too_large(topology, elements, place, uses, room[place]))
 
 
 def vocabulary(topology: Topology) -> int:
@@ -298,11 +298,11 @@ def _refused_snapshots(topology: Topology) -> str:
 
 
 def _check_gpus(topology: Topology, findings: Findings) -> None:
-    names, needed = gpus.own_gpus(), gpus.wanted(topology)
+    names, needed = own_gpus(), gpus_wanted(topology)
     if needed > len(names):
         seen = "CUDA_VISIBLE_DEVICES names" if "CUDA_VISIBLE_DEVICES" in os.environ else "this machine has"
         findings.error(
-            f"services.*.gpus: {needed} GPUs wanted ({gpus.described(topology)}), but {seen} {len(names)}; "
+            f"services.*.gpus: {needed} GPUs wanted ({gpus_described(topology)}), but {seen} {len(names)}; "
             "lower them, or let services take turns (placement.colocate)"
         )
     _check_allocator(topology, findings)
@@ -365,25 +365,15 @@ def check_doors(topology: Topology, findings: Findings) -> None:
             return
 
 
-def _check_page(topology: Topology, findings: Findings) -> None:
-    """Check the tokens of the browser page, and that its address can be used."""
-    web = topology.services.monitor.web
-    if web is None:
-        return
-    problems = web_token_problems(web)
-    findings.error(*(f"{'.'.join(map(str, path))}: {message}" for path, message in problems))
-    _check_address(split_address(web.listen), ("services.monitor.web.listen",) * 2, findings)
-
-
-def _check_exporter(topology: Topology, findings: Findings) -> None:
-    """Check the libraries and the token of the exporter, and that its address can be used."""
+def _check_monitor(topology: Topology, findings: Findings) -> None:
+    """Check the libraries and the token files of the browser page and the exporter, and that their addresses can be
+    used."""
+    monitor = topology.services.monitor
+    findings.error(*(f"{dotted(path)}: {message}" for path, message in token_problems(monitor)))
     findings.error(*missing_libraries(topology))
-    prometheus = topology.services.monitor.prometheus
-    if prometheus is not None:
-        problems = prometheus_token_problems(prometheus)
-        findings.error(*(f"{'.'.join(map(str, path))}: {message}" for path, message in problems))
-        keys = ("services.monitor.prometheus.listen",) * 2
-        _check_address(split_address(prometheus.listen), keys, findings)
+    for name, section in (("web", monitor.web), ("prometheus", monitor.prometheus)):
+        if section is not None:
+            _check_address(split_address(section.listen), (f"services.monitor.{name}.listen",) * 2, findings)
 
 
 def missing_libraries(topology: Topology) -> list[str]:

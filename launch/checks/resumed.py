@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import structlog
@@ -13,11 +12,12 @@ import structlog
 from launch.checks.preflight import Findings, sources
 from launch.processes.plan import SUPERVISOR
 from proto.messages import ErrorCode
-from shared.data.content import RowDigests
+from shared.data.source import RowDigests
 from shared.inputs import Inputs, changed, compared, shortened, uncertain, with_digest
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.topology import Topology, load_resolved
+from shared.topology.load import value_at
 
 FIXED = (
     "run.seed",
@@ -66,7 +66,7 @@ def begun(path: Path, topology: Topology) -> tuple[Inputs, Topology]:
     if passes is None or not topology.run.deterministic:
         then["policy"]["passes"] = now["policy"]["passes"]  # other passes change nothing but the last bits
     fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
-    differ = [key for key in fixed if _value_at(then, key.split(".")) != _value_at(now, key.split("."))]
+    differ = [key for key in fixed if value_at(then, (*key.split("."),)) != value_at(now, (*key.split("."),))]
     if old.needs_reference != topology.needs_reference and "algorithm" not in differ:
         differ.append("algorithm.kl")
     if differ:
@@ -76,15 +76,6 @@ def begun(path: Path, topology: Topology) -> tuple[Inputs, Topology]:
             f"resume it with {path / 'topology.yaml'}, or begin a new run",
         )
     return Inputs.load(path), topology
-
-
-def _value_at(document: Any, key: list[str]) -> Any:
-    """Return the value of a key, or None. The part `*` of a key stands for every name."""
-    if not key or not isinstance(document, dict):
-        return None if key else document
-    if key[0] == "*":
-        return {name: _value_at(value, key[1:]) for name, value in document.items()}
-    return _value_at(document.get(key[0]), key[1:])
 
 
 def inputs_now(topology: Topology, rows: dict[str, RowDigests], then: Inputs) -> Inputs:

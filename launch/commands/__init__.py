@@ -1,1 +1,1 @@
-"""Code that the commands share: printing, signals, run directories, and the agent of a host."""
+"""Code that the commands share: printing, run directories, access files, and evaluations."""

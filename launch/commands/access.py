@@ -15,14 +15,6 @@ from shared.security.roles import Role
 from shared.topology import load
 
 
-def role_of(label: str) -> Role:
-    """Return the role called `label`. Raises RpcError(bad_request) if no role has that name."""
-    try:
-        return Role.of_label(label)
-    except ValueError as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
-
-
 def export(run: RunDir, role: Role, file: Path) -> None:
     """Write an access file to `file`, with mode 0600, for a machine that connects to `run` as `role`.
 

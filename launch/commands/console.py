@@ -10,28 +10,25 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch.checks import preflight
-from launch.checks.memory import memory_lines
 from launch.commands import evaluation
 from launch.placement.book import Told
-from launch.processes.gpus import own_gpus, visible_gpus, wanted
-from launch.processes.plan import module_of, processes_at_home, threads_of
-from launch.spares.heavy import spare_kinds
-from launch.spares.processes import SpareNotice
+from launch.processes.plan import gpus_wanted, module_of, own_gpus, processes_at_home, threads_of, visible_gpus
+from launch.spares.processes import spare_kinds
 from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.viewers.report import write_in_time
 from proto.messages import Status
-from services.scheduler.journal import rewinds
+from services.scheduler.journal_files import rewinds
 from services.tracker.ledger import unsent
 from shared.actor.service import ProcessState
 from shared.rundir import RunDir, checkpoint_steps, service_name
 from shared.runfiles import warnings
 from shared.runfiles.lines import FollowedFile
 from shared.runfiles.logs import last_lines, shorten
-from shared.topology import Topology, model_memory, snapshot_bytes
+from shared.topology import Topology, memory_plan, snapshot_bytes
 from shared.topology.fields import format_size
-from shared.topology.memory_plan import by_place, uses
+from shared.topology.memory_plan import by_place, memory_lines, uses
 from shared.topology.model_files import parameter_count
 
 STATUS_DEADLINE_S = 2.0
@@ -57,14 +54,14 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
         f"snapshots      {snapshot_bytes(topology) >> 20} MiB of the trainer's state, in the same folder as the store"
     )
     names = own_gpus()
-    gpus = visible_gpus(topology, names if wanted(topology) <= len(names) else None)
+    gpus = visible_gpus(topology, names if gpus_wanted(topology) <= len(names) else None)
     plan = topology.services_plan()
     width = max(len("gpus"), *map(len, gpus.values()))
     hosts = {spec: f"{spec.host or _HERE}  " for spec in plan} if len(topology.store_hosts()) > 1 else {}
     far = max(map(len, hosts.values()), default=0)
     try:
         elements = parameter_count(topology.policy.model)
-        model = {key: format_size(nbytes) for key, nbytes in model_memory.per_process(topology, elements).items()}
+        model = {key: format_size(nbytes) for key, nbytes in memory_plan.per_process(topology, elements).items()}
         places = by_place(uses(topology, elements, gpus, preflight.vocabulary(topology)))
         memory = memory_lines(topology, places, preflight.room_of(topology, places))
     except (OSError, ValueError):
@@ -89,7 +86,7 @@ class Console:
         self._run = run
         self._topology = topology
         self._screen = screen
-        self._metrics = Metrics(run.metrics, steps=topology.run.last_step)
+        self._metrics = Metrics(run.path, steps=topology.run.last_step)
         self._begun = time.monotonic()
         self._rewinds = len(rewinds(run.journal))
         self._warnings = FollowedFile(run.warnings)
@@ -121,7 +118,7 @@ class Console:
                 f"{service_name(*event.key)}: {shorten(event.cause)}; the run goes on without it "
                 f"(ctl restart {service_name(*event.key)} starts it again), log: {self._run.log_file(*event.key)}"
             )
-        elif isinstance(event, SpareNotice | Told):
+        elif isinstance(event, Told):
             self.notice(event.text)
         elif isinstance(event, Reported) and event.state == ProcessState.DRAINING and event.cause:
             self.notice(f"stopping: {event.cause} (again: kill now)")

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from proto.messages import ErrorCode
-from shared import model_folder
 from shared.checkpoint_files import MODEL, STATE, verify
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps
@@ -88,14 +87,6 @@ def _differences(own: Mapping[str, list[int]], expected: Mapping[str, list[int]]
     common = sorted(mine.keys() & theirs.keys())
     reshaped = [f"{name} is {mine[name]}, not {theirs[name]}" for name in common if mine[name] != theirs[name]]
     return reshaped + missing + strange
-
-
-def add_model(checkpoint: Path, topology: Topology, target: Path) -> None:
-    """Make `target` a model folder with the weights from a checkpoint and the other files from the policy's model.
-
-    Raises OSError.
-    """
-    model_folder.from_checkpoint(checkpoint, Path(topology.policy.model), target, topology.policy.dtype)
 
 
 def table(topology: Topology, row: Mapping[str, float]) -> list[str]:

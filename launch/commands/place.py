@@ -1,4 +1,4 @@
-"""Creates the directory of a new run, or reopens the directory of an old one. Two launchers never share a directory."""
+"""Finds and creates the directories of runs. Two launchers never share a directory."""
 
 from __future__ import annotations
 
@@ -129,15 +129,6 @@ def create(path: Path, topology: Topology, folder: Path | None = None) -> RunDir
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise _in_use_error(path, "another launcher") from None
         raise
-
-
-def reopen(path: Path, topology: Topology) -> RunDir:
-    """Reopen a run with new sockets and shared memory, to continue under `topology`, which `launch.checks.resumed` has
-    compared.
-
-    Raises OSError if there is no room for what a run needs when it starts.
-    """
-    return RunDir.reopen(path, topology=topology, shm_root=preflight.shm_root(topology))
 
 
 def cannot_start_text(path: Path, topology: Topology, error: OSError) -> str:

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from launch.processes.gpus import visible_gpus
-from launch.processes.plan import Key, threads_of
+from launch.processes.plan import Key, threads_of, visible_gpus
 from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow, WaitKind, WaitRow
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
@@ -35,22 +34,6 @@ class HostState(StrEnum):
     JOINED = "JOINED"
     LOST = "LOST"
     ENDED = "ENDED"
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Processes that run on one host together: a single instance, the ranks of one model that the topology places
-    there, or services that share GPUs."""
-
-    host: str
-    """The host that the topology names."""
-    processes: Mapping[Key, Sequence[int]]
-    """The GPUs of each process, numbered from the unit's first GPU."""
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs that the unit needs."""
-        return max((gpu + 1 for numbers in self.processes.values() for gpu in numbers), default=0)
 
 
 @dataclass(frozen=True)
@@ -81,14 +64,22 @@ HostEffect = HostLost | Told | Unable
 
 
 @dataclass(frozen=True, eq=False)
-class _UnitPlace:
-    """The place where a unit runs or will run."""
+class UnitPlace:
+    """The place of a unit: processes that run on one host together. They are a single instance, the ranks of one model
+    that the topology places there, or services that share GPUs."""
 
-    unit: Unit
+    processes: Mapping[Key, Sequence[int]]
+    """The GPUs of each process, numbered from the unit's first GPU."""
     host: str
-    first_gpu: int
-    number: int
+    """The host on which the unit runs or will run: at first, the one that the topology names."""
+    first_gpu: int = 0
+    number: int = 0
     """Rank among units without a host: units that were planned first are placed first."""
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the unit needs."""
+        return max((gpu + 1 for numbers in self.processes.values() for gpu in numbers), default=0)
 
 
 @dataclass
@@ -123,9 +114,9 @@ class HostBook:
         for number, name in enumerate(stores):
             if topology is not None and name is not None and name != topology.home:
                 self.hosts[name] = HostEntry(name, topology.placement.hosts[name].gpus, ("batch-store", number))
-        self._places: dict[Key, _UnitPlace] = {}
+        self._places: dict[Key, UnitPlace] = {}
         """The place of every process except the stores."""
-        self._on: dict[str, dict[_UnitPlace, None]] = {name: {} for name in self.hosts}
+        self._on: dict[str, dict[UnitPlace, None]] = {name: {} for name in self.hosts}
         """The places on each host, so that a report of one host can be handled without looking at the other hosts."""
         self._numbers = itertools.count()
         self._next_store = len(stores)
@@ -200,14 +191,14 @@ class HostBook:
     def plan(self, topology: Topology) -> None:
         """Place the processes of `topology`. Processes that already have a place keep it."""
         self._threads = {spec.service: threads_of(topology, spec.service) for spec in topology.services_plan()}
-        placed = {frozenset(place.unit.processes): place for place in self._places.values()}
+        placed = {frozenset(place.processes): place for place in self._places.values()}
         units = {frozenset(unit.processes): unit for unit in _units(topology)}
         for keys in placed.keys() - units.keys():
             self._remove(placed[keys])
         for keys, unit in units.items():
             if keys not in placed:
                 first = self._first_gpu(self.hosts[unit.host], unit)
-                self._put(_UnitPlace(unit, unit.host, first or 0, next(self._numbers)))
+                self._put(replace(unit, first_gpu=first or 0, number=next(self._numbers)))
 
     def report(self, report: HostReport, now: float) -> tuple[HostOrders, list[HostEffect]]:
         """Process an agent's report. Return the agent's orders, and the effects to carry out.
@@ -277,7 +268,7 @@ class HostBook:
     def _orders(self, host: HostEntry) -> HostOrders:
         placed: dict[Key, list[int]] = {host.store: []}
         for place in self._on[host.name]:
-            placed.update({key: [place.first_gpu + gpu for gpu in gpus] for key, gpus in place.unit.processes.items()})
+            placed.update({key: [place.first_gpu + gpu for gpu in gpus] for key, gpus in place.processes.items()})
         rows = [HostProcess(*key, self._threads.get(key[0], 1), gpus) for key, gpus in placed.items()]
         return HostOrders(processes=rows, ends=self.ending)
 
@@ -292,53 +283,53 @@ class HostBook:
         heapq.heapify(loads)
         too_large: float = math.inf  # no host has this many adjacent free GPUs
         for place in homeless:
-            if place.unit.gpus >= too_large:
+            if place.gpus >= too_large:
                 continue
             full = []
             while loads:
                 load, at = heapq.heappop(loads)
                 full.append((load, at))
-                first = self._first_gpu(joined[at], place.unit)
+                first = self._first_gpu(joined[at], place)
                 if first is not None:
-                    full[-1] = (load + len(place.unit.processes), at)
+                    full[-1] = (load + len(place.processes), at)
                     self._move(place, joined[at], first, effects)
                     break
             else:
-                too_large = place.unit.gpus
+                too_large = place.gpus
             for entry in full:
                 heapq.heappush(loads, entry)
 
-    def _move(self, place: _UnitPlace, host: HostEntry, first_gpu: int, effects: list[HostEffect]) -> None:
+    def _move(self, place: UnitPlace, host: HostEntry, first_gpu: int, effects: list[HostEffect]) -> None:
         self._remove(place)
         self._put(replace(place, host=host.name, first_gpu=first_gpu))
-        names = ", ".join(service_name(*key) for key in place.unit.processes)
+        names = ", ".join(service_name(*key) for key in place.processes)
         effects.append(Told(f"{names}: placed on host {host.name} instead of {place.host}"))
 
-    def _put(self, place: _UnitPlace) -> None:
-        self._places.update(dict.fromkeys(place.unit.processes, place))
+    def _put(self, place: UnitPlace) -> None:
+        self._places.update(dict.fromkeys(place.processes, place))
         self._on[place.host][place] = None
 
-    def _remove(self, place: _UnitPlace) -> None:
-        for key in place.unit.processes:
+    def _remove(self, place: UnitPlace) -> None:
+        for key in place.processes:
             del self._places[key]
         del self._on[place.host][place]
 
     def _load(self, host: HostEntry) -> int:
-        return sum(len(place.unit.processes) for place in self._on[host.name])
+        return sum(len(place.processes) for place in self._on[host.name])
 
-    def _first_gpu(self, host: HostEntry, unit: Unit) -> int | None:
+    def _first_gpu(self, host: HostEntry, unit: UnitPlace) -> int | None:
         """Return the first of the adjacent free GPUs that a unit would get on a host, or None if there is no room."""
         taken = {
             gpu
             for place in self._on[host.name]
-            if place.unit is not unit
-            for gpu in range(place.first_gpu, place.first_gpu + place.unit.gpus)
+            if place.processes is not unit.processes
+            for gpu in range(place.first_gpu, place.first_gpu + place.gpus)
         }
         starts = range(host.gpus - unit.gpus + 1)
         return next((at for at in starts if taken.isdisjoint(range(at, at + unit.gpus))), None)
 
 
-def _units(topology: Topology) -> list[Unit]:
+def _units(topology: Topology) -> list[UnitPlace]:
     """Return the units that the topology places on other hosts, except the stores."""
     seen = visible_gpus(topology)
     ranks = {**topology.ranks, "rollout": 1}
@@ -352,5 +343,5 @@ def _units(topology: Topology) -> list[Unit]:
     for (host, *_), keys in groups.items():
         gpus = {key: [int(gpu) for gpu in seen[key].split(",") if gpu] for key in keys}
         base = min((gpu for numbers in gpus.values() for gpu in numbers), default=0)
-        units.append(Unit(host, {key: [gpu - base for gpu in numbers] for key, numbers in gpus.items()}))
+        units.append(UnitPlace({key: [gpu - base for gpu in numbers] for key, numbers in gpus.items()}, host))
     return units

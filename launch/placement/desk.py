@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 import structlog
@@ -35,13 +34,8 @@ END_S = 40.0
 """Maximum seconds to wait for agents to stop their processes at the end of a run."""
 
 
-@dataclass(frozen=True)
-class OtherHosts:
-    """The hosts of a run except the one on which it was started. By default, there are none."""
-
-    book: HostBook = field(default_factory=HostBook)
-    refusals: Callable[[str, HostFacts], Sequence[str]] = lambda host, facts: ()
-    """Returns the reasons why a host with these facts cannot take part."""
+Refusals = Callable[[str, HostFacts], Sequence[str]]
+"""Returns the reasons why a host with these facts cannot take part in the run."""
 
 
 class HostDesk:
@@ -49,25 +43,25 @@ class HostDesk:
 
     def __init__(
         self,
-        hosts: OtherHosts,
+        book: HostBook,
+        refusals: Refusals | None,
         mailbox: Mailbox,
         scheduler: Callable[[], Client],
         client_of: Callable[[str, str], Client],
         *,
-        on_notice: Callable[[Told], None],
+        on_notice: Callable[[str], None],
         on_unable: Callable[[str], None],
     ) -> None:
         """The agents ask at `mailbox`. `scheduler` returns the scheduler's client, and `client_of` the client of a
         process by its name and endpoint. `on_notice` is called with each line for the user, and `on_unable` with the
         cause if the processes of a host cannot continue.
         """
-        self.book = hosts.book
-        self._refusals = hosts.refusals
+        self.book, self._refusals = book, refusals
         self._scheduler, self._client_of = scheduler, client_of
         self._refused: dict[str, str] = {}
         """The last reasons for which each host was refused."""
         self.on_unable = on_unable
-        self._on_notice = on_notice
+        self.tell = on_notice
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._log = structlog.get_logger("hosts")
@@ -91,10 +85,6 @@ class HostDesk:
         """Treat a host as lost, because the placement engine reports that it is gone."""
         self._carry_out(self.book.lose(host, cause, asyncio.get_running_loop().time()))
 
-    def tell(self, text: str) -> None:
-        """Show a line to the user."""
-        self._on_notice(Told(text))
-
     def end(self) -> None:
         """Have all agents stop their processes."""
         if not self.book.ending:
@@ -112,7 +102,7 @@ class HostDesk:
     def _on_check(self, check: HostCheck, call: Call) -> Ack:
         with self._telling_refusals(check.host):
             self.book.host(check.host)
-            if problems := self._refusals(check.host, check.facts):
+            if self._refusals is not None and (problems := self._refusals(check.host, check.facts)):
                 raise RpcError(ErrorCode.BAD_REQUEST, "\n".join(problems))
         return Ack()
 
@@ -151,7 +141,7 @@ class HostDesk:
                     gone = HostGone(host=effect.host, incarnations=effect.incarnations, cause=effect.cause)
                     self._background(self._tell_scheduler(gone))
                 case Told():
-                    self._on_notice(effect)
+                    self.tell(effect.text)
                 case Unable():
                     self.on_unable(effect.cause)
                 case _:

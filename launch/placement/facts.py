@@ -10,14 +10,13 @@ import socket
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-from launch.processes.gpus import own_gpus
+from launch.processes.plan import own_gpus
+from launch.processes.programs import ROOT
 from proto.messages import HostFacts
 from shared.topology import Topology, distribution
 from shared.topology.fields import format_size
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "shared", "services", "launch")
 CLOCK_LIMIT_S = 2.0
 """Maximum difference between the clocks of two hosts, in seconds. It is limited because the logs of a run are ordered
@@ -38,13 +37,13 @@ def facts(problems: Sequence[str] = ()) -> HostFacts:
     )
 
 
-def compare(home: HostFacts, there: HostFacts, gpus: int) -> list[str]:
-    """Return the reasons why a host that should have `gpus` GPUs cannot take part in a run that was started at `home`,
-    one line each."""
+def refusals(topology: Topology, home: HostFacts, name: str, there: HostFacts) -> list[str]:
+    """Return the reasons why the host `name` cannot take part in a run that was started at `home`, one line each."""
+    gpus = topology.placement.hosts[name].gpus
     reasons = []
     if there.code != home.code:
         reasons.append(f"a different rlbus (code {there.code}, here {home.code}); install the same release on both")
-    if _minor(there.python) != _minor(home.python):
+    if there.python.rpartition(".")[0] != home.python.rpartition(".")[0]:  # patch releases may differ
         reasons.append(f"Python {there.python}, here {home.python}; use the same on both")
     if there.torch != home.torch:
         reasons.append(f"torch {there.torch or 'missing'}, here {home.torch}; install the same on both")
@@ -59,28 +58,15 @@ def compare(home: HostFacts, there: HostFacts, gpus: int) -> list[str]:
             f"its clock is {abs(there.clock_s):.1f} s {way} home's (limit {CLOCK_LIMIT_S:g} s); synchronise them "
             "(chrony, ntp)"
         )
-    return [*reasons, *there.problems]
-
-
-def refusals(topology: Topology, home: HostFacts, name: str, there: HostFacts) -> list[str]:
-    """Return the reasons why the host `name` cannot take part in a run that was started at `home`, one line each."""
-    room = room_problem(topology, there)
-    return [*compare(home, there, topology.placement.hosts[name].gpus), *([room] if room else [])]
-
-
-def room_problem(topology: Topology, there: HostFacts) -> str:
-    """Return a line if a host has no room for the files that it would fetch from home. Return an empty string if it has
-    room or fetches no files.
-    """
-    if not topology.policy.distribute:
-        return ""
-    needed = sum(file.nbytes for file, _ in distribution.files(topology.document()))
-    if needed <= there.free_bytes:
-        return ""
-    return (
-        f"policy.distribute: {format_size(needed)} of model and data do not fit: the disk of its working directory has "
-        f"{format_size(there.free_bytes)} left; make room there"
-    )
+    reasons += there.problems
+    if topology.policy.distribute:
+        needed = sum(file.nbytes for file, _ in distribution.files(topology.document()))
+        if needed > there.free_bytes:
+            reasons.append(
+                f"policy.distribute: {format_size(needed)} of model and data do not fit: the disk of its working "
+                f"directory has {format_size(there.free_bytes)} left; make room there"
+            )
+    return reasons
 
 
 def clock_ahead(sent_at: float, there_at: float, received_at: float) -> float:
@@ -107,7 +93,3 @@ def _torch() -> str:
         return version("torch")
     except PackageNotFoundError:
         return ""
-
-
-def _minor(text: str) -> str:
-    return text.rpartition(".")[0]

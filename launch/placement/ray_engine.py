@@ -60,12 +60,11 @@ class RayEngine:
         self.machines: dict[str, str] = {}
         """The host name of the node of each host, once `check` has returned."""
 
-    def check(self, path: Path) -> Findings:
+    def check(self, path: Path, findings: Findings) -> None:
         """Connect to the cluster, find a node for each host and have it check itself. `path` is the run directory.
 
         A host on which nothing has to run may have no node yet.
         """
-        findings = Findings()
         self._path = path.absolute()
         needed = {spec.host for spec in self._topology.away_plan() if spec.service != "batch-store"}
         try:
@@ -96,7 +95,6 @@ class RayEngine:
                             findings.warnings.append(f"host {news.host}: {text}; {remedy}")
         except RpcError as error:
             findings.errors.append(str(error))
-        return findings
 
     def start(self, access: Access, desk: HostDesk) -> None:
         """Keep an agent on every host from now on, and report losses to `desk`. Runs on the supervisor's event loop."""

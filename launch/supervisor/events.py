@@ -51,15 +51,6 @@ class Reported:
 
 
 @dataclass(frozen=True)
-class Silent:
-    """A process that was READY has not answered any message for `seconds`."""
-
-    key: Key
-    pid: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Exited:
     """A process has exited. `status` is its exit status, or minus the number of the signal that ended it.
 
@@ -103,7 +94,8 @@ class StartAsked:
 
 @dataclass(frozen=True)
 class KillOrdered:
-    """The scheduler wants this process killed because it hangs while others wait. It counts as failed and restarts."""
+    """This process hangs: it does not answer, or the scheduler says that others wait for it. It is killed, counts as
+    failed and restarts."""
 
     key: Key
     pid: int
@@ -135,7 +127,6 @@ Event = (
     SpareSettled
     | Spawned
     | Reported
-    | Silent
     | Exited
     | RestartAsked
     | RollingRestartAsked

@@ -10,21 +10,18 @@ from typing import Any, assert_never
 
 import structlog
 
-from launch.placement.book import Told
-from launch.placement.desk import HostDesk, OtherHosts
+from launch.placement.book import HostBook, Told
+from launch.placement.desk import HostDesk, Refusals
 from launch.processes.plan import DRIVER, SUPERVISOR, Key, Resources
 from launch.processes.programs import Programs
-from launch.spares.processes import SpareNotice, SpareProcesses
-from launch.spares.state import SpareKind
+from launch.spares.processes import SpareKind, SpareProcesses
 from launch.supervisor import events as e
 from launch.supervisor.events import RunOutcome
 from launch.supervisor.requests import STATUS_CALL_S, OperatorRequests
-from launch.supervisor.runner import Runner
-from launch.supervisor.scaling import Scaling
+from launch.supervisor.runner import MailboxWatch, Runner
 from launch.supervisor.sockets import SupervisorSockets
 from launch.supervisor.state import RunLifecycle, RunPhase
-from launch.supervisor.views import ProcessWaits, Views
-from launch.supervisor.watch import MailboxWatch
+from launch.supervisor.views import Views
 from proto.messages import Ack, ErrorCode, ServiceReport
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
@@ -33,7 +30,7 @@ from shared.rundir import RunDir, service_name
 from shared.security.access import Access
 
 SOCKETS_DELETED = "the folder of the run's sockets, was deleted; continue the run with --resume"
-EVENTS = e.Died | e.GivenUp | e.Spawned | e.Reported | SpareNotice | Told
+EVENTS = e.Died | e.GivenUp | e.Spawned | e.Reported | Told
 """The events passed to `on_event`."""
 
 
@@ -51,35 +48,42 @@ class Supervisor:
         lock: int | None = None,
         save_limit_s: float = 0.0,
         spares: Sequence[SpareKind] = (),
-        scaling: Scaling | None = None,
-        hosts: OtherHosts | None = None,
+        ranks: Mapping[str, int] | None = None,
+        hosts: HostBook | None = None,
+        refusals: Refusals | None = None,
         access: Access | None = None,
     ) -> None:
         """`processes` are the processes to run, with what each is given. A process that is not READY within
         `start_limit_s` seconds is killed and started again. `listen` is the endpoint at which the supervisor answers
         other hosts. `lock` is the descriptor of the lock on the run directory, which the guard inherits. `save_limit_s`
         is the maximum time, in seconds, that the trainer may take to save a checkpoint at the end. `spares` are the
-        spare processes to keep; services are forked from them. Without `scaling`, no service can be scaled.
+        spare processes to keep; services are forked from them. `ranks` is the number of processes that together hold
+        one model, by service; without it, no service can be scaled.
 
-        `hosts` are the other hosts of the run. `access` provides the run's endpoints and keys to a supervisor on
-        another host, which runs a part of the run.
+        `hosts` are the other hosts of the run, and `refusals` returns why one of them cannot take part. `access`
+        provides the run's endpoints and keys to a supervisor on another host, which runs a part of the run.
         """
-        hosts = hosts or OtherHosts()
+        hosts = hosts or HostBook()
         self._run = run
         self._on_event = on_event
         self._listen = listen
         self._outcome_due = access is None
+
+        def notice(text: str) -> None:
+            on_event(Told(text))
+
         forked = {service for kind in spares for service in kind.services}
         self.state = RunLifecycle(
-            list(processes), save_limit_s, start_limit_s=start_limit_s, hosts=bool(hosts.book.hosts), held=forked
+            list(processes), save_limit_s, start_limit_s=start_limit_s, hosts=bool(hosts.hosts), held=forked
         )
         self.sockets = SupervisorSockets(run, access)
         self.hosts = HostDesk(
             hosts,
+            refusals,
             self.sockets.mailbox,
             lambda: self.sockets.announced("scheduler"),
             lambda name, endpoint: self.sockets.client(name, endpoint, self.sockets.keys),
-            on_notice=on_event,
+            on_notice=notice,
             on_unable=lambda cause: self._feed(e.EndAsked(cause, RunOutcome.FAILED)),
         )
         self._programs = Programs(run, lock=lock, drain_limit_s=self.state.drain_limit_s)
@@ -89,19 +93,18 @@ class Supervisor:
             spares,
             start_limit_s=start_limit_s,
             on_settled=lambda services: self._feed(e.SpareSettled(services)),
-            on_notice=on_event,
+            on_notice=notice,
         )
         self._runner = Runner(run, self.sockets, processes, self._programs, self._spares, on_exit=self._exited)
         self._requests = OperatorRequests(
-            run, self.state, self.sockets, self._runner, self.hosts, scaling, feed=self._feed
+            run, self.state, self.sockets, self._runner, self.hosts, ranks, feed=self._feed
         )
-        self._waits = ProcessWaits()
-        self.views = Views(run, self.state, self._waits, self.sockets, self._spares.rows, self.hosts.book)
+        self.views = Views(run, self.state, self.sockets, self._spares.rows, self.hosts.book)
         self._watch = MailboxWatch(
             run,
             self.sockets,
             ready=self._ready_processes,
-            on_silent=lambda key, pid, seconds: self._feed(e.Silent(key, pid, seconds)),
+            on_silent=lambda key, pid, cause: self._feed(e.KillOrdered(key, pid, cause)),
             on_unreachable=lambda: self._feed(e.EndAsked(f"{run.sockets}, {SOCKETS_DELETED}", RunOutcome.FAILED)),
         )
         self.sockets.mailbox.handle(ServiceReport, self._on_report)
@@ -154,7 +157,7 @@ class Supervisor:
         while queue:
             for effect in self.state.handle(queue.pop(0), loop.time()):
                 queue += self._carry_out(effect)
-        self._waits.note(self.state, loop.time())
+        self.views.note(loop.time())
         if self._timer is not None:
             self._timer.cancel()
         deadline = self.state.next_deadline() if self.state.phase != RunPhase.ENDED else None

@@ -131,8 +131,6 @@ class RunLifecycle:
                 self._spawned(self.processes[key], pid, now)
             case e.Reported():
                 self._reported(event, now)
-            case e.Silent(key, pid, seconds):
-                self._silent(self.processes[key], pid, seconds)
             case e.Exited():
                 self._exited(event, now)
             case e.RestartAsked(keys):
@@ -214,13 +212,6 @@ class RunLifecycle:
             process.ready_by = None
         if event.state not in (ProcessState.STARTING, ProcessState.READY) and process.kill_at is None:
             process.kill_at = self._kill_at(process, now)
-
-    def _silent(self, process: Process, pid: int, seconds: float) -> None:
-        if process.pid != pid or process.state != ProcessState.READY:
-            return  # it has ended in the meantime, or is ending
-        process.state = ProcessState.FAILED
-        process.cause = f"no answer for {seconds:g} s"
-        self._effects.append(e.Kill(process.key, pid, hung=True))
 
     def _kill(self, process: Process, pid: int, cause: str) -> None:
         if process.pid == pid and process.alive:
@@ -370,9 +361,8 @@ class RunLifecycle:
         for process in self.processes.values():
             if process.ready_by is not None and process.ready_by <= now and process.pid:
                 process.ready_by = None
-                process.cause = f"not READY within {self._start_limit_s:g} s of its start (run.start_limit_s)"
-                process.state = ProcessState.FAILED
-                self._effects.append(e.Kill(process.key, process.pid, hung=True))
+                cause = f"not READY within {self._start_limit_s:g} s of its start (run.start_limit_s)"
+                self._kill(process, process.pid, cause)
             if process.drain_by is not None and process.drain_by <= now and process.pid:
                 process.drain_by = now + RETIRE_LIMIT_S  # stays set, because the process must not start again
                 self._tell_to_end(process, now)

@@ -31,68 +31,13 @@ CALL_S = 1.0
 """Maximum time, in seconds, for one call. Two calls fit into the time that `ctl` waits for the supervisor."""
 
 
-class ProcessWaits:
-    """Remembers when each process entered its current state."""
-
-    def __init__(self) -> None:
-        self._since: dict[Key, tuple[ProcessState, bool, float]] = {}
-        self._phase: tuple[RunPhase | None, float] = (None, 0.0)
-
-    def note(self, state: RunLifecycle, now: float) -> None:
-        """Record the states after an event."""
-        if state.phase != self._phase[0]:
-            self._phase = (state.phase, now)
-        for key, process in state.processes.items():
-            before = self._since.get(key)
-            if before is None or before[:2] != (process.state, process.told_to_end):
-                self._since[key] = (process.state, process.told_to_end, now)
-
-    def phase_s(self, now: float) -> float:
-        """Return how long the run has been in its current phase, in seconds."""
-        return now - self._phase[1]
-
-    def rows(self, state: RunLifecycle, now: float) -> list[WaitRow]:
-        """Return a row for each process that is starting, stopping, or waiting for its restart."""
-        rows: list[WaitRow] = []
-        for key, process in state.processes.items():
-            since = self._since[key][2] if key in self._since else now
-            doing = _what(process, held=key[0] in state.held)
-            if doing is not None:
-                what, until = doing
-                limit_s = until - since if until is not None else 0.0
-                rows.append(WaitRow(WaitKind.PROCESS, what, now - since, max(limit_s, 0.0), service_name(*key)))
-        return rows
-
-
-def _what(process: Process, *, held: bool) -> tuple[str, float | None] | None:
-    """Return a description of what a process is doing, and its deadline if it has one.
-
-    Return None if the process is simply running or has ended.
-    """
-    name = service_name(*process.key)
-    if process.told_to_end and process.pid:
-        return f"{name} is stopping, as requested", process.kill_at
-    match process.state:
-        case ProcessState.STARTING:
-            return f"{name} is starting" + (f" again after {process.cause}" if process.cause else ""), process.ready_by
-        case ProcessState.BACKOFF:
-            return f"{name} died ({process.cause}) and will start again, restart {process.restarts}", process.start_at
-        case ProcessState.WAITING if held:
-            return f"{name} will be started once its libraries have been imported (run.spares)", None
-        case ProcessState.WAITING:
-            return f"{name} will be started once the scheduler, stores and monitor are READY", None
-        case _:
-            return None
-
-
 class Views:
-    """Serves the states, waits, logs and stories of one run."""
+    """Serves the states, waits, logs and stories of one run, and remembers when each process entered its state."""
 
     def __init__(
         self,
         run: RunDir,
         state: RunLifecycle,
-        waits: ProcessWaits,
         sockets: SupervisorSockets,
         spares: Callable[[], list[messages.SpareRow]],
         hosts: HostBook,
@@ -100,7 +45,8 @@ class Views:
         """`spares` returns the rows of the spares. `hosts` records the other hosts."""
         self._run = run
         self._state = state
-        self._waits = waits
+        self._since: dict[Key, tuple[ProcessState, bool, float]] = {}
+        self._phase: tuple[RunPhase | None, float] = (None, 0.0)
         self._sockets = sockets
         self._spares = spares
         self._hosts = hosts
@@ -128,6 +74,27 @@ class Views:
             )
             for key, process in self._state.processes.items()
         ]
+
+    def note(self, now: float) -> None:
+        """Record the states after an event."""
+        if self._state.phase != self._phase[0]:
+            self._phase = (self._state.phase, now)
+        for key, process in self._state.processes.items():
+            before = self._since.get(key)
+            if before is None or before[:2] != (process.state, process.told_to_end):
+                self._since[key] = (process.state, process.told_to_end, now)
+
+    def _waits(self, now: float) -> list[WaitRow]:
+        """Return a row for each process that is starting, stopping, or waiting for its restart."""
+        rows: list[WaitRow] = []
+        for key, process in self._state.processes.items():
+            since = self._since[key][2] if key in self._since else now
+            doing = _what(process, held=key[0] in self._state.held)
+            if doing is not None:
+                what, until = doing
+                limit_s = until - since if until is not None else 0.0
+                rows.append(WaitRow(WaitKind.PROCESS, what, now - since, max(limit_s, 0.0), service_name(*key)))
+        return rows
 
     def _ping(self, _: messages.Ping, call: Call) -> messages.Pong:
         life = self._sockets.incarnation
@@ -167,12 +134,14 @@ class Views:
     async def _get_waits(self, _: messages.GetWaits, call: Call) -> messages.Waits:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        rows: list[WaitRow] = self._waits.rows(self._state, now)
+        rows = self._waits(now)
         # Reading all processes on the machine takes a while.
         rows += await loop.run_in_executor(None, stopped_processes, dict(self._state.pids()))
         rows += self._hosts.waits(now)
-        phase, phase_s = self._state.phase, self._waits.phase_s(now)
-        return messages.Waits(incarnation=self._sockets.incarnation, state=phase, state_s=phase_s, waits=rows)
+        phase_s = now - self._phase[1]
+        return messages.Waits(
+            incarnation=self._sockets.incarnation, state=self._state.phase, state_s=phase_s, waits=rows
+        )
 
     def _get_log(self, request: messages.GetLog, call: Call) -> messages.LogLines | Awaitable[messages.LogLines]:
         key = (request.service, request.instance)
@@ -204,3 +173,24 @@ class Views:
             return await client.call(request, messages.LogLines, deadline_s=CALL_S)
         finally:
             client.close()
+
+
+def _what(process: Process, *, held: bool) -> tuple[str, float | None] | None:
+    """Return a description of what a process is doing, and its deadline if it has one.
+
+    Return None if the process is simply running or has ended.
+    """
+    name = service_name(*process.key)
+    if process.told_to_end and process.pid:
+        return f"{name} is stopping, as requested", process.kill_at
+    match process.state:
+        case ProcessState.STARTING:
+            return f"{name} is starting" + (f" again after {process.cause}" if process.cause else ""), process.ready_by
+        case ProcessState.BACKOFF:
+            return f"{name} died ({process.cause}) and will start again, restart {process.restarts}", process.start_at
+        case ProcessState.WAITING if held:
+            return f"{name} will be started once its libraries have been imported (run.spares)", None
+        case ProcessState.WAITING:
+            return f"{name} will be started once the scheduler, stores and monitor are READY", None
+        case _:
+            return None

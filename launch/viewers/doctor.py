@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import msgspec
 import psutil
@@ -18,7 +18,7 @@ import zmq
 
 from launch.processes.plan import SUPERVISOR, Key
 from launch.processes.programs import stopped_processes
-from launch.viewers.peer import Run, with_client
+from launch.viewers.peer import Run, answer_or_none
 from proto.ids import new_incarnation
 from proto.messages import (
     ErrorCode,
@@ -44,7 +44,6 @@ from shared.security.curve import is_tcp
 from shared.security.keys import Keyring
 from shared.security.roles import Role
 
-R = TypeVar("R")
 ANSWER_S = 1.5
 """Maximum seconds to wait for each process's answer."""
 STALL_S = 5.0
@@ -108,8 +107,8 @@ class Finding:
 async def examine(run: Run) -> Examined:
     """Ask all processes. Raises RpcError if neither the scheduler nor the supervisor answers."""
     status, state = await asyncio.gather(
-        _or_none(with_client(run, "scheduler", GetStatus(), Status)),
-        _or_none(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState)),
+        answer_or_none(run, "scheduler", GetStatus(), Status),
+        answer_or_none(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
     )
     if status is None and state is None:
         where = run.path if isinstance(run, RunDir) else run.name
@@ -132,15 +131,6 @@ async def examine(run: Run) -> Examined:
     step, steps = (status.step, status.steps) if status is not None else (None, None)
     silent_s = {name: row.heartbeat_age_s for name, row in registered.items()}
     return Examined(run.name, answers, states, troubles, step, steps, silent_s)
-
-
-async def _or_none(answer: Awaitable[R]) -> R | None:
-    try:
-        return await answer
-    except RpcError as error:
-        if error.code == ErrorCode.BAD_REQUEST:
-            raise
-        return None
 
 
 async def _answers(endpoints: Mapping[str, str], ring: Keyring | None) -> dict[str, Waits | None]:
@@ -367,11 +357,7 @@ def _times(since_s: float, limit_s: float) -> str:
 def as_document(examined: Examined, findings: list[Finding]) -> dict[str, Any]:
     """Return `{run, step, steps, wrong, notices, waits, processes}` for JSON."""
     rows = [{"process": name, **msgspec.structs.asdict(row)} for name, row in examined.rows()]
-    listed = [
-        {"service": finding.service, "text": finding.text, "since_s": finding.since_s, "limit_s": finding.limit_s,
-         "stalls": list(finding.stalls), "wrong": finding.wrong}
-        for finding in findings
-    ]  # fmt: skip
+    listed = [{**asdict(finding), "stalls": list(finding.stalls)} for finding in findings]
     return {
         "run": examined.run,
         "step": examined.step,

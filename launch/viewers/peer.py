@@ -64,6 +64,19 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R], 
         await asyncio.get_running_loop().run_in_executor(None, context.term)
 
 
+async def answer_or_none(run: Run, service: str, request: Request, reply: type[R]) -> R | None:
+    """Return the reply of instance 0 of `service`, or None if it does not answer.
+
+    Raises RpcError(bad_request) if it refuses this access.
+    """
+    try:
+        return await with_client(run, service, request, reply)
+    except RpcError as error:
+        if error.code == ErrorCode.BAD_REQUEST:
+            raise
+        return None
+
+
 async def verify_access(context: zmq.Context[zmq.Socket[bytes]], access: Access, service: str) -> None:
     """Return once `service` admits this access.
 

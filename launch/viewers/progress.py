@@ -6,6 +6,7 @@ It reads metrics.jsonl and the scheduler's status, but never telemetry, which ma
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections import deque
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING
 from proto.messages import Status, TroubleKind, TroubleRow
 from shared.actor.service import ProcessState
 from shared.rundir import service_name
+from shared.runfiles.files import RunFiles
 from shared.runfiles.logs import shorten
-from shared.runfiles.metrics import MetricsFollower, Row
+from shared.view.curves import Point
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,44 +33,34 @@ ETA_ROWS = 20
 class Metrics:
     """The rows of metrics.jsonl, read as they are written."""
 
-    def __init__(self, path: Path, *, steps: int) -> None:
+    def __init__(self, run: Path, *, steps: int) -> None:
         """Read the existing rows of a resumed run. They count towards the summary but not towards the pace."""
-        self._follower = MetricsFollower(path)
+        self._files = RunFiles(run)
         self.steps = steps
-        self.last: dict[str, float] = {}
-        """The finite values of the newest row."""
-        self.accuracy: dict[str, tuple[int, float]] = {}
-        self.first_accuracy: dict[str, tuple[int, float]] = {}
         self._times: deque[tuple[float, int]] = deque(maxlen=ETA_ROWS)
-        self._read()
+        self.poll(0.0)
         self._times.clear()
 
-    def poll(self, now: float) -> bool:
-        """Read the new rows. Return whether there were any."""
-        new = self._read()
-        if new:
+    def poll(self, now: float) -> None:
+        """Read the new rows."""
+        epoch, step = self._files.epoch, self.step
+        while self._files.read():
+            pass
+        if self._files.epoch != epoch:
+            self._times.clear()
+        if self.step != step:
             self._times.append((now, self.step))
-        return new
 
-    def _read(self) -> bool:
-        any_rows = False
-        while (new := self._follower.poll()).more:
-            if new.restarted:
-                self.accuracy.clear()
-                self.first_accuracy.clear()
-                self._times.clear()
-            for row in new.rows:
-                self._take(row)
-            any_rows = any_rows or bool(new.rows)
-        return any_rows
+    @property
+    def last(self) -> dict[str, float]:
+        """The finite values of the newest row."""
+        return self._files.view.curves.last
 
-    def _take(self, row: Row) -> None:
-        self.last = {name: value for name, value in row.items() if value is not None}
-        for key, value in self.last.items():
-            if key.startswith("eval/") and key.endswith("/accuracy"):
-                name = key[len("eval/") : -len("/accuracy")]
-                self.accuracy[name] = (self.step, value)
-                self.first_accuracy.setdefault(name, (self.step, value))
+    @property
+    def accuracy(self) -> dict[str, list[Point]]:
+        """The accuracies of each evaluation set with their steps, oldest first."""
+        curves, pattern = self._files.view.curves, re.compile("eval/(.+)/accuracy")
+        return {match[1]: curves.points(match[0]) for match in map(pattern.fullmatch, curves.names) if match}
 
     @property
     def step(self) -> int:
@@ -95,7 +87,8 @@ class Metrics:
             parts.append(f"ETA {duration(eta)}")
         if "reward/mean" in self.last:
             parts.append(f"reward {self.last['reward/mean']:.3f}")
-        parts += [f"{name} {value:.3f} ({step})" for name, (step, value) in self.accuracy.items()]
+        newest = {name: points[-1] for name, points in self.accuracy.items()}
+        parts += [f"{name} {value:.3f} ({step:g})" for name, (step, value) in newest.items()]
         for key, form in (
             ("throughput/tokens_per_s", "{:,.0f} tok/s"),
             ("rollout/staleness_mean", "staleness {:.2f}"),
@@ -236,12 +229,11 @@ def duration(seconds: float) -> str:
 def accuracy_lines(metrics: Metrics) -> list[str]:
     """Return the first and last evaluation of each set, one line per set."""
     lines = []
-    for name, (step, value) in metrics.accuracy.items():
-        first_step, first = metrics.first_accuracy[name]
+    for name, points in metrics.accuracy.items():
+        (first_step, first), (step, value) = points[0], points[-1]
         if first_step == step:
-            lines.append(f"accuracy   {name}: {value:.3f} (step {step})")
+            lines.append(f"accuracy   {name}: {value:.3f} (step {step:g})")
         else:
-            lines.append(
-                f"accuracy   {name}: {first:.3f} (step {first_step}) -> {value:.3f} (step {step}), {value - first:+.3f}"
-            )
+            change = f"{first:.3f} (step {first_step:g}) -> {value:.3f} (step {step:g}), {value - first:+.3f}"
+            lines.append(f"accuracy   {name}: {change}")
     return lines

@@ -12,10 +12,8 @@ import msgspec
 
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
-from shared.samples.plain import SHOWN_CHARACTERS, plain, shortened
-from shared.samples.reader import splits, steps
-from shared.samples.record import SampleRecord, group_scores
-from shared.samples.selection import Order, SampleSelection, select
+from shared.samples.reader import Order, SampleSelection, select, splits, steps
+from shared.samples.record import SHOWN_CHARACTERS, SampleRecord, conversation, group_scores, plain, shortened
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -96,19 +94,23 @@ def show(selection: SampleSelection, color: Color, *, full: bool) -> None:
     for number, record in enumerate(selection.records):
         if number:
             console.print()
-        console.print(Text(_title(record), style="bold"))
-        console.print(Text(_facts(record)), style="dim")
-        prompt = record.prompt if isinstance(record.prompt, str) else _conversation(record.prompt)
-        if record.messages:
-            prompt = _conversation(record.messages)
-        if prompt:
-            console.print(Text(plain(shortened(prompt, most)), style="cyan"))
-        if record.sample >= 0:
-            console.print(completion(record, color, most))
-        if record.answer is not None:
-            console.print(Text(f"answer: {plain(shortened(str(record.answer), most))}", style="dim"))
+        console.print(described(record, color, most))
     if selection.total > len(selection.records):
         console.print(Text(f"\n{selection.shown}", style="dim"))
+
+
+def described(record: SampleRecord, color: Color, most: int) -> Text:
+    """Return a sample as text: its numbers, prompt, completion and answer, each cut to `most` characters."""
+    from rich.text import Text
+
+    parts = [Text(_title(record), style="bold"), Text(_facts(record), style="dim")]
+    if prompt := conversation(record.messages or record.prompt):
+        parts.append(Text(plain(shortened(prompt, most)), style="cyan"))
+    if record.sample >= 0:
+        parts.append(completion(record, color, most))
+    if record.answer is not None:
+        parts.append(Text(f"answer: {plain(shortened(str(record.answer), most))}", style="dim"))
+    return Text("\n").join(parts)
 
 
 def _title(record: SampleRecord) -> str:
@@ -132,10 +134,6 @@ def _facts(record: SampleRecord) -> str:
     parts += [f"lineage {record.lineage}"] if record.lineage else []
     parts += [f"{record.cut:,} characters left out"] if record.cut else []
     return " · ".join(parts)
-
-
-def _conversation(messages: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in messages)
 
 
 def completion(record: SampleRecord, color: Color, most: int) -> Text:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from launch.processes.plan import SUPERVISOR
-from launch.viewers.peer import Run, with_client
+from launch.viewers.peer import Run, answer_or_none
 from proto.messages import (
     ErrorCode,
     GetSnapshot,
@@ -25,7 +25,6 @@ from proto.messages import (
     Status,
     SupervisorState,
 )
-from proto.registry import Message, Request
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
@@ -33,7 +32,6 @@ from shared.runfiles import warnings
 from shared.runfiles.logs import tail
 from shared.topology import TopologyError, load
 
-R = TypeVar("R", bound=Message)
 SHOWN_WARNINGS = 5
 """Number of newest warnings that are listed."""
 _GONE = frozenset(
@@ -63,8 +61,8 @@ async def collect(run: Run) -> dict[str, Any]:
     Raises RpcError if neither the scheduler nor the supervisor answers.
     """
     seen, supervised, warned = await asyncio.gather(
-        _reply_or_none(run, "scheduler", GetStatus(), Status),
-        _reply_or_none(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
+        answer_or_none(run, "scheduler", GetStatus(), Status),
+        answer_or_none(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
         _warnings(run),
     )
     if seen is None and supervised is None:
@@ -95,19 +93,10 @@ async def _warnings(run: Run) -> list[warnings.WarningRecord]:
     """Return the newest warnings in the run's file or, for a run on another machine, the newest of each kind."""
     if isinstance(run, RunDir):
         return warnings.read(run.warnings)[-SHOWN_WARNINGS:]
-    seen = await _reply_or_none(run, "monitor", GetSnapshot(), Snapshot)
+    seen = await answer_or_none(run, "monitor", GetSnapshot(), Snapshot)
     rows = [row for row in seen.rows if row.topic.startswith(warnings.TOPIC)] if seen else []
     records = [record for row in rows if (record := warnings.of_topic(row.values)) is not None]
     return sorted(records, key=lambda record: record.at)[-SHOWN_WARNINGS:]
-
-
-async def _reply_or_none(run: Run, service: str, request: Request, reply: type[R]) -> R | None:
-    try:
-        return await with_client(run, service, request, reply)
-    except RpcError as error:
-        if error.code == ErrorCode.BAD_REQUEST:
-            raise  # The service answers, but refuses this access.
-        return None
 
 
 def _merge(registered: list[ServiceRow], supervised: list[ProcessRow]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -32,9 +32,9 @@ from proto.messages import (
     StoryRow,
     TaskState,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import Cleared, Durable, LeaseExpired, StoreGone
-from services.scheduler.journal import Recorded, reading
+from services.scheduler.journal_files import Recorded, reading
 from services.scheduler.leases import TaskLease
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
@@ -107,7 +107,7 @@ def _beginning(run: RunDir, recorded: Recorded) -> RunState:
     try:
         plan, _ = make_plan(load(run.topology), run.topology)
         parts = recorded.snapshot()
-        return snapshot.load(plan, parts) if parts else RunState(plan)
+        return run_state.load(plan, parts) if parts else RunState(plan)
     except TopologyError as error:
         causes = "; ".join(str(error).splitlines())
         text = f"journal {run.journal}: cannot be replayed, because the run's topology is invalid: {causes}"
@@ -339,12 +339,12 @@ def from_message(told: Story) -> list[StoryEntry]:
 
 def as_rows(entries: Iterable[StoryEntry]) -> list[dict[str, Any]]:
     """Return the entries for JSON: `{at, service, what, facts}`."""
-    return [{"at": entry.at, "service": entry.service, "what": entry.what, "facts": entry.facts} for entry in entries]
+    return [asdict(entry) for entry in entries]
 
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> list[StoryEntry]:
     """Return the entries that `as_rows` described."""
-    return [StoryEntry(row["at"], row["service"], row["what"], row["facts"]) for row in rows]
+    return [StoryEntry(**row) for row in rows]
 
 
 def as_lines(entries: Iterable[StoryEntry]) -> Iterator[str]:

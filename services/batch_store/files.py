@@ -266,23 +266,17 @@ class StoreFiles:
         self._zombies[effect.target] = (target, descriptor)
 
     def unmapped(self) -> list[str]:
-        """Lock and return the zombies that no process maps. The caller must `keep` or `delete` each at once."""
+        """Lock and return the zombies that no process maps. The caller must `close_zombie` or `delete` each at once."""
         return [name for name, (_, descriptor) in self._zombies.items() if _try_lock(descriptor)]
-
-    def keep(self, name: str) -> None:
-        """Turn a zombie into a spare."""
-        path, descriptor = self._zombies.pop(name)
-        # A reader that opened the old name waits for this lock, and then sees that the name no longer exists.
-        os.close(descriptor)
-        self._closed[name] = path
 
     def open_zombies(self) -> list[str]:
         """Return the zombies that have an open descriptor, in the order in which they were opened."""
         return list(self._zombies)
 
     def close_zombie(self, name: str) -> None:
-        """Close the descriptor of a zombie until `reopen`."""
+        """Close the descriptor of a zombie, which may be a spare from now on, until `reopen`."""
         path, descriptor = self._zombies.pop(name)
+        # A reader that opened the old name waits for this lock, and then sees that the name no longer exists.
         os.close(descriptor)
         self._closed[name] = path
 

@@ -102,7 +102,7 @@ class Retirement:
         count = 0
         for name in self._files.unmapped():
             if self._room.keep(name, self._now()):
-                self._files.keep(name)
+                self._files.close_zombie(name)
                 continue
             try:
                 self._files.delete(name)

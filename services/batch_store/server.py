@@ -49,8 +49,7 @@ from services.batch_store.room import RETRY_AFTER_S, Tier
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
 from services.batch_store.stream_server import StreamedContent, StreamServer
-from services.batch_store.stream_source import SealedFile, StreamSource, pin
-from services.batch_store.whole_source import DistributedFiles
+from services.batch_store.stream_source import DistributedFiles, SealedFile, StreamSource, pin
 from shared import topology
 from shared.actor.service import Service
 from shared.dataplane.mapping import AGAIN_S, MappingCache

@@ -100,7 +100,7 @@ class Spiller:
             return False
         try:
             copied = await asyncio.to_thread(self._files.copy_to_disk, put_id)
-            moved = copied and self._index.wanted(put_id)
+            moved = copied and self._index.place_of(put_id) is not None  # its tasks may have been cleared meanwhile
             if moved:
                 self._files.finish_copy(put_id)
             elif copied:

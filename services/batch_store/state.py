@@ -90,7 +90,26 @@ class StoreState:
 
         Raises RpcError(bad_request) or RpcError(collected) if not.
         """
-        self._check_put(put_id, nbytes, tasks)
+        if not _PUT_ID.fullmatch(put_id):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put id {put_id[:40]!r}: not 32 hexadecimal digits")
+        if not tasks or len({task.task_id for task in tasks}) != len(tasks):
+            raise RpcError(
+                ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: must name at least one task, each only once"
+            )
+        try:
+            for task in tasks:
+                check_task_id(task.task_id)
+        except WireError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: {error}") from None
+        if nbytes <= HEADER_BYTES:
+            text = f"{self._name}: put {put_id} of {nbytes} bytes: must exceed the header of {HEADER_BYTES} bytes"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        if held_bytes(nbytes) > self.room.limits[Tier.MEMORY]:
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"{self._name}: put of {nbytes} bytes can never fit in {self.room.limits[Tier.MEMORY]} bytes; "
+                "put it in parts, or raise services.batch-store.memory",
+            )
         self._refuse_collected(tasks)
 
     def begin(self, put_id: str, nbytes: int, tasks: Sequence[PutTask], now: float, spare: str | None = None) -> bool:
@@ -112,7 +131,7 @@ class StoreState:
 
     def spare(self, put_id: str, nbytes: int) -> str | None:
         """Return the spare whose pages this put should take, or None if there is none or the put has a file."""
-        return self.room.nearest(nbytes) if put_id not in self._grants else None
+        return self.room.spares.nearest(nbytes) if put_id not in self._grants else None
 
     def make_room(self, put_id: str, nbytes: int) -> list[str]:
         """Give up spares (but not the one that this put should take) to make room. The caller deletes them."""
@@ -141,7 +160,25 @@ class StoreState:
         if written != [(task.task_id, task.fence) for task in grant.tasks]:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id} contains tasks other than those granted")
         self._refuse_collected(grant.tasks)
-        return self._has_new(put_id, table)
+        has_new = False
+        for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
+            entry = self._tasks.get(task_id)
+            earlier = entry.files.get(fence, []) if entry is not None else []
+            mine = table.checksums(index) if earlier else {}
+            new = set(mine)
+            for other in earlier:
+                theirs = self._sealed[other].table
+                for key, digest in theirs.checksums(theirs.index[task_id, fence]).items():
+                    if mine.get(key, digest) != digest:
+                        raise RpcError(
+                            ErrorCode.CONFLICT,
+                            f"{self._name}: put {put_id}: {task_id}#{key} is sealed under fence {fence} with "
+                            "different bytes; a new attempt needs a new fence",
+                            names=[f"{task_id}#{key}"],
+                        )
+                    new.discard(key)
+            has_new = has_new or not earlier or bool(new)
+        return has_new
 
     def seal(self, put_id: str, table: Table) -> None:
         """Index a file that already has its sealed name. Call `has_new_shards` before and `supersede` afterwards."""
@@ -294,7 +331,7 @@ class StoreState:
 
     def entomb(self, tasks: Iterable[PutTask]) -> list[PutTask]:
         """Return the tombstones that are new. The caller makes them durable before `clear`."""
-        return [task for task in tasks if self.tombstones.get(task.task_id, -1) < task.fence]
+        return [task for task in tasks if not self.is_collected(task)]
 
     def is_collected(self, task: PutTask) -> bool:
         """Return whether a tombstone covers this fence of the task."""
@@ -304,7 +341,7 @@ class StoreState:
         """Set a tombstone for each (task, fence) and drop its shards with that fence or a lower one. Idempotent."""
         effects: list[Removal] = []
         for task in tasks:
-            if self.tombstones.get(task.task_id, -1) < task.fence:
+            if not self.is_collected(task):
                 self.tombstones.pop(task.task_id, None)  # becomes the youngest
                 self.tombstones[task.task_id] = task.fence
                 self._clears += 1
@@ -343,11 +380,6 @@ class StoreState:
                     self.room.add(nbytes, Tier.DISK)
                     return put_id
         return None
-
-    def wanted(self, put_id: str) -> bool:
-        """Return whether a file that is being moved is still sealed. Its tasks may have been cleared in the
-        meantime."""
-        return put_id in self._sealed
 
     def end_move(self, put_id: str) -> Removal:
         """Replace the file in memory, which becomes a zombie, with the copy on disk, which has its sealed name."""
@@ -397,28 +429,6 @@ class StoreState:
 
     # ---- inside
 
-    def _check_put(self, put_id: str, nbytes: int, tasks: Sequence[PutTask]) -> None:
-        if not _PUT_ID.fullmatch(put_id):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put id {put_id[:40]!r}: not 32 hexadecimal digits")
-        if not tasks or len({task.task_id for task in tasks}) != len(tasks):
-            raise RpcError(
-                ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: must name at least one task, each only once"
-            )
-        try:
-            for task in tasks:
-                check_task_id(task.task_id)
-        except WireError as error:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: {error}") from None
-        if nbytes <= HEADER_BYTES:
-            text = f"{self._name}: put {put_id} of {nbytes} bytes: must exceed the header of {HEADER_BYTES} bytes"
-            raise RpcError(ErrorCode.BAD_REQUEST, text)
-        if held_bytes(nbytes) > self.room.limits[Tier.MEMORY]:
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
-                f"{self._name}: put of {nbytes} bytes can never fit in {self.room.limits[Tier.MEMORY]} bytes; "
-                "put it in parts, or raise services.batch-store.memory",
-            )
-
     def _refuse_collected(self, tasks: Sequence[PutTask]) -> None:
         names = [task.task_id for task in tasks if self.is_collected(task)]
         if names:
@@ -427,28 +437,6 @@ class StoreState:
                 f"{self._name}: {len(names)} of {len(tasks)} tasks were collected: {', '.join(names[:8])}",
                 names=names,
             )
-
-    def _has_new(self, put_id: str, table: Table) -> bool:
-        """Return whether the file has new shards. Raises RpcError(conflict) if a known name has different bytes."""
-        has_new = False
-        for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
-            entry = self._tasks.get(task_id)
-            earlier = entry.files.get(fence, []) if entry is not None else []
-            mine = table.checksums(index) if earlier else {}
-            new = set(mine)
-            for other in earlier:
-                theirs = self._sealed[other].table
-                for key, digest in theirs.checksums(theirs.index[task_id, fence]).items():
-                    if mine.get(key, digest) != digest:
-                        raise RpcError(
-                            ErrorCode.CONFLICT,
-                            f"{self._name}: put {put_id}: {task_id}#{key} is sealed under fence {fence} with "
-                            "different bytes; a new attempt needs a new fence",
-                            names=[f"{task_id}#{key}"],
-                        )
-                    new.discard(key)
-            has_new = has_new or not earlier or bool(new)
-        return has_new
 
     def _index(self, put_id: str, nbytes: int, table: Table, alive: set[int], place: Tier = Tier.MEMORY) -> None:
         self._sealed[put_id] = Sealed(nbytes, table, alive, place)

@@ -26,8 +26,8 @@ from proto.bulk import Head, Kind
 from proto.errors import WireError
 from proto.messages import ErrorCode, LineOpened, StreamOpened
 from proto.tensors import Buffer
-from shared.dataplane import bulk_socket
-from shared.dataplane.bulk_seal import KEY_LIMIT_BYTES, SECRET_BYTES, TO_READER, TO_STORE, Seal
+from shared.dataplane import bulk_connection
+from shared.dataplane.bulk_connection import KEY_LIMIT_BYTES, SECRET_BYTES, TO_READER, TO_STORE, Seal
 from shared.os_limits import raise_descriptor_limit
 from shared.places import Place, Places
 from shared.rpc.errors import RpcError
@@ -193,7 +193,7 @@ class StreamServer:
         `advertised` maps the bound endpoint to the one that is given to readers.
         """
         try:
-            listener, bound = bulk_socket.listen(endpoint)
+            listener, bound = bulk_connection.listen(endpoint)
         except OSError as error:
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"{self._name}: cannot bind {endpoint}: {error.strerror}; is it in use?"
@@ -344,8 +344,8 @@ class StreamServer:
             line.close()
             return
         line.setblocking(False)
-        bulk_socket.quick(line)
-        bulk_socket.unpaced(line)
+        bulk_connection.quick(line)
+        bulk_connection.unpaced(line)
         self._readers[line.fileno()] = _Reader(line, place)
         self._epoll.register(line, select.EPOLLIN)
 

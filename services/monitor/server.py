@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from proto import codec
@@ -34,9 +37,7 @@ from proto.messages import (
     TopicRow,
     Update,
 )
-from services.monitor import cluster
-from services.monitor.history import MonitorHistory
-from services.monitor.state import MonitorState
+from services.monitor.state import MonitorState, row_bytes, rows_of, unreachable
 from services.monitor.subscriptions import Subscriptions
 from services.monitor.warnings.desk import WarningDesk
 from shared.actor.service import Service
@@ -44,11 +45,13 @@ from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rpc.transport import Pump, open_socket
 from shared.rundir import RunDir
+from shared.runfiles.files import RunFiles
 from shared.security.connections import Connections
 from shared.security.curve import lock
 from shared.security.roles import Role
 from shared.security.zap import Gate
 from shared.view.services import process_rows
+from shared.view.timeline import MAX_HISTORY
 
 PUB, SUPERVISOR = "monitor-pub", "supervisor"
 POLL_S = 1.0
@@ -66,7 +69,42 @@ RECEIVE_BYTES = 16 << 10
 connection has been closed."""
 CONFIRM_S = 0.02
 """Time, in seconds, after which new subscriptions are confirmed by an update. One update confirms all of them."""
+SPAN = "span"
+MAX_SPAN_BYTES = 512
+"""Maximum encoded size of a span that is kept, in bytes. The spans (`MAX_HISTORY`) and the curves must fit in one 8 MiB
+message."""
+MAX_POINTS = 3 << 17
+"""Maximum total number of curve points in one answer. A point takes 16 bytes."""
 _SUBSCRIBE, _UNSUBSCRIBE = 1, 0
+
+
+class MonitorHistory:
+    """The part of the metrics file that has been read, and the newest spans."""
+
+    def __init__(self, run: Path) -> None:
+        self._files = RunFiles(run)
+        self._spans: deque[TopicRow] = deque(maxlen=MAX_HISTORY)
+
+    def note(self, row: TopicRow) -> None:
+        """Keep the row if it is a span."""
+        if row.topic == SPAN and row_bytes(row) <= MAX_SPAN_BYTES:
+            self._spans.append(row)
+
+    def read(self) -> None:
+        """Read the new rows of the metrics file. Call this method from one thread at a time."""
+        while self._files.read():
+            pass
+
+    def answer(self) -> History:
+        """Return the part of the history that has been read."""
+        curves = self._files.view.curves
+        columns = curves.columns(points=MAX_POINTS)
+        return History(
+            newest=curves.last,
+            steps={name: np.asarray(steps) for name, (steps, _) in columns.items()},
+            values={name: np.asarray(values) for name, (_, values) in columns.items()},
+            spans=list(self._spans),
+        )
 
 
 class MonitorService(Service):
@@ -77,7 +115,7 @@ class MonitorService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._state = MonitorState()
-        self._history = MonitorHistory(run.metrics)
+        self._history = MonitorHistory(run.path)
         self._reading = asyncio.Lock()
         """Held while the metrics file is read."""
         self._connections: Connections | None = None
@@ -145,9 +183,9 @@ class MonitorService(Service):
         try:
             status = await self.scheduler.call(GetStatus(), Status, deadline_s=STATUS_DEADLINE_S)
         except RpcError:
-            self._publish(self._state.put_changed(cluster.unreachable(time.time())))
+            self._publish(self._state.put_changed(unreachable(time.time())))
             return
-        for row in cluster.rows_of(status, time.time()):
+        for row in rows_of(status, time.time()):
             self._publish(self._state.put_changed(row))
             self._watch(row)
 

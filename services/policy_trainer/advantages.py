@@ -1,5 +1,7 @@
-"""Implements per-sample advantage estimators: functions that turn rewards into advantages, without tokens or model
-tensors.
+"""Turns the rewards of a step into advantages: shapes the rewards, then applies an estimator. Both are computed per
+sample, without tokens or model tensors.
+
+Rewards are normalised over the step, then reduced by the overlong penalty, then by the KL to the reference.
 
 Each estimator takes `rewards` float [N], `groups` int [N] (the index of each sample's task, counted from 0 over the
 surviving tasks) and, where lengths matter, `loss_tokens` int [N]. It computes in float64 and returns float64 [N].
@@ -8,16 +10,61 @@ surviving tasks) and, where lengths matter, `loss_tokens` int [N]. It computes i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from proto.tensors import Array
+from shared.rpc.errors import BadInput
+from shared.topology import Topology
 from shared.topology.algorithm import Advantage, is_function
 from shared.user_function import find_function
 
+NORMALISE_EPSILON = 1e-8
+KL_SCALAR = "kl"
+"""Name of the per-sample scalar that the reference provides when the KL is part of the reward."""
 WHITEN_EPSILON = 1e-8
 """Constant added to the variance of a whole batch, as in verl's masked_whiten."""
+
+
+def shaped(topology: Topology, scalars: Mapping[str, Array]) -> Array:
+    """Return the shaped rewards, float64 [N].
+
+    They are computed from the batch scalars `reward` and `length`, and from `kl` if the KL is part of the reward.
+    Raises ValueError if `kl` is needed but missing.
+    """
+    algorithm, kl = topology.algorithm, topology.algorithm.kl
+    rewards = scalars["reward"].astype(np.float64)
+    if algorithm.normalise_rewards == "batch":
+        rewards = normalised(rewards)
+    if algorithm.overlong_penalty is not None:
+        limit, penalty = topology.sampling.max_new_tokens, algorithm.overlong_penalty
+        rewards = rewards + penalty.factor * overlong_penalty(scalars["length"], limit, penalty.tokens)
+    if kl is not None and kl.place == "reward" and kl.coef > 0:
+        if KL_SCALAR not in scalars:
+            raise ValueError("the batch has no per-sample KL, but algorithm.kl.in is reward: the reference sent none")
+        rewards = rewards - kl.coef * scalars[KL_SCALAR].astype(np.float64)
+    return rewards
+
+
+def normalised(rewards: Array) -> Array:
+    """Return (r - mean) / (std + 1e-8) over all samples of the step; equal rewards become 0.
+
+    The statistics cover one step, because a running mean would be state that a restarted driver would have to recover.
+    """
+    normalised: Array = (rewards - rewards.mean()) / (rewards.std() + NORMALISE_EPSILON) if len(rewards) else rewards
+    return normalised
+
+
+def overlong_penalty(lengths: Array, max_new_tokens: int, tokens: int) -> Array:
+    """Return penalties, float64 [N]: 0 up to length `max_new_tokens - tokens`, then linear to -1 at `max_new_tokens`.
+
+    Source: soft overlong punishment of DAPO (arXiv 2503.14476), equation 13, with L_max = max_new_tokens and
+    L_cache = `tokens`.
+    """
+    over = lengths.astype(np.float64) - (max_new_tokens - tokens)
+    penalties: Array = -np.clip(over / tokens, 0.0, 1.0)
+    return penalties
 
 
 class Estimator:
@@ -25,7 +72,7 @@ class Estimator:
     constructor."""
 
     def __init__(self, options: Advantage) -> None:
-        """Raises ValueError with a one-line message if a user-defined function cannot be used.
+        """Raises RpcError(bad_request) with a one-line message if a user-defined function cannot be used.
 
         The function is called as `fn(rewards, groups, loss_tokens, **params)` with arrays of shape [N], and returns N
         numbers.
@@ -33,7 +80,10 @@ class Estimator:
         self._options = options
         self._function: Callable[..., object] | None = None
         if is_function(options.name):
-            self._function = find_function(options.name, "algorithm.advantage.name", 3, options.params)
+            try:
+                self._function = find_function(options.name, "algorithm.advantage.name", 3, options.params)
+            except ValueError as error:
+                raise BadInput(str(error)) from error
 
     def __call__(self, rewards: Array, groups: Array, loss_tokens: Array) -> Array:
         """Return the advantages, float32 [N].

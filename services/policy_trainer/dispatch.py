@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import msgspec
-import numpy as np
 
 from proto import messages
 from proto.messages import AdamW, ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
-from services.policy_trainer.loss_spec import WEIGHTS
-from services.policy_trainer.merging import merged
+from services.policy_trainer.metrics import add_up
 from shared.batch import Batch
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
@@ -121,10 +119,9 @@ class WorkerDispatch:
         self._step, self._updates_left = 0, 0
         return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
-    def forward(self, batch: Batch, keys: Sequence[str], temperature: float) -> Awaitable[tuple[Batch, float]]:
-        """Compute per-token values with the current weights and put them into the stores as shards.
-
-        Return the batch of these shards and how long the computation took, in seconds.
+    def forward(self, batch: Batch, keys: Sequence[str], temperature: float) -> Awaitable[messages.ForwardDone]:
+        """Compute per-token values with the current weights and put them into the stores as shards, which the answer
+        describes as a batch.
 
         `keys` names the values: so far only ["prox_logprobs"], from logits / `temperature`. The shards are stored under
         that key with a revision unique to this call; shards from a later call take their place.
@@ -132,18 +129,13 @@ class WorkerDispatch:
         request = messages.Forward(
             driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, keys=list(keys), temperature=temperature
         )
-        return asyncio.ensure_future(_forwarded(self._submit(request, messages.ForwardDone)))
+        return self._submit(request, messages.ForwardDone)
 
-    def forward_backward(
-        self, batch: Batch, loss: LossSpec, loss_weight: float = 1.0
-    ) -> Awaitable[messages.ForwardBackwardDone]:
-        """Accumulate the gradient of `loss_weight` * sum(W * loss) over `batch`.
+    def forward_backward(self, batch: Batch, loss: LossSpec) -> Awaitable[messages.ForwardBackwardDone]:
+        """Accumulate the gradient of sum(W * loss) over `batch`.
 
         `batch.scalars` holds `advantages` and `weights`, float32 [samples]. The sums in the answer are over all ranks.
         """
-        if loss_weight != 1.0 and WEIGHTS in batch.scalars:
-            scaled = (batch.scalars[WEIGHTS] * np.float32(loss_weight)).astype(np.float32)
-            batch = batch.with_scalars({**batch.scalars, WEIGHTS: scaled})
         request = messages.ForwardBackward(driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, loss=loss)
         return self._submit(request, messages.ForwardBackwardDone)
 
@@ -209,16 +201,9 @@ class WorkerDispatch:
         """Export a Hugging Face folder to `path`."""
         return self._submit(messages.SaveModel(driver=_NOT_YET, order=_NOT_YET, path=str(path)), messages.Saved)
 
-    def offload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:
-        """Free the device memory of `parts` ("parameters", "gradients", "optimizer"). The answer gives the number of
-        bytes freed, summed over the ranks."""
-        return self._move(parts, "host")
-
-    def backload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:
-        """Move `parts` back to the device ahead of the call that needs them, which would otherwise move them itself."""
-        return self._move(parts, "device")
-
-    def _move(self, parts: Sequence[str], to: str) -> Awaitable[messages.Moved]:
+    def move(self, parts: Sequence[str], *, to: Literal["host", "device"]) -> Awaitable[messages.Moved]:
+        """Move `parts` ("parameters", "gradients", "optimizer"): to the host to free their device memory, or back ahead
+        of the call that needs them, which would otherwise move them itself. The answer sums the bytes of all ranks."""
         request = messages.Move(driver=_NOT_YET, order=_NOT_YET, parts=list(parts), to=to)
         return self._submit(request, messages.Moved)
 
@@ -305,15 +290,33 @@ def group_dispatch(model: TrainedModel, client: Callable[[str, int], Client], dr
     return WorkerDispatch([client(model.service, rank) for rank in range(layout.world_size)], layout, driver)
 
 
+def merged(answers: Sequence[R]) -> R:
+    """Merge the answers of all ranks: add up sums, join the parts of a batch, and take the times of the slowest rank.
+
+    For other reply types, return rank 0's answer. `answers` are in rank order and have the same type.
+    """
+    first = answers[0]
+    if isinstance(first, messages.ForwardBackwardDone):
+        gradients, sums = cast(Sequence[messages.ForwardBackwardDone], answers), dict[str, float]()
+        for answer in gradients:
+            add_up(sums, answer.sums)
+        seconds = max(answer.seconds for answer in gradients)
+        return cast(R, msgspec.structs.replace(first, sums=sums, seconds=seconds))
+    if isinstance(first, messages.ForwardDone):
+        parts = cast(Sequence[messages.ForwardDone], answers)
+        meta = Batch.concat([Batch(part.meta) for part in parts]).meta
+        return cast(R, messages.ForwardDone(meta=meta, seconds=max(part.seconds for part in parts)))
+    if isinstance(first, messages.Moved):
+        moves = cast(Sequence[messages.Moved], answers)
+        total = sum(move.nbytes for move in moves)
+        return cast(R, messages.Moved(nbytes=total, seconds=max(move.seconds for move in moves)))
+    return first
+
+
 def imbalance(chunks: Sequence[Batch]) -> float:
     """Return the token count of the fullest rank divided by the mean count, or 1.0 if there are no tokens."""
     tokens = [chunk.tokens for chunk in chunks]
     return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) else 1.0
-
-
-async def _forwarded(answer: Awaitable[messages.ForwardDone]) -> tuple[Batch, float]:
-    done = await answer
-    return Batch(done.meta), done.seconds
 
 
 def _in_order(batch: Batch, task_ids: Sequence[str]) -> Batch:

@@ -17,7 +17,7 @@ from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.dispatch import WorkerDispatch, group_dispatch
 from services.policy_trainer.worker.call_queue import CallQueue
-from services.policy_trainer.worker.colocation.residency import NEEDS
+from services.policy_trainer.worker.devices import NEEDS
 from shared import topology as topologies
 from shared.actor.process import run_process
 from shared.actor.service import Service

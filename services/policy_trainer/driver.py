@@ -5,48 +5,41 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import structlog
 from msgspec import structs
 
 from proto.messages import AdamW
 from proto.tensors import Array
-from services.policy_trainer import token_weights
-from services.policy_trainer.advantages import Estimator
-from services.policy_trainer.bad_steps import BadSteps
-from services.policy_trainer.batch_checks import check_advantages, check_reference, check_rewards, check_tasks
+from services.policy_trainer.advantages import Estimator, shaped
+from services.policy_trainer.bad_data import BadSteps, check_batch, check_finite
+from services.policy_trainer.checkpoints import SnapshotPace
 from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.learning_rate import optimizer_numbers
-from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS, loss_spec
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import ResumePoint
-from services.policy_trainer.reward_shaping import shaped
 from services.policy_trainer.scheduler_calls import SchedulerCalls, StepTasks
-from services.policy_trainer.snapshot_pace import SnapshotPace
-from services.policy_trainer.stop import Stop
+from services.policy_trainer.update import (
+    ADVANTAGES,
+    WEIGHTS,
+    loss_spec,
+    optimizer_numbers,
+    sample_weights,
+    trained_tokens,
+)
 from shared.batch import Batch
 from shared.rpc.errors import BadInput, RpcError
 from shared.stages import PROXIMAL
 from shared.topology.schema import Topology
 
+T = TypeVar("T")
 PROX_KEY = PROXIMAL.makes[0]
 LOSS_TOKENS = "loss_tokens"
 """Name of the per-sample scalar that counts the tokens that the rollout marked for training."""
-
-
-def own_estimator(topology: Topology) -> Estimator:
-    """Return the topology's advantage estimator.
-
-    Raises RpcError(bad_request) with a one-line message if it cannot be used.
-    """
-    try:
-        return Estimator(topology.algorithm.advantage)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
 
 
 class Driver:
@@ -60,7 +53,7 @@ class Driver:
         publisher: Publisher,
         resumed: ResumePoint,
         on_row: Callable[[dict[str, float]], None],
-        stop: Stop | None = None,
+        stop: asyncio.Event | None = None,
         *,
         export: Path,
         rates: Mapping[int, float] = MappingProxyType({}),
@@ -68,12 +61,12 @@ class Driver:
         """`on_row` receives the metrics of every committed step (telemetry). `stop` may end the run early. `export` is
         the folder to which the trained model is written. `rates` are the learning rates of committed steps.
 
-        Raises RpcError(bad_request) as `own_estimator` does.
+        Raises RpcError(bad_request) as `Estimator` does.
         """
         self.topology = topology
         self.model = topology.policy_model
         self.loss = loss_spec(topology)
-        self.estimator = own_estimator(topology)
+        self.estimator = Estimator(topology.algorithm.advantage)
         self.scheduler = scheduler
         self.workers = workers
         self.publisher = publisher
@@ -81,7 +74,7 @@ class Driver:
         self.on_row = on_row
         self.export = export
         self.rates = rates
-        self.stop = stop or Stop()
+        self.stop = stop or asyncio.Event()
         self.bad_steps = BadSteps(topology.run.on_bad_step)
         self.snapshots = SnapshotPace(topology.checkpoint.memory_every)
         self._log = structlog.get_logger("driver")
@@ -97,7 +90,7 @@ class Driver:
         while version < self.topology.run.last_step:
             began = time.perf_counter()
             metrics = StepMetrics(step=version + 1)
-            batch = await self.publisher.watch(self.stop.unless(self.scheduler.next_batch(metrics.step)))
+            batch = await self.publisher.watch(unless(self.stop, self.scheduler.next_batch(metrics.step)))
             if batch is None:
                 return await self.publisher.stop(version)
             metrics.wait_batch_s = time.perf_counter() - began
@@ -108,8 +101,8 @@ class Driver:
             await self.scheduler.commit(version, row)
             self.on_row(row)
             self.publisher.begin(version, checkpoint_now=batch.answer.checkpoint_now)
-        await self.stop.unless(self.finish(version))
-        if self.stop.asked:
+        await unless(self.stop, self.finish(version))
+        if self.stop.is_set():
             await self.publisher.stop(version)
 
     async def replay(self) -> bool:
@@ -158,19 +151,17 @@ class Driver:
     async def prepare(self, batch: StepTasks, metrics: StepMetrics) -> list[Batch]:
         """Return the mini-batches of all iterations, with per-sample advantages and loss weights."""
         algorithm = self.topology.algorithm
-        check_tasks(batch)
-        check_rewards(batch, batch.tasks.scalars["reward"])
-        check_reference(batch)
+        check_batch(batch)
         tasks = batch.tasks
         if self.topology.needs_proximal:
-            logprobs, seconds = await self.workers.forward(tasks.with_scalars({}), [PROX_KEY], self.loss.temperature)
-            tasks = tasks.union(logprobs)
-            metrics.forward_s += seconds
-        loss_tokens = token_weights.trained_tokens(algorithm.overlong, tasks.scalars)
+            done = await self.workers.forward(tasks.with_scalars({}), [PROX_KEY], self.loss.temperature)
+            tasks = tasks.union(Batch(done.meta))
+            metrics.forward_s += done.seconds
+        loss_tokens = trained_tokens(algorithm.overlong, tasks.scalars)
         tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
         mini_batches: list[Batch] = []
         for part in tasks.split(self.model.mini_batch_tasks):
-            weights = token_weights.sample_weights(
+            weights = sample_weights(
                 algorithm.loss.aggregation,
                 part.scalars[LOSS_TOKENS],
                 max_new_tokens=self.topology.sampling.max_new_tokens,
@@ -186,11 +177,11 @@ class Driver:
         """
         try:
             rewards = shaped(self.topology, batch.tasks.scalars)
-            check_rewards(batch, rewards)
+            check_finite(batch, "rewards", rewards)
             advantages = self.estimator(rewards, batch.tasks.groups, batch.tasks.scalars[LOSS_TOKENS])
         except ValueError as error:
             raise BadInput(f"step {batch.answer.step} refused, weights untouched: {error}") from error
-        check_advantages(batch, advantages)
+        check_finite(batch, "advantages", advantages)
         return advantages
 
     async def update(self, batch: Batch, metrics: StepMetrics) -> None:
@@ -223,3 +214,18 @@ class Driver:
         self.workers.begin_step(updates=left)
         await self.workers.skip_update()
         metrics.skipped += 1
+
+
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`, or cancel it and return None if `stop` is set first."""
+    if stop.is_set():
+        work.close()
+        return None
+    task, order = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, order}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for waiting in (task, order):
+            waiting.cancel()
+        await asyncio.gather(task, order, return_exceptions=True)

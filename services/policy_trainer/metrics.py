@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import SupportsFloat
 
 import numpy as np
 
 from proto.messages import DropReason, ForwardBackwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
-from services.policy_trainer.merging import add_up
-from services.policy_trainer.reward_shaping import KL_SCALAR
+from services.policy_trainer.advantages import KL_SCALAR
 from shared.stages import REFERENCE_SCALAR
 
+LARGEST = "_max"
+"""Suffix of the names of sums whose values are combined by taking the maximum instead."""
 SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS, SYNC_SENT = "sync_error", "sync_bytes", "sync_seconds", "sync_sent"
 """Names of the scalars that describe the syncs of the weights with which the step was sampled."""
 SUMS = (
@@ -69,7 +71,7 @@ class StepMetrics:
 
     def row(self, batch: StepBatch, *, step_s: float) -> dict[str, float]:
         """Return the flat row with the documented keys of metrics.jsonl. `step_s` is the time since the last commit."""
-        row = batch_row(batch)
+        row, samples = batch_row(batch), sum(task.samples for task in batch.batch.tasks)
         updates = max(len(self.updates), 1)
         sums = dict.fromkeys(SUMS, 0.0) | self.sums
         tokens = max(sums["tokens"], 1.0)
@@ -93,8 +95,8 @@ class StepMetrics:
             "time/snapshot": sum(update.snapshot_s for update in self.updates),
             "time/publish": self.publish_s,
             "time/checkpoint": self.checkpoint_s,
-            "throughput/samples_per_s": _samples(batch) / step_s,
-            "throughput/tokens_per_s": row["rollout/length_mean"] * _samples(batch) / step_s,
+            "throughput/samples_per_s": samples / step_s,
+            "throughput/tokens_per_s": row["rollout/length_mean"] * samples / step_s,
         }
         if sums["engine_tokens"]:
             row["rollout/logprob_mismatch_engine"] = sums["engine"] / sums["engine_tokens"]
@@ -102,6 +104,15 @@ class StepMetrics:
         if sums["lag_tokens"]:
             row["rollout/logprob_mismatch_lag"] = sums["lag"] / sums["lag_tokens"]
         return row | _importance(sums)
+
+
+def add_up(totals: dict[str, float], part: Mapping[str, SupportsFloat]) -> None:
+    """Add `part`, which covers different tokens, to `totals`. For names that end in `_max`, keep the larger value."""
+    for name, value in part.items():
+        if name.endswith(LARGEST):
+            totals[name] = max(totals.get(name, 0.0), float(value))
+        else:
+            totals[name] = totals.get(name, 0.0) + float(value)
 
 
 def _importance(sums: Mapping[str, float]) -> dict[str, float]:
@@ -192,10 +203,6 @@ def _zero_variance(batch: StepBatch, rewards: Array) -> float:
     filtered = batch.drops.get(DropReason.FILTERED, 0)
     alike = sum(bool((group == group[0]).all()) for group in groups)
     return (alike + filtered) / max(len(groups) + filtered, 1)
-
-
-def _samples(batch: StepBatch) -> float:
-    return float(sum(task.samples for task in batch.batch.tasks))
 
 
 def _mean(values: Array) -> float:

@@ -14,8 +14,9 @@ from services.policy_trainer.best import BestCheckpoint
 from services.policy_trainer.checkpoints import Checkpoints
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import StepMetrics
+from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls
-from shared.topology.services import Checkpoint
+from shared.topology import TRAINER_STORE, Topology
 
 T = TypeVar("T")
 
@@ -25,31 +26,27 @@ class Publisher:
 
     def __init__(
         self,
+        topology: Topology,
         scheduler: SchedulerCalls,
         workers: WorkerDispatch,
+        resumed: ResumePoint,
+        checkpoints: Checkpoints,
         *,
-        checkpoint: Checkpoint,
-        lineage: int,
-        store: str,
-        newest_checkpoint: int,
-        last_step: int,
-        earlier: int = 0,
         on_stop: Callable[[int], None] = lambda step: None,
         best: BestCheckpoint | None = None,
-        checkpoints: Checkpoints,
     ) -> None:
-        """`earlier` is the number of earlier versions to publish again before the first version that `begin` publishes.
-        In deterministic mode, lost tasks are sampled again with the version that first sampled them. `on_stop` is
-        called with the step that is being saved because the run is stopping. `best` keeps the best checkpoint, if one
-        is to be kept. `checkpoints` deletes those that need not be kept."""
+        """`checkpoints` deletes those that need not be kept. `on_stop` is called with the step that is being saved
+        because the run is stopping. `best` keeps the best checkpoint, if one is to be kept."""
+        publishes = topology.policy_model.publishes
         self._scheduler = scheduler
         self._workers = workers
-        self._checkpoint = checkpoint
-        self._lineage = lineage
-        self._store = store
-        self._newest_checkpoint = newest_checkpoint
-        self._last_step = last_step
-        self._earlier = earlier
+        self._every = topology.checkpoint.every
+        self._lineage = resumed.lineage
+        self._newest_checkpoint = resumed.checkpoint
+        self._last_step = topology.run.last_step
+        self._earlier = publishes.earlier if publishes is not None else 0
+        """Number of earlier versions to publish again before the first one. In deterministic mode, lost tasks are
+        sampled again with the version that first sampled them."""
         self._on_stop = on_stop
         self._best = best
         self._checkpoints = checkpoints
@@ -63,7 +60,7 @@ class Publisher:
         """
         self._publishing = asyncio.create_task(self._publish(version))
         evaluated = self._best is not None and self._best.is_evaluated(version)
-        due = version % self._checkpoint.every == 0 or version == self._last_step or evaluated
+        due = version % self._every == 0 or version == self._last_step or evaluated
         if version and (due or checkpoint_now) and version > self._newest_checkpoint:
             self._newest_checkpoint = version
             self._saving = asyncio.create_task(self._save(version, after=self._saving))
@@ -123,7 +120,7 @@ class Publisher:
         first, self._earlier = max(0, version - self._earlier), 0
         # Request all versions before the next step's calls: if one of those calls is refused, so are all later ones.
         versions = range(first, version + 1)
-        asked = [self._workers.publish_weights(self._lineage, step, store=self._store) for step in versions]
+        asked = [self._workers.publish_weights(self._lineage, step, store=TRAINER_STORE) for step in versions]
         for ref in await asyncio.gather(*asked):
             await self._scheduler.publish(ref)
         return time.perf_counter() - began

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
-from proto.messages import ErrorCode, HeldSnapshot, RunInfo
+from proto.messages import ErrorCode, RunInfo
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import batch_row
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from shared.rpc.errors import RpcError
+from shared.runfiles.metrics import MetricsFollower
+from shared.topology import TRAINER_STORE
 
 INITIAL_STEP = 0
 
@@ -44,14 +47,13 @@ async def resume(
     workers: WorkerDispatch,
     checkpoints: Sequence[int],
     *,
-    store: str,
     whole_rows: bool = False,
 ) -> ResumePoint:
     """Bring the workers into agreement with the journal.
 
-    `checkpoints` are the steps of all checkpoints on disk, announced or not. Weights are put into `store`.
-    `whole_rows` means that a step whose sums are gone is replayed instead of committed (in deterministic mode, which
-    reproduces the rows as well). Raises RpcError if another driver has taken over or nothing can be loaded.
+    `checkpoints` are the steps of all checkpoints on disk, announced or not. `whole_rows` means that a step whose sums
+    are gone is replayed instead of committed (in deterministic mode, which reproduces the rows as well). Raises
+    RpcError if another driver has taken over or nothing can be loaded.
     """
     log = structlog.get_logger("driver")
     info = await scheduler.run_info()
@@ -63,56 +65,39 @@ async def resume(
     if not state.dirty and state.step == info.committed_step:
         log.info("workers continue", step=state.step)
         return _resume_point(state.step, info)
-    loaded, source = await _load_snapshot(workers, info, state.snapshots), "snapshot"
+    loaded, source = None, "snapshot"
+    if not info.reference_step:  # to publish the reference's version again would discard the snapshot
+        steps = [snapshot.step for snapshot in state.snapshots if snapshot.lineage == info.lineage]
+        loaded = await _load_newest(workers, steps, info, snapshot_lineage=info.lineage)
     if loaded is None:
-        usable = [step for step in checkpoints if step <= info.committed_step]
-        loaded, source = await _load(workers, usable), "checkpoint"
+        loaded, source = await _load_newest(workers, checkpoints, info), "checkpoint"
+    if loaded is None:
+        loaded = (await workers.init_model()).step
     # Version 0 comes from the model directory and is bit-identical in every life.
     same_bits = loaded == info.committed_step and (source == "snapshot" or loaded == INITIAL_STEP)
     if not same_bits:
         info = await scheduler.reloaded(loaded)
     if 0 < info.reference_step != loaded:
-        await _publish_again(info.reference_step, scheduler, workers, info.lineage, store)
+        # The store with the reference's version was lost, so it is published again from its checkpoint.
+        log.info("reference's version published again", step=info.reference_step)
+        await workers.load_checkpoint(info.reference_step)
+        await scheduler.publish(await workers.publish_weights(info.lineage, info.reference_step, store=TRAINER_STORE))
         await workers.load_checkpoint(loaded)
     replay = info.committed_step - loaded
     log.info("workers loaded", source=source, step=loaded, replay=replay, lineage=info.lineage)
     return _resume_point(loaded, info)
 
 
-async def _publish_again(
-    step: int, scheduler: SchedulerCalls, workers: WorkerDispatch, lineage: int, store: str
-) -> None:
-    """Publish the reference's version again, from its checkpoint, because the store with its weights was lost."""
-    structlog.get_logger("driver").info("reference's version published again", step=step)
-    await workers.load_checkpoint(step)
-    await scheduler.publish(await workers.publish_weights(lineage, step, store=store))
-
-
 def _resume_point(version: int, info: RunInfo) -> ResumePoint:
     return ResumePoint(version, info.committed_step, info.lineage, info.checkpoint_step, info.checkpoint_now)
 
 
-async def _load_snapshot(workers: WorkerDispatch, info: RunInfo, snapshots: Sequence[HeldSnapshot]) -> int | None:
-    """Load the newest intact snapshot of a committed step and return its step, or None if there is none.
-
-    No snapshot is loaded if the reference's version must be published again, because that would discard the snapshot.
-    """
-    steps = [snapshot.step for snapshot in snapshots if snapshot.lineage == info.lineage]
-    usable = [step for step in steps if step <= info.committed_step]
-    if info.reference_step:
-        return None
-    return await _load_newest(workers, usable, snapshot_lineage=info.lineage)
-
-
-async def _load(workers: WorkerDispatch, checkpoints: Sequence[int]) -> int:
-    """Load the newest intact checkpoint, or else the initial model, and return its step."""
-    loaded = await _load_newest(workers, checkpoints)
-    return (await workers.init_model()).step if loaded is None else loaded
-
-
-async def _load_newest(workers: WorkerDispatch, steps: Sequence[int], *, snapshot_lineage: int = -1) -> int | None:
+async def _load_newest(
+    workers: WorkerDispatch, steps: Sequence[int], info: RunInfo, *, snapshot_lineage: int = -1
+) -> int | None:
+    """Load the newest intact checkpoint or snapshot of a committed step among `steps`, and return its step, if any."""
     log = structlog.get_logger("driver")
-    for step in sorted(steps, reverse=True):
+    for step in sorted((step for step in steps if step <= info.committed_step), reverse=True):
         try:
             return (await workers.load_checkpoint(step, snapshot_lineage=snapshot_lineage)).step
         except RpcError as error:
@@ -121,3 +106,19 @@ async def _load_newest(workers: WorkerDispatch, steps: Sequence[int], *, snapsho
             log.warning("checkpoint refused, trying the previous one", step=step, error=str(error))
             await workers.take_over()
     return None
+
+
+def committed_rates(metrics: Path, *, after: int) -> dict[int, float]:
+    """Return the learning rate of each committed step after step `after` whose row is in `metrics.jsonl` (steps without
+    an update have none).
+
+    The scheduler writes these rows from its journal. A step that is replayed repeats its rate, even if the run was
+    resumed with another one.
+    """
+    follower, rates = MetricsFollower(metrics), dict[int, float]()
+    while (page := follower.poll()).more:
+        for row in page.rows:
+            step, rate = row.get("step"), row.get("policy/lr")
+            if step is not None and step > after and rate:
+                rates[int(step)] = rate
+    return rates

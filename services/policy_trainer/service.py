@@ -10,21 +10,20 @@ import asyncio
 import time
 
 from proto.messages import ErrorCode, GetSupervisorState, StepBatch, SupervisorState
+from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.best import BestCheckpoint
 from services.policy_trainer.checkpoints import Checkpoints
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost, group_dispatch
-from services.policy_trainer.driver import Driver, own_estimator
-from services.policy_trainer.learning_rate import committed_rates
+from services.policy_trainer.driver import Driver
 from services.policy_trainer.metrics import staleness_counts
 from services.policy_trainer.publisher import Publisher
-from services.policy_trainer.resume import resume
+from services.policy_trainer.resume import committed_rates, resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
-from services.policy_trainer.stop import Stop
 from shared import topology as topologies
 from shared.actor.service import Service
 from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
-from shared.topology import TRAINER_STORE, Topology, stop_limit_s
+from shared.topology import Topology, stop_limit_s
 
 MAX_RECOVERIES = 5
 """Maximum number of consecutive worker losses without a committed step in between."""
@@ -43,7 +42,8 @@ class PolicyTrainerService(Service):
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        self._stop = Stop()
+        self._stop = asyncio.Event()
+        """Set once the run must end after the open step. This cannot be withdrawn."""
         self._ending = False
         self._trains = False
         """Whether the workers may hold a step that must be saved."""
@@ -52,7 +52,7 @@ class PolicyTrainerService(Service):
 
     async def start(self) -> None:
         """Import the advantage estimator, so that the service fails at start-up if the estimator cannot be used."""
-        own_estimator(topologies.load_resolved(self.run.topology))
+        Estimator(topologies.load_resolved(self.run.topology).algorithm.advantage)
 
     def request_stop(self) -> None:
         if self.supervised and self._trains and not self._ending:
@@ -69,7 +69,7 @@ class PolicyTrainerService(Service):
             return
         limit_s = stop_limit_s(topologies.load_resolved(self.run.topology))
         self.loop.call_later(limit_s, self._give_up, limit_s)
-        self._stop.ask()
+        self._stop.set()
 
     def _give_up(self, limit_s: float) -> None:
         self.log.warning("stopped before the committed step was saved", limit_s=limit_s)
@@ -105,7 +105,7 @@ class PolicyTrainerService(Service):
                 damaged = error.code == ErrorCode.MISSING
                 if not damaged and not isinstance(error, WorkersLost):
                     raise
-                if self._stop.asked:
+                if self._stop.is_set():
                     self.log.warning("stopped; the committed step is not saved: workers lost", error=str(error))
                     return
                 committed = (await scheduler.run_info()).committed_step
@@ -118,27 +118,22 @@ class PolicyTrainerService(Service):
                 self.log.warning(f"{cause}, resuming", committed=committed, error=str(error))
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
-        deterministic = topology.run.deterministic
         folders = [model.checkpoints(self.run.checkpoints) for model in topology.trained]
         keeping = topology.checkpoint
         checkpoints = Checkpoints(folders, keep_last=keeping.keep_last, keep_every=keeping.keep_every)
-        resumed = await resume(scheduler, workers, checkpoints.steps(), store=TRAINER_STORE, whole_rows=deterministic)
+        resumed = await resume(scheduler, workers, checkpoints.steps(), whole_rows=topology.run.deterministic)
         # A checkpoint is begun only once its step is committed, so later steps were rolled back.
         await asyncio.to_thread(checkpoints.discard_after, resumed.committed)
         metric = keeping.keep_best
         best = BestCheckpoint(self.run, topology, scheduler, metric) if metric is not None else None
         publisher = Publisher(
+            topology,
             scheduler,
             workers,
-            checkpoint=topology.checkpoint,
-            lineage=resumed.lineage,
-            store=TRAINER_STORE,
-            newest_checkpoint=resumed.checkpoint,
-            last_step=topology.run.last_step,
-            earlier=topology.staleness if deterministic else 0,
+            resumed,
+            checkpoints,
             on_stop=lambda step: self.ends_after(f"saving step {step}"),
             best=best,
-            checkpoints=checkpoints,
         )
         self._trains = True
         try:

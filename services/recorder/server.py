@@ -1,7 +1,7 @@
 """The recorder process: asks the scheduler for tasks that have ended, reads their shards and writes their samples.
 
 Nothing waits long for the recorder: after a task has ended, the scheduler keeps it for only a few seconds
-(`services/scheduler/records.py`).
+(`services/scheduler/ended.py`).
 """
 
 from __future__ import annotations

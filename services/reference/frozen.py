@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from proto.tensors import Array
-from shared.model.load import load_model, named_weights
+from shared.model.load import allow, load_model, named_weights
 from shared.model.logprobs import score
-from shared.model.passes import allow
 from shared.ranks.process_group import own_device
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.passes import Passes

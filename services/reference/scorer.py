@@ -59,18 +59,10 @@ class FrozenScorer:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._made: list[Frozen] = []  # filled by `start`
         self._shelf = None if scratch is None else Shelf(scratch, "frozen")
-        self._progress = 0
-        self._version = UNKNOWN
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """(lineage, step) of the weights. The weights in the model directory are (0, 0)."""
-        return self._version
-
-    @property
-    def progress(self) -> int:
+        self.progress = 0
         """Progress counter. Only the compute thread advances it, once per micro-batch."""
-        return self._progress
+        self.version = UNKNOWN
+        """(lineage, step) of the weights. The weights in the model directory are (0, 0)."""
 
     async def start(self) -> None:
         """Load the weights from the model directory."""
@@ -121,7 +113,7 @@ class FrozenScorer:
         cpu.set_up(self._threads)
         if self._deterministic:
             require_deterministic_algorithms()
-        self._version = UNKNOWN
+        self.version = UNKNOWN
         if not self._made:
             self._made.append(self._make())
         self._model.load()
@@ -130,15 +122,15 @@ class FrozenScorer:
             # differently, which changes the last bits of results.
             own_storages(self._model.tensors())
             self._shelf.renewed()
-        self._version = BEGINNING
-        self._progress += 1
+        self.version = BEGINNING
+        self.progress += 1
 
     def _leave(self) -> None:
         if self._shelf is not None and self._made and not self._shelf.holds:
             self._shelf.put(self._model.tensors())
 
     def _take(self, ref: WeightsRef, weights: Mapping[str, Array]) -> float:
-        self._version = UNKNOWN
+        self.version = UNKNOWN
         wrong = mismatched_weights(self._model.shapes, {name: array.shape for name, array in weights.items()})
         if wrong:
             raise RpcError(
@@ -148,7 +140,7 @@ class FrozenScorer:
         self._model.take(weights)
         if self._shelf is not None:
             self._shelf.renewed()
-        self._progress += 1
+        self.progress += 1
         tokens = ref.canary.token_ids
         mask = np.ones(len(tokens), np.uint8)
         mask[0] = 0
@@ -160,12 +152,12 @@ class FrozenScorer:
                 f"reference: canary mismatch after version {ref.step} of lineage {ref.lineage}: error {error:.3g} "
                 f"exceeds the tolerance {ref.canary.tolerance:.3g}; nothing is scored with this version",
             )
-        self._version = (ref.lineage, ref.step)
-        self._progress += 1
+        self.version = (ref.lineage, ref.step)
+        self.progress += 1
         return error
 
     def _count(self) -> None:
-        self._progress += 1
+        self.progress += 1
 
     def _score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
         joined = {key: np.concatenate([task[key] for task in tasks]) for key in ("token_ids", "lengths", "loss_mask")}

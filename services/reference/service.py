@@ -13,16 +13,15 @@ import msgspec
 import numpy as np
 
 from proto import messages
-from proto.messages import Heartbeat, Outcome, TaskHandle, TaskResult
+from proto.messages import Heartbeat, Outcome, TaskResult
 from proto.tensors import Array
-from services.reference.kl_sums import NEEDS, kl_sums
 from shared import topology as topologies
 from shared.actor.own_store import own_store, own_store_stays
 from shared.actor.service import Service
 from shared.colocation.devices import REFERENCE as WEIGHTS
 from shared.colocation.devices import Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
-from shared.dataplane.client import DataClient, Receipt, TaskShards
+from shared.dataplane.client import DataClient, TaskShards
 from shared.inputs import check_model
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
 
 MAX_BLOCK_TASKS = 64
 DATA_CALL_S = 30.0
+KL_NEEDS = ("rollout_logprobs", "sample_index")
+"""Keys of the shards that `kl_sums` needs in addition to those of the stage."""
 _MAKES = REFERENCE.makes[0]
 _WEIGHTS: Parts = frozenset({WEIGHTS})
 Shards = list[dict[str, Array]]
@@ -184,7 +185,7 @@ class ReferenceWorker:
         self._turns = scoring.turns
         self._computing = False
         self._store = store
-        self._needs = REFERENCE.needs + (NEEDS if model.reward_kl else ())
+        self._needs = REFERENCE.needs + (KL_NEEDS if model.reward_kl else ())
         self.leases = LeaseBook(service, model.stage, lambda: scorer.progress)
         self.leases.blocked_on_devices = lambda: self._turns.waiting
         self.pipeline: LeasePipeline[Shards, tuple[list[Array], float]] = LeasePipeline(
@@ -239,7 +240,19 @@ class ReferenceWorker:
         if self._model.refreshed:
             step = lease.grant.weights.step if lease.grant.weights is not None else 0
             scalars[REFERENCE_SCALAR] = np.full(sum(task.samples for task in tasks), step, np.float32)
-        results = [_done(*scored) for scored in zip(tasks, receipts, logprobs, strict=True)]
+        results = [
+            TaskResult(
+                task_id=task.task_id,
+                fence=task.fence,
+                outcome=Outcome.DONE,
+                store=receipt.store,
+                content_hash=receipt.content_hash,
+                samples=task.samples,
+                tokens=len(values),
+                nbytes=receipt.nbytes,
+            )
+            for task, receipt, values in zip(tasks, receipts, logprobs, strict=True)
+        ]
         await self.leases.complete(lease, results, scalars)
         tokens = sum(len(values) for values in logprobs)
         rate = tokens / max(seconds, 1e-9)
@@ -248,17 +261,26 @@ class ReferenceWorker:
         )
 
 
-def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
-    return TaskResult(
-        task_id=task.task_id,
-        fence=task.fence,
-        outcome=Outcome.DONE,
-        store=receipt.store,
-        content_hash=receipt.content_hash,
-        samples=task.samples,
-        tokens=len(values),
-        nbytes=receipt.nbytes,
-    )
+def kl_sums(estimator: str, shards: dict[str, Array], ref: Array, samples: int) -> Array:
+    """Return float32 [samples]: per sample, the sum over its sampled tokens of an estimate of KL(sampler || reference),
+    for a KL term in the reward.
+
+    `shards` holds the shards of one task, and `ref` (float32 [T]) its reference log-probs. With d = rollout - ref, the
+    estimator k1 is d, k2 is d^2 / 2 and k3 is exp(-d) + d - 1. Source: Schulman, "Approximating KL divergence", 2020.
+    Raises ValueError for any other estimator.
+    """
+    d = shards["rollout_logprobs"].astype(np.float64) - ref
+    if estimator == "k1":
+        values = d
+    elif estimator == "k2":
+        values = d**2 / 2
+    elif estimator == "k3":
+        values = np.expm1(-d) + d
+    else:
+        raise ValueError(f"KL estimator {estimator!r}: use k1, k2 or k3")
+    sample = np.repeat(shards["sample_index"], shards["lengths"])
+    masked = np.where(shards["loss_mask"] != 0, values, 0.0)
+    return np.bincount(sample, weights=masked, minlength=samples).astype(np.float32)
 
 
 def make_scorer(run: RunDir, instance: int, model: FrozenModel, group: Group, meeting: Meeting) -> FrozenScorer:

@@ -1,6 +1,7 @@
-"""The rollout actor starts an engine and everything around it, then works through leases (`worker`).
+"""The rollout actor starts an engine and everything around it, then works through leases.
 
-Neither user code nor the model runs on its event loop.
+A lease takes these steps: load the version that it needs, prepare, sample, finish, complete. Nothing is sampled with
+weights older than the lease allows. Neither user code nor the model runs on the actor's event loop.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from services.rollout.engines import make_engine
 from services.rollout.results.finish import LeaseResults
 from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.rewards.pool import RewardPool
-from services.rollout.sampling.answers import AnswerSampler
-from services.rollout.sampling.partial import PartialJournal
+from services.rollout.sampling.answers import AnswerSampler, PartialJournal
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import TaskSets, prepare
 from services.rollout.user_code.frames import Purpose, Setup
@@ -32,7 +32,6 @@ from services.rollout.weights.source import SHARDS, WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.transfer import EngineTransfers, Receiver
 from services.rollout.weights.versions import EngineVersions
-from services.rollout.worker import RolloutWorker
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from services.rollout.workflows.runner import WorkflowRunner
 from shared.actor.own_store import own_store, own_store_stays
@@ -45,7 +44,7 @@ from shared.lease import LeaseBook
 from shared.ranks.meeting import reach_hosts_by_nccl
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.stages import ROLLOUT
 from shared.topology.models import POLICY_WORKER
 
@@ -53,17 +52,21 @@ if TYPE_CHECKING:
     from shared.topology import Topology
     from shared.topology.schema import Workflow
     from shared.topology.services import Rollout
+import time
+
+from proto.messages import LeaseGrant
+from services.rollout.results.finish import Sampled
+from services.rollout.sampling.tasks import PreparedTasks
+from services.rollout.sampling.trajectory import BlockVersions
+from services.rollout.weights.versions import WeightsGone
+from shared.lease import Lease
+from shared.pipeline import LeasePipeline
+from shared.stages import TRAIN
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _WorkflowParts:
-    """A workflow with the processes that run it and the endpoint that its agents call."""
-
-    workflow: Workflow
-    pool: UserPool
-    endpoint: OpenAIEndpoint
+SIDE_BY_SIDE = 2
+"""Maximum number of leases that are sampled together. The second lease uses the rows that short samples of the first
+leave free."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class RolloutService(Service):
         rewards = await self._start_rewards(topology)
         model = Path(topology.policy.model)
         await self._on_text(partial(check_model, self.run.path, "policy.model", str(model)))
-        chosen = await self._start_workflow(topology.workflow, model.name) if topology.workflow is not None else None
+        chosen = topology.workflow
+        pool, endpoint = await self._start_workflow(chosen, model.name) if chosen is not None else (None, None)
         journal = None
         if settings.partial_s is not None:
             journal = PartialJournal(self.run.path / "partial", settings.partial_s)
@@ -166,15 +170,15 @@ class RolloutService(Service):
             filters=topology.algorithm.filter_zero_variance is not None,
         )
         workflow = None
-        if chosen is not None:
+        if chosen is not None and pool is not None and endpoint is not None:
             workflow = WorkflowRunner(
-                chosen.workflow.function,
-                chosen.pool,
-                chosen.endpoint,
+                chosen.function,
+                pool,
+                endpoint,
                 engine=engine,
                 prompts=prompts,
                 on_text=self._on_text,
-                max_tokens=chosen.workflow.max_tokens,
+                max_tokens=chosen.max_tokens,
             )
         worker = RolloutWorker(
             self,
@@ -195,10 +199,10 @@ class RolloutService(Service):
             troubles=[rewards.troubles],
             waits=[rewards.waits],
         )
-        if chosen is not None and workflow is not None:
-            parts.work.append(chosen.pool.watch)
-            parts.troubles.extend((workflow.troubles, chosen.endpoint.troubles))
-            parts.waits.append(chosen.pool.waits)
+        if pool is not None and endpoint is not None and workflow is not None:
+            parts.work.append(pool.watch)
+            parts.troubles.extend((workflow.troubles, endpoint.troubles))
+            parts.waits.append(pool.waits)
         return parts
 
     async def _start_rewards(self, topology: Topology) -> RewardPool:
@@ -214,7 +218,8 @@ class RolloutService(Service):
         await rewards.start()
         return rewards
 
-    async def _start_workflow(self, workflow: Workflow, model: str) -> _WorkflowParts:
+    async def _start_workflow(self, workflow: Workflow, model: str) -> tuple[UserPool, OpenAIEndpoint]:
+        """Start the processes that run the workflow and the endpoint that its agents call."""
         endpoint = OpenAIEndpoint(model)
         self._closing.push_async_callback(endpoint.stop)
         await endpoint.start()
@@ -223,7 +228,7 @@ class RolloutService(Service):
         self._closing.push_async_callback(pool.close)
         # All processes are started before the first sample, because the samples of a lease are assigned at once.
         await pool.start(at_once=workflow.processes)
-        return _WorkflowParts(workflow, pool, endpoint)
+        return pool, endpoint
 
     def _weights_source(self, settings: Rollout, engine: Engine, store: str) -> WeightsSource:
         if settings.weights == SHARDS or settings.transfer_s is None:
@@ -319,3 +324,99 @@ def _load_topology(run: RunDir) -> Topology:
     from shared import topology
 
     return topology.load_resolved(run.topology)
+
+
+class RolloutWorker:
+    """Works through the leases of one engine. It is used only on the service's loop, which it never blocks.
+
+    `EngineVersions` brings the version that a lease needs into the engine; `LeaseResults` finishes the sampled leases.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        leases: LeaseBook,
+        *,
+        engine: Engine,
+        versions: EngineVersions,
+        prepare: Callable[[Lease], Awaitable[PreparedTasks]],
+        answers: AnswerSampler,
+        workflow: WorkflowRunner | None,
+        results: LeaseResults,
+        block_tasks: int,
+    ) -> None:
+        """Without a `workflow`, a sample is one answer to its prompt. `block_tasks` is the maximum number of tasks in a
+        lease."""
+        self._service = service
+        self._leases = leases
+        self._engine = engine
+        self._versions = versions
+        self._prepare_tasks = prepare
+        self._answers = answers
+        self._workflow = workflow
+        self._results = results
+        self._pipeline: LeasePipeline[PreparedTasks, Sampled] = LeasePipeline(
+            leases,
+            acquire=lambda: leases.acquire(block_tasks, lambda: (versions.holds.lineage, versions.holds.step)),
+            prepare=self._prepare,
+            compute=self._sample,
+            finish=self._finish,
+            side_by_side=SIDE_BY_SIDE if versions.side_by_side else 1,
+            may_lease=results.may_score,
+        )
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        await self._pipeline.run()
+
+    async def drain(self) -> None:
+        """Stop sampling, finish the sampled leases if that is quick, and hand back the rest."""
+        await self._pipeline.drain()
+
+    async def _prepare(self, lease: Lease) -> PreparedTasks:
+        """Fetch the weights if they will be needed, and build the prompts."""
+        await self._versions.fetch_ahead(lease)
+        return await self._prepare_tasks(lease)
+
+    async def _sample(self, lease: Lease, tasks: PreparedTasks) -> Sampled | None:
+        """Acquire the devices, load the version if needed, and generate. Return None if the lease was handed back."""
+        # A workflow's calls form many blocks, some of which would begin during a swap, so each lease has one version.
+        exact = lease.grant.exact or self._workflow is not None
+        try:
+            async with self._versions.bring(lease, exact=exact) as versions:
+                return await self._sampled(lease, tasks, versions)
+        except WeightsGone as error:
+            await self._leases.hand_back(lease, f"waited longer than its version lasted: {error}", untouched=True)
+            return None
+
+    async def _sampled(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> Sampled | None:
+        """Generate the samples, or return None if the lease was handed back. `versions` are the versions held while
+        sampling."""
+        grant, step = lease.grant, versions.first
+        if step < grant.min_step or (grant.exact and step != grant.min_step):
+            why = f"the engine holds version {step}, but {_needed(grant)}"
+            await self._leases.hand_back(lease, why, untouched=True)
+            return None
+        lease.check()
+        if self._workflow is not None:
+            before_s = self._workflow.generate_s
+            made = await self._workflow.run(lease, tasks, versions)
+            seconds, lost = self._workflow.generate_s - before_s, self._workflow.lost_processes
+            return Sampled(made, step, seconds, self._versions.last_sync, lost)
+        started = time.perf_counter()
+        made = await self._answers.run(lease, tasks, versions) if tasks.ready else []
+        seconds = time.perf_counter() - started
+        what = "generate" if grant.split == TRAIN else "evaluate"
+        self._service.telemetry.span(what, seconds, self._leases.about(lease))
+        return Sampled(made, step, seconds, self._versions.last_sync)
+
+    async def _finish(self, lease: Lease, tasks: PreparedTasks, sampled: Sampled) -> None:
+        """Complete the lease."""
+        await self._results.finish(lease, tasks, sampled)
+        self._answers.forget(tasks.ready)
+        self._service.telemetry.emit("engine", dict(self._engine.stats()))
+
+
+def _needed(grant: LeaseGrant) -> str:
+    exactly = "exactly" if grant.exact else "at least"
+    return f"the lease needs {exactly} {grant.min_step} and names no weights to load"

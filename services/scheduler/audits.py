@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from proto.messages import PutTask, TaskState
-from services.scheduler.events import Listed, ShardClaim
+from services.scheduler.events import CheckShards, Listed, ShardClaim
 from services.scheduler.ledger import TaskLedger
 from services.scheduler.tasks import Task
 from shared.stages import WEIGHTS
@@ -47,7 +47,7 @@ def is_stray(ledger: TaskLedger, entry: PutTask) -> bool:
     split, epoch, index = entry.task_id.rsplit("/", 2)
     if split == WEIGHTS:
         version = (int(epoch), int(index))
-        ref = ledger.history.versions.get(version)
+        ref = ledger.history.versions.refs.get(version)
         if ref is not None:
             return entry.fence < ref.fence
         newest = ledger.history.versions.newest
@@ -62,7 +62,6 @@ def is_stray(ledger: TaskLedger, entry: PutTask) -> bool:
 class Audit:
     """The inventory of one store, and the claims that it does not satisfy."""
 
-    store: str
     held: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     missing: list[ShardClaim] = field(default_factory=list)
 
@@ -93,7 +92,7 @@ class Audits:
     def add(self, page: Listed) -> None:
         """Add a page of an inventory. Pages that do not follow a first page are ignored."""
         if page.first:
-            self._read[page.store] = Audit(page.store)
+            self._read[page.store] = Audit()
         audit = self._read.get(page.store)
         if audit is None:
             return
@@ -107,13 +106,12 @@ class Audits:
         """Allow `AUDITED_AT_ONCE` more tasks to be compared."""
         self._room = AUDITED_AT_ONCE
 
-    def compare(self, ledger: TaskLedger) -> list[Audit]:
-        """Compare as many tasks as are allowed now, and return the completed audits.
+    def compare(self, ledger: TaskLedger) -> list[CheckShards]:
+        """Compare as many tasks as are allowed now, and have the stores check the missing results.
 
-        `missing` may also contain results accepted after the inventory began, so the store is asked again about each of
-        these.
+        A result that was accepted after the inventory began may also be missing from it.
         """
-        over: list[Audit] = []
+        checks: list[CheckShards] = []
         while self._room > 0 and (self._compared or self._complete):
             if not self._compared:
                 self._begin(ledger)
@@ -124,15 +122,17 @@ class Audits:
                         if store in self._compared:
                             self._compared[store].expect(_claim(ledger, store, task))
             if len(some) < self._room:
-                over += self._compared.values()
+                checks += [
+                    CheckShards(store, audit.missing) for store, audit in self._compared.items() if audit.missing
+                ]
                 self._compared = {}
             self._room -= max(len(some), 1)
-        return over
+        return checks
 
     def _begin(self, ledger: TaskLedger) -> None:
         self._compared, self._complete = self._complete, {}
         self._left = iter(list(ledger.tasks))
-        for ref in ledger.history.versions.refs:
+        for ref in ledger.history.versions.refs.values():
             if ref.store in self._compared:
                 self._compared[ref.store].expect(ShardClaim(PutTask(ref.task_id, ref.fence)))
 

@@ -9,12 +9,11 @@ import numpy as np
 
 from proto.messages import Complete, DropReason, ErrorCode, Outcome, Refusal, TaskResult, TaskState
 from proto.tensors import Array
-from services.scheduler import scalars
+from services.scheduler.ended import drop_reason
 from services.scheduler.leases import TaskLease
 from services.scheduler.ledger import DEATH, FAILURE, TaskLedger
-from services.scheduler.losses import drop_reason
 from services.scheduler.plan import stage_index
-from services.scheduler.tasks import EVALUATION, StagePart, Task
+from services.scheduler.tasks import EVALUATION, StagePart, Task, layout_of
 from shared.rpc.errors import RpcError
 
 MOST_LAYOUTS = 1 << 16
@@ -28,7 +27,6 @@ def complete(ledger: TaskLedger, request: Complete) -> list[Refusal]:
         lease = None
     stage = stage_index(ledger.plan, request.stage)
     _check(ledger, request, stage)
-    layout = ledger.layout(request.scalars)
     filters = stage == 0 and _filters(ledger, request)
     refused: list[Refusal] = []
     first = 0
@@ -43,8 +41,8 @@ def complete(ledger: TaskLedger, request: Complete) -> list[Refusal]:
             if result.outcome == Outcome.DONE and result.store in ledger.shards.gone:
                 ledger.retry(task, DEATH, f"{result.store} is gone")
             elif result.outcome == Outcome.DONE:
-                packed = scalars.pack(request.scalars, first, result.samples)
-                _accept(ledger, task, stage, result, layout, packed, filters=filters)
+                values = {name: column[first : first + result.samples] for name, column in request.scalars.items()}
+                _accept(ledger, task, stage, result, values, filters=filters)
             elif result.outcome == Outcome.RETRY:
                 ledger.retry(task, FAILURE, result.reason)
             else:
@@ -77,8 +75,8 @@ def _check(ledger: TaskLedger, request: Complete, stage: int) -> None:
         )
         if any(not 0 <= number < 1 << bits for number, bits in numbers):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{result.task_id}: a number in its result is out of range")
-    layout = scalars.layout_of(request.scalars)
-    if len(ledger.layouts) >= MOST_LAYOUTS and layout not in ledger.layouts:
+    layout = layout_of(request.scalars)
+    if len(ledger.tasks.layouts) >= MOST_LAYOUTS and layout not in ledger.tasks.layouts:
         text = f"scalars {', '.join(request.scalars)[:200]}: a run may have at most {MOST_LAYOUTS} different sets"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     samples = sum(result.samples for result in request.results if result.outcome == Outcome.DONE)
@@ -114,19 +112,19 @@ def _problem(task: Task | None, stage: int, lease: TaskLease | None, result: Tas
 
 
 def _accept(
-    ledger: TaskLedger, task: Task, stage: int, result: TaskResult, layout: int, packed: bytes, *, filters: bool
+    ledger: TaskLedger, task: Task, stage: int, result: TaskResult, values: dict[str, Array], *, filters: bool
 ) -> None:
     ledger.release(task)
     _place(ledger, task, stage, result)
     if stage == 0:
         task.samples, task.failed, task.tokens = result.samples, result.samples_failed, result.tokens
-        task.layout, task.scalars = layout, packed
-        _count_lost(ledger, task, result)
-    elif ledger.layouts[layout]:
-        columns = ledger.columns(task) | scalars.unpack(ledger.layouts[layout], task.samples, packed)
-        task.layout, task.scalars = ledger.layout(columns), scalars.pack(columns, 0, task.samples)
+        ledger.tasks.keep_scalars(task, values)
+        if task.admission != EVALUATION:
+            ledger.losses.lose(task.admission, result)
+    elif values:
+        ledger.tasks.keep_scalars(task, ledger.tasks.scalars(task) | values)
     if task.admission == EVALUATION:
-        rewards = ledger.columns(task).get("reward")
+        rewards = ledger.tasks.scalars(task).get("reward")
         if rewards is None or not len(rewards):
             ledger.drop(task, DropReason.OTHER, "no sample was scored")
         else:
@@ -160,7 +158,8 @@ def _drop(ledger: TaskLedger, task: Task, stage: int, result: TaskResult) -> Non
         ledger.tell("scheduler/dropped", {"task": task.task_id, "reason": result.reason[:200]})
         _end_scored(ledger, task, np.zeros(0, np.float32), result.samples_failed)
     else:
-        _count_lost(ledger, task, result)
+        if task.admission != EVALUATION:  # evaluations count their failed samples themselves
+            ledger.losses.lose(task.admission, result)
         ledger.drop(task, drop_reason(result.why), result.reason)
 
 
@@ -168,12 +167,6 @@ def _place(ledger: TaskLedger, task: Task, stage: int, result: TaskResult) -> No
     """Note where the shards of a result are."""
     part = StagePart(ledger.shards.index(result.store), result.content_hash, result.nbytes)
     task.parts = (*task.parts[:stage], part, *task.parts[stage + 1 :])
-
-
-def _count_lost(ledger: TaskLedger, task: Task, result: TaskResult) -> None:
-    """Count the lost samples of a training task. Evaluations count their failed samples themselves."""
-    if task.admission != EVALUATION:
-        ledger.losses.lose(task.admission, result)
 
 
 def _filters(ledger: TaskLedger, request: Complete) -> bool:
@@ -198,7 +191,7 @@ def _filter(ledger: TaskLedger, task: Task) -> bool:
     At most `filter_limit` tasks are dropped per step, so a run continues even if all its tasks are solved. Source:
     dynamic sampling in DAPO (arXiv 2503.14476), section 3.2. Return whether the task was dropped.
     """
-    rewards = ledger.columns(task).get("reward")
+    rewards = ledger.tasks.scalars(task).get("reward")
     if rewards is None or (rewards != rewards[0]).any():
         return False
     filtered = ledger.losses.filtered

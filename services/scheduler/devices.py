@@ -164,7 +164,7 @@ class DeviceTurns:
             for other, parts in self._in_the_way(holder, wants).items():
                 free = False
                 leaves = parts - self._keeps(other, before=holder)
-                if leaves or not self._waits(other):
+                if leaves or not self._members[other].wants:
                     blocking.add(other)
                 recalled[other] = recalled.get(other, NOTHING) | leaves
             must_sleep = holder[0] in ALL_AT_ONCE and bool(recalled.get(holder))
@@ -190,9 +190,6 @@ class DeviceTurns:
             if not member.known and other[0] != holder[0]:
                 blocking[other] = PARTS_OF[other[0]] & barred_by(wants)
         return {other: parts for other, parts in blocking.items() if parts}
-
-    def _waits(self, holder: Holder) -> bool:
-        return bool(self._members[holder].wants)
 
     def _keeps(self, holder: Holder, *, before: Holder) -> Parts:
         """Return the parts that `holder` need not release for `before`.

@@ -39,9 +39,10 @@ class Evaluation:
     """Number of failed samples in scored rows. Each counts as a reward of 0."""
 
     @classmethod
-    def of(cls, name: str, version: Version, rows: int, samples: int) -> Evaluation:
-        """Return an evaluation in which no row has been scored yet."""
-        return cls(name, version, samples, [math.nan] * rows, [math.nan] * rows, rows)
+    def of(cls, name: str, version: Version, samples: int, waiting: list[str]) -> Evaluation:
+        """Return an evaluation in which no row has been scored yet, given its tasks, one for each row."""
+        rows = len(waiting)
+        return cls(name, version, samples, [math.nan] * rows, [math.nan] * rows, rows, waiting)
 
     def score(self, row: int, rewards: Array, failed: int) -> None:
         """Score a row: `rewards` holds the rewards of its N scored samples, float [N]. N + `failed` is at least 1."""

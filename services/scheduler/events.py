@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast, get_args
 
 import msgspec
 
+from proto import codec
 from proto.messages import (
     CheckpointSaved,
     CommitStep,
@@ -32,7 +34,7 @@ from proto.messages import (
     WaitEvals,
 )
 from proto.registry import Message
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 
 Ref = object
 """An open call, opaque to the state machine, which returns it in `Answer` or `Fail`."""
@@ -134,6 +136,23 @@ Request = (
     | GetStatus
 )
 """The wire requests that the scheduler answers."""
+
+_INTERNAL: tuple[type[Internal], ...] = get_args(Internal)
+_DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
+_KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}
+
+
+def encode(event: Durable) -> tuple[int, bytes]:
+    """Return the kind of an event, which is negative for internal events, and its encoding for the journal."""
+    if isinstance(event, Message):
+        return event.TYPE, codec.encode_body(event)
+    return _KINDS[type(event)], msgspec.msgpack.encode(event)
+
+
+def decode(kind: int, body: bytes) -> Durable:
+    """Return the event of this kind and encoding. Raises WireError or MsgspecError."""
+    decoder = _DECODERS.get(kind)
+    return decoder.decode(body) if decoder is not None else cast(Durable, codec.decode_body(kind, body))
 
 
 # --------------------------------------------------------------------------------------------------- volatile

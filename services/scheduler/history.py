@@ -31,28 +31,18 @@ class Versions:
     """The policy versions whose shards are in a store."""
 
     def __init__(self) -> None:
-        self._refs: dict[Version, WeightsRef] = {}
-
-    def __len__(self) -> int:
-        return len(self._refs)
-
-    def get(self, version: Version) -> WeightsRef | None:
-        return self._refs.get(version)
-
-    @property
-    def refs(self) -> list[WeightsRef]:
-        return list(self._refs.values())
+        self.refs: dict[Version, WeightsRef] = {}
 
     @property
     def newest(self) -> Version | None:
-        return max(self._refs, default=None)
+        return max(self.refs, default=None)
 
     def at_step(self, step: int) -> Version | None:
         """Return the version of exactly `step` in the newest lineage that has it, or None."""
-        return max((version for version in self._refs if version[1] == step), default=None)
+        return max((version for version in self.refs if version[1] == step), default=None)
 
     def put(self, ref: WeightsRef) -> None:
-        self._refs[ref.lineage, ref.step] = ref
+        self.refs[ref.lineage, ref.step] = ref
 
     def unnamed(self, named: set[Version], oldest_exact: int | None, steps: Container[int] = ()) -> list[WeightsRef]:
         """Remove and return all versions but the newest, those in `named`, and those of a step in `steps`.
@@ -64,29 +54,27 @@ class Versions:
         newest = self.newest
         gone = [
             version
-            for version in self._refs
+            for version in self.refs
             if version != newest
             and version not in named
-            and (oldest_exact is None or version[1] < oldest_exact or version != self.at_step(version[1]))
-            and not (version[1] in steps and version == self.at_step(version[1]))
+            and not (
+                version == self.at_step(version[1])
+                and (version[1] in steps or (oldest_exact is not None and version[1] >= oldest_exact))
+            )
         ]
-        return [self._refs.pop(version) for version in gone]
-
-    def remove(self, version: Version) -> WeightsRef | None:
-        """Remove and return a version, or return None if it is absent."""
-        return self._refs.pop(version, None)
+        return [self.refs.pop(version) for version in gone]
 
     def take_back(self, step: int) -> list[WeightsRef]:
         """Remove and return the versions of steps after `step`."""
-        return [self._refs.pop(version) for version in list(self._refs) if version[1] > step]
+        return [self.refs.pop(version) for version in list(self.refs) if version[1] > step]
 
     def forget(self, store: str) -> None:
         """Remove the versions that were in `store`."""
-        self._refs = {version: ref for version, ref in self._refs.items() if ref.store != store}
+        self.refs = {version: ref for version, ref in self.refs.items() if ref.store != store}
 
     @property
     def nbytes(self) -> int:
-        return sum(ref.nbytes for ref in self._refs.values())
+        return sum(ref.nbytes for ref in self.refs.values())
 
 
 class RunHistory:
@@ -137,8 +125,15 @@ class RunHistory:
         self.identities, self.waiting_rows = identities, waiting_rows
 
     def take_effects(self) -> list[Effect]:
-        """Write the rows that are complete, and return the effects since the last call."""
-        self._write_rows()
+        """Return the effects since the last call.
+
+        Metrics rows are written in step order, each as soon as the evaluations due at its version are complete.
+        """
+        while self.next_row in self.waiting_rows and self.evaluated(self.next_row) is not None:
+            step = self.next_row
+            row = {"step": 0.0, **self.waiting_rows.pop(step), **self.evaluations.row(step)}
+            self._effects.append(WriteRow(step, row | {"step": float(step)}))
+            self.next_row += 1
         effects, self._effects = self._effects, []
         return effects
 
@@ -287,7 +282,7 @@ class RunHistory:
     @property
     def version_bytes(self) -> int:
         """Bytes to reserve for weight versions, which are as large as the plan says or as the newest one."""
-        newest = self.versions.get(self.versions.newest) if self.versions.newest is not None else None
+        newest = self.versions.refs.get(self.versions.newest) if self.versions.newest is not None else None
         largest = max(self._plan.weight_bytes, newest.nbytes if newest else 0)
         return max(self.versions.nbytes, self._plan.weight_versions * largest)
 
@@ -303,7 +298,7 @@ class RunHistory:
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         if not 0 <= ref.nbytes <= MOST or not 0 <= ref.fence < 1 << 32:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{ref.task_id}: its size or fence is out of range")
-        old = self.versions.get((ref.lineage, ref.step))
+        old = self.versions.refs.get((ref.lineage, ref.step))
         if old is not None and old.fence > ref.fence:
             text = f"{ref.task_id}: fence {ref.fence} is outdated; the current one is {old.fence}"
             raise RpcError(ErrorCode.CONFLICT, text)
@@ -315,13 +310,13 @@ class RunHistory:
     def is_live_version(self, store: str, shard: PutTask) -> bool:
         """Return whether these shards in a store are those of a published version."""
         version = _version_of(shard.task_id)
-        ref = self.versions.get(version) if version is not None else None
+        ref = self.versions.refs.get(version) if version is not None else None
         return ref is not None and (ref.store, ref.fence) == (store, shard.fence)
 
     def lose_version(self, task_id: str) -> bool:
         """Forget a version that its store has lost. Return False if no such version is published."""
         version = _version_of(task_id)
-        if version is None or self.versions.remove(version) is None:
+        if version is None or self.versions.refs.pop(version, None) is None:
             return False
         self.lost_version = task_id
         return True
@@ -339,11 +334,9 @@ class RunHistory:
 
     # ---- evaluations
 
-    def open_evaluation(self, name: str, version: Version, rows: int, samples: int, waiting: list[str]) -> None:
-        """Open an evaluation of a version on a set of `rows` rows. Its tasks are `waiting` for a lease."""
-        evaluation = Evaluation.of(name, version, rows, samples)
-        evaluation.waiting = waiting
-        self.evaluations.open[name, version[1]] = evaluation
+    def open_evaluation(self, name: str, version: Version, samples: int, waiting: list[str]) -> None:
+        """Open an evaluation of a version. Its tasks, one for each row of the set, are `waiting` for a lease."""
+        self.evaluations.open[name, version[1]] = Evaluation.of(name, version, samples, waiting)
 
     def score(self, evaluation: Evaluation, row: int, rewards: Array, failed: int) -> None:
         """Score a row of an evaluation. `rewards` holds the rewards of the row's scored samples."""
@@ -372,14 +365,6 @@ class RunHistory:
         """Add the metrics row of a committed step, unless the step is trained again and its row was written before."""
         if step >= self.next_row:
             self.waiting_rows[step] = row
-
-    def _write_rows(self) -> None:
-        """Write metrics rows in step order, each as soon as the evaluations due at its version are complete."""
-        while self.next_row in self.waiting_rows and self.evaluated(self.next_row) is not None:
-            step = self.next_row
-            row = {"step": 0.0, **self.waiting_rows.pop(step), **self.evaluations.row(step)}
-            self._effects.append(WriteRow(step, row | {"step": float(step)}))
-            self.next_row += 1
 
 
 def _version_of(task_id: str) -> Version | None:

@@ -13,28 +13,27 @@ import json
 import sqlite3
 import struct
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 
-from proto import codec
 from proto.errors import WireError
 from proto.messages import CheckpointSaved, ErrorCode, TaskState
-from proto.registry import Message
-from services.scheduler import tables
+from services.scheduler import journal_files
 from services.scheduler.events import (
     DiscardRows,
     Durable,
     ForgetSteps,
-    Internal,
     Rewound,
     SaveStep,
     WriteRow,
+    decode,
+    encode,
 )
-from services.scheduler.mark import Mark, Reached
-from services.scheduler.snapshot import LAYOUT
-from services.scheduler.wal import WalCheckpoints
+from services.scheduler.journal_files import Mark, Reached
+from services.scheduler.run_state import LAYOUT
 from shared.rpc.errors import BadInput, RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
@@ -46,12 +45,15 @@ more.
 
 Replay is therefore bounded, and snapshots account for a constant fraction of all writing.
 """
+SOFT_BYTES = 16 << 20
+"""Growth of the write-ahead log, in bytes, after which it is copied into the file."""
+HARD_BYTES = 512 << 20
+"""Size of the log, in bytes, beyond which the writer copies it itself."""
+PASSES = 3
+"""Maximum number of consecutive passes. Data written during a pass is left to the next pass."""
 FORGOTTEN_AT_ONCE = 1024
 """Maximum number of old steps that one transaction deletes. This bounds how long requests are delayed."""
 
-_INTERNAL: tuple[type[Internal], ...] = get_args(Internal)
-_DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
-_KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}
 _DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
 """Exceptions that reading damaged bytes raises. ValueError includes UnicodeDecodeError."""
 _ENVIRONMENT = frozenset(
@@ -71,15 +73,6 @@ _BY_STEP = ("steps", "rows")
 _REMEDY = "restore the file from a backup or begin a new run"
 
 
-def rewinds(path: Path) -> list[tuple[int, int, str]]:
-    """Return `(step, committed, cause)` for each rewind of a run, oldest first, or [] for an unreadable journal."""
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as journal:
-            return journal.execute("SELECT step, committed, cause FROM rewinds ORDER BY lineage").fetchall()
-    except sqlite3.Error:
-        return []
-
-
 class _SnapshotRow(NamedTuple):
     """The newest complete snapshot: its last event, the chain at that event, and the number and chain of its parts."""
 
@@ -89,58 +82,56 @@ class _SnapshotRow(NamedTuple):
     last: bytes
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[Recorded]:
-    """Open the journal of a run read-only, in its current state. The run may be live.
+class WalCheckpoints:
+    """Passes that copy the journal's write-ahead log into its file, on a separate thread and connection.
 
-    Raises RpcError(bad_request) with a one-line message if the journal is missing or cannot be read.
-    """
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
-            db.execute("BEGIN")  # all queries see the state that the first one sees
-            yield Recorded(db)
-    except (sqlite3.Error, WireError, msgspec.MsgspecError) as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"journal {path}: cannot be read ({error})") from None
-
-
-class Recorded:
-    """The content of a journal, for readers other than its scheduler.
-
-    `reading` translates the errors of its methods.
+    Copying and syncing can take a long time and would otherwise delay the writer. SQLite restarts the log once a pass
+    has copied all of it and nothing has been written in the meantime. If writing never paused, the log would grow
+    without limit, so beyond `HARD_BYTES` the writer runs a pass itself.
     """
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-        row = db.execute("SELECT seq FROM snapshot").fetchone()
-        self._seq: int = row[0] if row else 0
-        self.forgotten = _forgotten(dict(db.execute("SELECT key, value FROM meta")))
-        """The last step whose batch has been deleted, or -1."""
+    def __init__(self, path: Path, page_bytes: int) -> None:
+        self._path = path
+        self._page_bytes = page_bytes
+        self._written = 0
+        self._left_bytes = 0
+        self._thread = ThreadPoolExecutor(1, "wal-checkpoints")
+        self._passes: Future[None] | None = None
 
-    def snapshot(self) -> list[bytes]:
-        """Return the parts of the newest snapshot, or [] if there is none."""
-        query = "SELECT body FROM parts WHERE seq = ? ORDER BY part"
-        return [body for (body,) in self._db.execute(query, (self._seq,))] if self._seq else []
+    def wrote(self, nbytes: int, db: sqlite3.Connection) -> None:
+        """Record that the writer has committed `nbytes` through `db`. Raises sqlite3.Error if a pass has failed."""
+        self._written += nbytes
+        if self._passes is not None and self._passes.done():
+            self._passes.result()
+            self._passes = None
+        if self._written < SOFT_BYTES or self._passes is not None:
+            return
+        self._left_bytes += self._written
+        self._written = 0
+        if self._left_bytes > HARD_BYTES:
+            self._copy(db)
+        else:
+            self.order()
 
-    def events(self) -> Iterator[tuple[float, Durable]]:
-        """Yield the events after the snapshot in order, each with its time in seconds since 1970."""
-        for at, kind, body in self._db.execute(
-            "SELECT at, kind, body FROM events WHERE seq > ? ORDER BY seq", (self._seq,)
-        ):
-            yield at, _decode(kind, body)
+    def order(self) -> None:
+        """Have the thread sync everything committed so far."""
+        self._passes = self._thread.submit(self._run)
 
-    def steps_of(self, task_id: str) -> list[tuple[int, str, float | None]]:
-        """Return `(step, state, committed_at)` for each step whose batch contains the task."""
-        query = "SELECT step, state, committed_at FROM steps WHERE instr(task_ids, ?) ORDER BY step"
-        return self._db.execute(query, (json.dumps(task_id),)).fetchall()
+    def close(self) -> None:
+        """Wait for the passes in progress and stop the thread."""
+        self._thread.shutdown()
 
+    def _run(self) -> None:
+        with contextlib.closing(sqlite3.connect(self._path, isolation_level=None)) as db:
+            for _ in range(PASSES):
+                if not self._copy(db):
+                    break
 
-def _forgotten(meta: dict[str, str]) -> int:
-    return int(meta.get(tables.FORGOTTEN, "-1"))
-
-
-def _decode(kind: int, body: bytes) -> Durable:
-    decoder = _DECODERS.get(kind)
-    return decoder.decode(body) if decoder is not None else cast(Durable, codec.decode_body(kind, body))
+    def _copy(self, db: sqlite3.Connection) -> int:
+        """Run one pass, and return the number of bytes left for another pass."""
+        pages, copied = map(int, db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1:])
+        self._left_bytes = pages * self._page_bytes if copied < pages else 0
+        return (pages - copied) * self._page_bytes
 
 
 class Journal:
@@ -155,10 +146,10 @@ class Journal:
         self._path = path
         with self._reading("the file"):
             self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.create_function("checksum", -1, tables.checksum)
+            self._db.create_function("checksum", -1, journal_files.checksum)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("PRAGMA wal_autocheckpoint=0")  # checkpoints would sync on this thread: see wal.py
+            self._db.execute("PRAGMA wal_autocheckpoint=0")  # see `WalCheckpoints`
             page_bytes = self._db.execute("PRAGMA page_size").fetchone()[0]
             verdict = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if verdict != "ok":
@@ -191,31 +182,31 @@ class Journal:
 
     def _check_tables(self, fingerprint: str) -> None:
         """Create the tables of a new journal, or check those of an existing one. Raises RpcError."""
-        schema = tables.schema(self._db)
+        schema = journal_files.schema(self._db)
         if not schema:
             rows = [("format", FORMAT), ("plan", fingerprint)]
             self._db.execute("BEGIN IMMEDIATE")
-            tables.create(self._db)
-            self._db.executemany(tables.SAVE_META, rows)
+            journal_files.create(self._db)
+            self._db.executemany(journal_files.SAVE_META, rows)
             self._db.execute("COMMIT")
         elif self._is_of_the_format_before(schema):
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("DROP TABLE evals")
-            self._db.execute(tables.SAVE_META, ("format", FORMAT))
+            self._db.execute(journal_files.SAVE_META, ("format", FORMAT))
             self._db.execute("COMMIT")
         elif "meta" not in (names := sorted(name for _, name, *_ in schema)):
             raise sqlite3.DatabaseError(f"it is not a scheduler's journal (tables {', '.join(names)})")
-        elif schema != tables.expected_schema():
+        elif schema != journal_files.expected_schema():
             written = dict(self._db.execute("SELECT key, value FROM meta")).get("format")
             if written != FORMAT:
                 raise self.broken(
                     f"its format is {written!r}, but this release reads {FORMAT!r}; use the release that wrote it"
                 )
             raise sqlite3.DatabaseError("its tables are not those of a journal")
-        for table in tables.SUMMED:
+        for table in journal_files.SUMMED:
             self._check_rows(table)
         meta = dict(self._db.execute("SELECT key, value FROM meta"))
-        self.forgotten = _forgotten(meta)
+        self.forgotten = journal_files.forgotten(meta)
         """The last step whose batch and metrics row have been deleted, or -1."""
         if meta.get("format") != FORMAT:
             raise self.broken(
@@ -230,7 +221,7 @@ class Journal:
 
     def _is_of_the_format_before(self, schema: list[tuple[str, ...]]) -> bool:
         rest = [entry for entry in schema if entry[2] != "evals"]
-        if len(rest) == len(schema) or rest != tables.expected_schema():
+        if len(rest) == len(schema) or rest != journal_files.expected_schema():
             return False
         return dict(self._db.execute("SELECT key, value FROM meta")).get("format") == _BEFORE
 
@@ -244,7 +235,7 @@ class Journal:
 
     def _snapshot_row(self) -> _SnapshotRow:
         row = self._db.execute("SELECT seq, chain, parts, last FROM snapshot").fetchone()
-        return _SnapshotRow(*row) if row else _SnapshotRow(0, tables.START, 0, tables.START)
+        return _SnapshotRow(*row) if row else _SnapshotRow(0, journal_files.START, 0, journal_files.START)
 
     def _total(self, query: str, seq: int) -> int:
         return int(self._db.execute(query, (seq,)).fetchone()[0])
@@ -303,7 +294,7 @@ class Journal:
             with self._reading(f"part {number} of snapshot {seq}"):
                 query = "SELECT body, chain FROM parts WHERE seq = ? AND part = ?"
                 body, stored = self._db.execute(query, (seq, number)).fetchone() or (b"", b"")
-                chain = tables.link(chain, seq, number, 0.0, body)
+                chain = journal_files.link(chain, seq, number, 0.0, body)
                 if stored != chain:
                     raise ValueError("its checksum does not match")
             yield body
@@ -325,12 +316,12 @@ class Journal:
                 seq, at, kind, body, stored = row
                 if seq != last + 1:
                     raise ValueError("it is missing")
-                chain = tables.link(chain, seq, kind, at, body)
+                chain = journal_files.link(chain, seq, kind, at, body)
                 if chain != stored:
                     raise ValueError("its checksum does not match")
                 last = seq
             try:
-                event = _decode(kind, body)
+                event = decode(kind, body)
             except (WireError, msgspec.MsgspecError) as error:
                 raise self.broken(f"event {last}: {error}; use the release that wrote it") from None
             yield event
@@ -356,14 +347,9 @@ class Journal:
 
     def append(self, event: Durable, at: float) -> None:
         """Add a durable event. `at`, in seconds since 1970, is only for human readers."""
-        kind = _KINDS.get(type(event))  # type: ignore[arg-type]
-        if kind is not None:
-            body = msgspec.msgpack.encode(event)
-        else:
-            message = cast(Message, event)
-            kind, body = message.TYPE, codec.encode_body(message)
+        kind, body = encode(event)
         self.seq += 1
-        self._chain = tables.link(self._chain, self.seq, kind, at, body)
+        self._chain = journal_files.link(self._chain, self.seq, kind, at, body)
         self._event_bytes += len(body)
         self._pending_bytes += len(body)
         self._events.append((self.seq, at, kind, body, self._chain))
@@ -374,15 +360,15 @@ class Journal:
         match effect:
             case SaveStep(state=TaskState.BATCHED):
                 values: tuple[Any, ...] = (effect.step, effect.state, json.dumps(effect.task_ids), None, "{}")
-                self._saves.append((tables.SAVE_STEP, values))
+                self._saves.append((journal_files.SAVE_STEP, values))
             case SaveStep():
-                self._saves.append((tables.COMMIT_STEP, (effect.state, at, effect.step)))
+                self._saves.append((journal_files.COMMIT_STEP, (effect.state, at, effect.step)))
             case WriteRow():
-                self._saves.append((tables.SAVE_ROW, (effect.step, json.dumps(effect.row))))
+                self._saves.append((journal_files.SAVE_ROW, (effect.step, json.dumps(effect.row))))
             case Rewound():
                 values = (effect.lineage, effect.step, effect.committed, at, effect.cause)
-                self._saves.append((tables.SAVE_REWIND, values))
-                self._saves.append((tables.TAKE_BACK, (effect.step,)))
+                self._saves.append((journal_files.SAVE_REWIND, values))
+                self._saves.append((journal_files.TAKE_BACK, (effect.step,)))
             case DiscardRows():
                 self._saves.append(("DELETE FROM rows WHERE step > ?", (effect.step,)))
                 if effect.step < self.forgotten:
@@ -395,11 +381,7 @@ class Journal:
     def _forget(self, step: int) -> None:
         """Note that exactly the batches and rows of the steps up to `step` have been deleted."""
         self.forgotten = step
-        self._saves.append((tables.SAVE_META, (tables.FORGOTTEN, str(step))))
-
-    @property
-    def dirty(self) -> bool:
-        return bool(self._events or self._saves)
+        self._saves.append((journal_files.SAVE_META, (journal_files.FORGOTTEN, str(step))))
 
     @property
     def due(self) -> bool:
@@ -411,7 +393,7 @@ class Journal:
 
         Raises an RpcError that names the file if the file cannot be written.
         """
-        if not self.dirty:
+        if not self._events and not self._saves:
             return
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -433,8 +415,6 @@ class Journal:
         self._db.execute("COMMIT")
         nbytes, self._pending_bytes = self._pending_bytes, 0
         self._wal.wrote(nbytes, self._db)
-        if self._wal.error:
-            raise sqlite3.OperationalError(self._wal.error)
 
     def _unwritable(self, cause: str) -> RpcError:
         return self._unreachable(
@@ -449,7 +429,7 @@ class Journal:
         self.commit()
         last, rows = self._chain, []
         for number, body in enumerate(parts):
-            last = tables.link(last, self.seq, number, 0.0, body)
+            last = journal_files.link(last, self.seq, number, 0.0, body)
             rows.append((self.seq, number, body, last))
         self._pending_bytes = self._snapshot_bytes = sum(len(body) for _, _, body, _ in rows)
         self._event_bytes = 0
@@ -457,7 +437,7 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("DELETE FROM parts")
             self._db.executemany("INSERT INTO parts VALUES (?, ?, ?, ?)", rows)
-            self._db.execute(tables.SAVE_SNAPSHOT, (1, self.seq, self._chain, len(rows), last))
+            self._db.execute(journal_files.SAVE_SNAPSHOT, (1, self.seq, self._chain, len(rows), last))
             self._db.execute("DELETE FROM events")
             self._end()
         except sqlite3.Error as error:

@@ -42,7 +42,7 @@ def lease(ledger: TaskLedger, request: LeaseRequest, call: CallId) -> LeaseGrant
         return _lease_later_stage(ledger, stage, request, call)
     history = ledger.history
     opened = history.evaluations.open.values()
-    evaluations = [one for one in opened if one.waiting and history.versions.get(one.version) is not None]
+    evaluations = [one for one in opened if one.waiting and one.version in history.versions.refs]
     version = training_version(ledger, request, {evaluation.version for evaluation in evaluations})
     if evaluations and (version is None or _evaluation_goes_first(ledger, evaluations, version, request)):
         return _lease_evaluation(ledger, evaluations[0], request, call)
@@ -149,7 +149,7 @@ def describe(ledger: TaskLedger, lease: TaskLease, lease_s: float = 0.0) -> Leas
         exact=exact and lease.stage == 0,
         group_size=evaluation.samples if evaluation else ledger.plan.group_size,
         block_rows=ledger.plan.block_rows if lease.stage == 0 else 0,
-        weights=ledger.history.versions.get(lease.version) if lease.version is not None else None,
+        weights=ledger.history.versions.refs.get(lease.version) if lease.version is not None else None,
     )
 
 

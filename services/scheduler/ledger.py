@@ -14,18 +14,14 @@ from typing import Any
 
 from proto.ids import make_task_id
 from proto.messages import DropReason, PutTask, TaskState
-from proto.tensors import Array
-from services.scheduler import scalars
+from services.scheduler.ended import Losses, Records
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import Effect, Tell
 from services.scheduler.history import RunHistory
 from services.scheduler.leases import CallId, Holder, Leases, TaskLease, Version
-from services.scheduler.losses import Losses
 from services.scheduler.plan import EpochOrder, Plan, due
-from services.scheduler.records import Records
 from services.scheduler.shards import StoredShards
-from services.scheduler.tasks import EVALUATION, Task, Tasks
-from services.scheduler.window import AdmissionWindow
+from services.scheduler.tasks import EVALUATION, AdmissionWindow, Task, Tasks
 from shared.rundir import service_name
 from shared.stages import TRAIN
 
@@ -90,7 +86,6 @@ class TaskLedger:
         self.leases = Leases()
         self.losses = Losses()
         self.records = Records(history)
-        self.layouts: list[scalars.Layout] = []
         self.reopened: list[str] = []
         """Tasks of steps that were rolled back, and tasks that were waiting at that time. They are admitted before all
         others."""
@@ -121,11 +116,11 @@ class TaskLedger:
         """Return the values that a snapshot stores unchanged."""
         return {name: getattr(self, name) for name in _SAVED}
 
-    def restore(self, saved: dict[str, Any], losses: Losses, layouts: list[scalars.Layout]) -> None:
+    def restore(self, saved: dict[str, Any], losses: Losses) -> None:
         """Replace the values that a snapshot stores, once the tasks, the window and the leases are loaded."""
         for name in _SAVED:
             setattr(self, name, saved[name])
-        self.losses, self.layouts = losses, layouts
+        self.losses = losses
         self.line_up()
 
     def take_effects(self) -> list[Effect]:
@@ -194,13 +189,13 @@ class TaskLedger:
         """Open the evaluations that are due at a newly published version."""
         history, step = self.history, version[1]
         for evaluation in history.evaluations.open.values():
-            if evaluation.version[1] == step and history.versions.get(evaluation.version) is None:
+            if evaluation.version[1] == step and evaluation.version not in history.versions.refs:
                 evaluation.version = version  # the step was published again because the store lost the first version
         for planned in due(self.plan, history.config.steps, step):
             if history.evaluations.begun(planned.name, step):
                 continue
             waiting = [make_task_id(planned.name, step, row) for row in planned.rows]
-            history.open_evaluation(planned.name, version, len(planned.rows), planned.samples, waiting)
+            history.open_evaluation(planned.name, version, planned.samples, waiting)
             if history.lineage:  # the tasks may already exist, for a version that was rolled back
                 self.revive(waiting)
             else:
@@ -212,10 +207,11 @@ class TaskLedger:
         before."""
         self.reopened = [*task_ids, *self.reopened] if others else task_ids
 
-    def raise_fences(self, highest: int) -> None:
-        """Let every new attempt from now on have a fence above `highest`."""
-        self.highest_fence = highest
-        self.tasks.least_fence = highest + 1
+    def skip_numbers(self, fence: int, distance: int) -> None:
+        """Leave out `distance` fences above `fence` and all earlier ones, and as many lease ids."""
+        self.highest_fence = max(self.highest_fence, fence) + distance
+        self.tasks.least_fence = self.highest_fence + 1
+        self.leases.next_id += distance
 
     def raise_pending(self) -> None:
         """Raise the fence of every PENDING task to the lowest one that new attempts may have."""
@@ -260,10 +256,6 @@ class TaskLedger:
         for stage in range(len(self._lines)):
             self._lines[stage] = [number for number, task in tasks if self.is_waiting(stage, task)]
 
-    def has_in_line(self, stage: int, admissions: Iterable[int]) -> bool:
-        """Return whether the line of a stage contains all of these admission numbers."""
-        return set(admissions) <= set(self._lines[stage])
-
     # ---- leases
 
     def grant(
@@ -285,10 +277,6 @@ class TaskLedger:
         if measures:
             self.eval_lease_debt = min(self.eval_lease_debt, leases_a_step)
 
-    def skip_lease_ids(self, count: int) -> None:
-        """Leave out the next `count` lease ids, which might have been used."""
-        self.leases.next_id += count
-
     def give_up(self, lease: TaskLease, cost: int) -> None:
         """End a lease and retry the tasks that it still holds."""
         for task in list(lease.tasks.values()):
@@ -307,7 +295,7 @@ class TaskLedger:
     def free_versions(self) -> None:
         """Remove the versions that no lease, evaluation or reference can still need."""
         history = self.history
-        if len(history.versions) < 2:
+        if len(history.versions.refs) < 2:
             return
         useful, oldest = self.order.versions_needed(self)
         named = {version for version in self.leases.versions() if version[1] >= useful} | history.evaluations.versions()
@@ -451,7 +439,7 @@ class TaskLedger:
         if self.history.config.recording is not None and not self.order.fixed:
             self.records.rewinds.append((self.history.lineage, step))
 
-    # ---- values of samples
+    # ---- staleness
 
     def count_checked(self, *, stale: bool) -> None:
         """Count a check of a finished task's staleness."""
@@ -464,14 +452,3 @@ class TaskLedger:
         counts = {"rollout/tasks_checked": float(self.checked), "rollout/tasks_stale": float(self.stale)}
         self.checked = self.stale = 0
         return counts
-
-    def layout(self, columns: dict[str, Array]) -> int:
-        """Return the index of the layout of these columns."""
-        layout = scalars.layout_of(columns)
-        if layout not in self.layouts:
-            self.layouts.append(layout)
-        return self.layouts.index(layout)
-
-    def columns(self, task: Task) -> dict[str, Array]:
-        """Return the per-sample values of an accepted task, each of shape [samples]."""
-        return scalars.unpack(self.layouts[task.layout], task.samples, task.scalars)

@@ -163,7 +163,7 @@ def _drop_stale(ledger: TaskLedger) -> None:
 
 def _oldest_version(ledger: TaskLedger, task: Task) -> int:
     """Return the oldest version among the task's tokens. A result without `version_min` is too old for any step."""
-    versions = ledger.columns(task).get("version_min")
+    versions = ledger.tasks.scalars(task).get("version_min")
     return int(versions.min()) if versions is not None and len(versions) else -1 - ledger.plan.staleness
 
 

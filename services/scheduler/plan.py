@@ -134,16 +134,12 @@ class EpochOrder:
         """Return the epoch and the row indices of up to `most` tasks from `position`, all from one epoch."""
         epoch, offset = divmod(position, len(self._rows))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._permuted(epoch)
+            self._epoch, self._order = epoch, self._rows
+            if self._shuffle:
+                key = np.array([self._seed, epoch], dtype=np.uint64)
+                self._order = np.random.Generator(np.random.Philox(key=key)).permutation(self._rows)
         rows: list[int] = self._order[offset : offset + most].tolist()
         return epoch, rows
-
-    def _permuted(self, epoch: int) -> npt.NDArray[np.int64]:
-        rows = self._rows
-        if self._shuffle:
-            key = np.array([self._seed, epoch], dtype=np.uint64)
-            rows = np.random.Generator(np.random.Philox(key=key)).permutation(rows)
-        return rows
 
 
 def due(plan: Plan, steps: int, version: int) -> Iterator[EvalPlan]:

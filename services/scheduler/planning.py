@@ -13,7 +13,7 @@ from services.scheduler.state import HEARTBEAT_S
 from shared.data import DataError, RowError, Source, open_source
 from shared.inputs import Inputs
 from shared.rpc.errors import BadInput
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.stages import train_graph
 from shared.topology import Topology, task_bytes, weight_bytes
 from shared.topology.capacity import (

@@ -133,7 +133,7 @@ def remove_departed_store(ledger: TaskLedger, store: str) -> bool:
     row = shards.remove_store(store)
     if row is None:
         return False
-    ledger.cleared(store, shards.clears.pending_at(store))
+    ledger.cleared(store, len(shards.clears.queues[store]))
     shards.clears.remove_store(store)
     shards.note_trainer_stores(history.trained())
     wanted: list[Task] = list(history.batches.get(history.committed_step + 1, ()))
@@ -174,7 +174,7 @@ def _lose_evaluations(ledger: TaskLedger, step: int) -> None:
     """
     first = step - ledger.plan.staleness if ledger.order.fixed else step
     evaluations = ledger.history.evaluations.open.values()
-    lost = [one for one in evaluations if ledger.history.versions.get(one.version) is None and one.version[1] < first]
+    lost = [one for one in evaluations if one.version not in ledger.history.versions.refs and one.version[1] < first]
     for evaluation in lost:
         for lease in [lease for lease in ledger.leases if lease.measures and lease.version == evaluation.version]:
             ledger.give_up(lease, 0)
@@ -232,13 +232,12 @@ def _lose_version(ledger: TaskLedger, lost: PutTask) -> None:
 def lose_tail(ledger: TaskLedger, event: TailLost) -> None:
     """Return to the newest checkpoint in the journal that no row of `metrics.jsonl` contradicts."""
     history = ledger.history
-    ledger.raise_fences(max(ledger.highest_fence, event.fence) + MARGIN)
+    ledger.skip_numbers(event.fence, MARGIN)
     history.begin_lineage(at_least=event.lineage, distance=0)
     step = min(max(history.checkpoint_step, 0), event.agreed)
     _go_back(ledger, step, TAIL_LOST, reached=event.reached, cause=TAIL_LOST)
     history.lower_checkpoint(step)
     history.begin_lineage(distance=MARGIN)
-    ledger.skip_lease_ids(MARGIN)
     for ref in history.versions.take_back(-1):
         ledger.shards.clear_version(ref)
     _lose_evaluations(ledger, step)

@@ -1,4 +1,5 @@
-"""The durable state of a run: everything that the journal rebuilds. It has no clock, no I/O and no open calls.
+"""The durable state of a run: everything that the journal rebuilds, from events or from a snapshot. It has no clock, no
+I/O and no open calls.
 
 Three owners hold the state: `StoredShards` knows the stores and their clears, `RunHistory` the steps, versions and
 evaluations, and `TaskLedger`, which uses the other two, the tasks and their leases. Only an owner's own methods change
@@ -6,12 +7,18 @@ its fields. The rules for a subject that concerns several owners are functions i
 
 An event that is refused raises RpcError before it changes anything. Applying the same events in the same order produces
 the same state, bit for bit. Heartbeats, time and waiting calls are therefore handled in `state.py`.
+
+A snapshot is the whole state, packed at once with msgpack and without pickle. A topology limits the number of live
+tasks (`shared.topology.checks`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import assert_never, cast
+from typing import Any, assert_never, cast
+
+import msgspec
 
 from proto import codec
 from proto.messages import (
@@ -32,6 +39,8 @@ from proto.messages import (
     TaskState,
 )
 from services.scheduler import completion, leasing, recovery, steps
+from services.scheduler.ended import Due, Losses
+from services.scheduler.evaluations import Evaluations
 from services.scheduler.events import (
     Cleared,
     Configure,
@@ -45,17 +54,14 @@ from services.scheduler.events import (
     TailLost,
 )
 from services.scheduler.history import RunHistory
-from services.scheduler.leases import CallId
+from services.scheduler.leases import CallId, TaskLease
 from services.scheduler.ledger import TaskLedger
 from services.scheduler.orders import order_of
 from services.scheduler.plan import Plan
-from services.scheduler.shards import StoredShards
-from services.scheduler.tasks import Task, Transition
+from services.scheduler.shards import QueuedClear, StoredShards
+from services.scheduler.tasks import Layout, Task
 
 Reply = LeaseGrant | CompleteAck | StepBatch | RunInfo | Ack
-_LEASABLE = frozenset({TaskState.LEASED, TaskState.ROLLED_OUT})
-_UNFINISHED = frozenset({TaskState.PENDING, TaskState.LEASED, TaskState.ROLLED_OUT, TaskState.READY})
-_ACKNOWLEDGING = frozenset({TaskState.TRAINED, TaskState.SCORED, TaskState.DROPPED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +88,6 @@ class RunState:
 
     def apply(self, event: Durable) -> Applied:
         """Apply one durable event, live or replayed. Raises RpcError, and changes nothing, if the event is refused."""
-        if isinstance(event, Leased):
-            request = cast(LeaseRequest, codec.decode_body(LeaseRequest.TYPE, event.request))
-            return self.lease(request, event.call)
         self.ledger.tasks.cause = type(event).__name__
         return self._applied(self._apply(event))
 
@@ -103,7 +106,8 @@ class RunState:
         changed = True
         match event:
             case Leased():
-                raise AssertionError("a lease is applied by `lease`")
+                request = cast(LeaseRequest, codec.decode_body(LeaseRequest.TYPE, event.request))
+                return leasing.lease(self.ledger, request, event.call)
             case Complete():
                 return CompleteAck(refused=completion.complete(self.ledger, event))
             case NextBatch():
@@ -138,78 +142,105 @@ class RunState:
                 assert_never(event)
         return Ack() if changed else None
 
-    # ---- views
 
-    def story(self, task_id: str) -> list[Transition]:
-        """Return those state changes of a task that this life of the process remembers, oldest first."""
-        return self.ledger.tasks.story(task_id)
+LAYOUT = 15
+"""Version of the journal, raised with every change to its tables or to what `dump` writes. Other versions are refused,
+except the previous one, which only had one more table (`Journal`)."""
+PART_ROWS = 2048
 
-    def validate(self) -> None:
-        """Check the invariants that hold after every event.
 
-        Raises AssertionError. If a single task is at fault, the error names that task and its state changes.
-        """
-        history, ledger = self.history, self.ledger
-        counts = dict.fromkeys(TaskState, 0) | {TaskState.COLLECTED: ledger.tasks.counts[TaskState.COLLECTED]}
-        batched = {task.task_id: step for step, tasks in history.batches.items() for task in tasks}
-        measured = {task_id for one in history.evaluations.open.values() for task_id in one.waiting}
-        for task in ledger.tasks:
-            counts[task.state] += 1
-            waits = ledger.window.tasks.get(task.admission) is task or task.task_id in measured
-            problem = self._problem(task, waits, batched.get(task.task_id, 0))
-            if problem:
-                text = f"{task.task_id}, fence {task.fence}, {task.state}: {problem}"
-                raise AssertionError(f"{text}; {ledger.tasks.told(task.task_id)}")
-        window, leases, records = ledger.window, ledger.leases, ledger.records
-        checks = {
-            "counts": ledger.tasks.counts == counts,
-            "uncovered bytes": self.shards.uncovered == dict(self.shards.held_by(history.trained())),
-            "the bound on live tasks": ledger.order.fixed or window.live <= self.plan.max_live,
-            "the window": list(window.tasks) == sorted(window.tasks),
-            "bytes kept for the recorder": records.held_bytes == sum(nbytes for _, nbytes in records.held),
-            "versions of leases": leases.versions() == {lease.version for lease in leases if lease.version},
-        }
-        for stage in range(len(self.plan.stages)):
-            waiting = [number for number, task in window.tasks.items() if ledger.is_waiting(stage, task)]
-            checks[f"tasks that wait for stage {stage}"] = ledger.has_in_line(stage, waiting)
-        wrong = [name for name, holds in checks.items() if not holds]
-        if wrong:
-            raise AssertionError(f"step {history.committed_step}: {', '.join(wrong)} ({ledger.tasks.cause})")
+class _Head(msgspec.Struct):
+    """Everything but tasks and clears. The waiting lines are left out because they follow from the tasks."""
 
-    def _problem(self, task: Task, waits: bool, batched: int) -> str:
-        """Return a description of what is wrong with a task, or an empty string.
+    values: dict[str, Any]
+    """The values that the owners store unchanged (`saved`)."""
+    config: Configure
+    registry: list[Register]
+    collected: int
+    least_fence: int
+    window: tuple[int, int, list[int]]
+    """Head, tail, and the admission numbers of the READY tasks."""
+    next_lease: int
+    leases: list[tuple[int, int, tuple[str, int], int, tuple[int, int] | None, tuple[int, int], list[str]]]
+    weights: list[bytes]
+    evaluations: Evaluations
+    losses: Losses
+    layouts: list[Layout]
+    batches: dict[int, list[str]]
+    identities: dict[int, list[str]]
+    waiting_rows: dict[int, dict[str, float]]
+    due: dict[str, Due]
+    rewinds: list[tuple[int, int]]
+    samples_lost: int
 
-        `waits` is true if the window or an evaluation contains the task. `batched` is the step that consumed the task,
-        or 0.
-        """
-        lease = self.ledger.leases.get(task.lease)
-        due = self.ledger.records.find(task)
-        ends = task.clears > 0 or (due is not None and due.nbytes > 0)
-        match task.state:
-            case TaskState.PENDING:
-                right = not task.made and not task.lease and waits
-            case TaskState.LEASED:
-                right = not task.made and lease is not None
-            case TaskState.ROLLED_OUT:
-                right = waits and task.parts[0] is not None and not all(task.parts)
-            case TaskState.READY:
-                right = waits and all(task.parts) and task.admission in self.ledger.window.finished
-            case TaskState.BATCHED:
-                right = batched > self.history.committed_step
-            case TaskState.TRAINED:
-                right = 0 < batched <= self.history.committed_step or ends
-            case TaskState.SCORED | TaskState.DROPPED:
-                right = ends
-            case TaskState.COLLECTED:
-                right = False
-            case _:
-                assert_never(task.state)
-        if not right:
-            return "its fields contradict its state"
-        if task.lease and (task.state not in _LEASABLE or lease is None or task.task_id not in lease.tasks):
-            return f"lease {task.lease} does not hold it"
-        if task.lost and task.state in _UNFINISHED:
-            return "it is marked as lost, but an unfinished task with lost shards is sampled again"
-        if task.clears and task.state not in _ACKNOWLEDGING:
-            return f"{task.clears} stores have yet to acknowledge its last clear"
-        return ""
+
+def dump(run: RunState) -> list[bytes]:
+    """Return the parts of a snapshot. They are equal for two runs with the same history."""
+    encode = msgspec.msgpack.encode
+    tasks = list(run.ledger.tasks)
+    parts = [_head(run), *(encode(["", tasks[at : at + PART_ROWS]]) for at in range(0, len(tasks), PART_ROWS))]
+    for store, queue in run.shards.clears.queues.items():
+        entries = list(queue)
+        parts += [encode([store, entries[at : at + PART_ROWS]]) for at in range(0, max(len(entries), 1), PART_ROWS)]
+    return parts
+
+
+def _head(run: RunState) -> bytes:
+    ledger, history, shards = run.ledger, run.history, run.shards
+    head = _Head(
+        values=shards.saved() | history.saved() | ledger.saved(),
+        config=history.config,
+        registry=list(shards.registry.values()),
+        collected=ledger.tasks.counts[TaskState.COLLECTED],
+        least_fence=ledger.tasks.least_fence,
+        window=(ledger.window.head, ledger.window.tail, list(ledger.window.finished)),
+        next_lease=ledger.leases.next_id,
+        leases=[
+            (one.lease_id, one.stage, one.holder, one.incarnation, one.version, one.call, list(one.tasks))
+            for one in ledger.leases
+        ],
+        weights=[codec.encode_body(PublishWeights(driver=0, ref=ref)) for ref in history.versions.refs.values()],
+        evaluations=history.evaluations,
+        losses=ledger.losses,
+        layouts=ledger.tasks.layouts,
+        batches={step: [task.task_id for task in tasks] for step, tasks in history.batches.items()},
+        identities=history.identities,
+        waiting_rows=history.waiting_rows,
+        due=ledger.records.due,
+        rewinds=ledger.records.rewinds,
+        samples_lost=ledger.records.lost,
+    )
+    return msgspec.msgpack.encode(head)
+
+
+def load(plan: Plan, parts: Iterable[bytes]) -> RunState:
+    """Rebuild a run from the parts of a snapshot. Raises MsgspecError, KeyError, ValueError or TypeError for invalid
+    bytes."""
+    rest = iter(parts)
+    head = msgspec.msgpack.decode(next(rest, b""), type=_Head)
+    run = RunState(plan)
+    ledger, history, shards = run.ledger, run.history, run.shards
+    shards.restore(head.values, head.registry)
+    ledger.tasks.counts[TaskState.COLLECTED] = head.collected
+    ledger.tasks.least_fence = head.least_fence
+    ledger.tasks.layouts = head.layouts
+    for part in rest:
+        store, rows = msgspec.msgpack.decode(part, type=tuple[str, msgspec.Raw])
+        if store:
+            shards.clears.extend(store, msgspec.msgpack.decode(rows, type=list[QueuedClear]))
+        else:
+            for task in msgspec.msgpack.decode(rows, type=list[Task]):
+                ledger.tasks.load(task)
+    for packed in head.weights:
+        history.versions.put(cast(PublishWeights, codec.decode_body(PublishWeights.TYPE, packed)).ref)
+    batches = {step: [ledger.tasks[name] for name in names] for step, names in head.batches.items()}
+    history.restore(head.values, head.config, batches, head.identities, head.waiting_rows, head.evaluations)
+    first, last, finished = head.window
+    ledger.window.restore(first, last, ledger.tasks, finished)
+    for lease_id, stage, holder, incarnation, version, call, names in head.leases:
+        granted = {name: ledger.tasks[name] for name in names}
+        ledger.leases.add(TaskLease(lease_id, stage, holder, incarnation, version, call, granted))
+    ledger.leases.next_id = head.next_lease
+    ledger.records.load(head.due, head.rewinds, head.samples_lost)
+    ledger.restore(head.values, head.losses)
+    return run

@@ -18,7 +18,7 @@ from typing import ClassVar, cast, get_args
 import msgspec
 
 from proto.messages import Ack, Clear, ErrorCode, GetInventory, Inventory, KillInstance, Resolved, WaitRow
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.devices import DeviceTurns
 from services.scheduler.events import (
     Answer,
@@ -76,7 +76,7 @@ def rebuild(journal: Journal, state: Scheduler) -> int:
     """
     if journal.has_snapshot:
         try:
-            state.run = snapshot.load(state.run.plan, journal.snapshot())
+            state.run = run_state.load(state.run.plan, journal.snapshot())
         except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
             raise journal.broken(f"its snapshot cannot be read ({error}); use the release that wrote it") from None
     count = 0
@@ -254,7 +254,7 @@ class SchedulerService(Service):
             for effect in effects:
                 self._carry_out(effect)
             if self._journal.due:
-                self._journal.write_snapshot(snapshot.dump(self._state.run))
+                self._journal.write_snapshot(run_state.dump(self._state.run))
         except Exception as error:  # otherwise the rest of the burst would be lost silently
             self._failed.set_exception(error)
 

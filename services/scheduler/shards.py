@@ -37,26 +37,16 @@ class ClearQueues:
     """Clears by store, oldest first."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[QueuedClear]] = {}
+        self.queues: dict[str, deque[QueuedClear]] = {}
         self._changed: dict[str, None] = {}
         """Stores whose next clears may have changed since the last call of `take_changed`."""
 
-    def __len__(self) -> int:
-        return len(self._queues)
-
-    def __contains__(self, store: str) -> bool:
-        return store in self._queues
-
-    @property
-    def stores(self) -> list[str]:
-        return list(self._queues)
-
     def add_store(self, store: str) -> None:
-        self._queues.setdefault(store, deque())
+        self.queues.setdefault(store, deque())
 
     def remove_store(self, store: str) -> None:
         """Remove the queue of a store that is gone. First call `pop` to take the remaining clears."""
-        del self._queues[store]
+        del self.queues[store]
         self._changed.pop(store, None)
 
     def take_changed(self) -> list[str]:
@@ -69,33 +59,23 @@ class ClearQueues:
         """Queue a clear for each of these stores. Unknown stores are skipped, because reconciliation clears what they
         hold."""
         for store in stores:
-            if store in self._queues:
-                self._queues[store].append(entry)
+            if store in self.queues:
+                self.queues[store].append(entry)
                 self._changed[store] = None
 
     def head(self, store: str) -> list[PutTask]:
         """Return the clears to send next, at most MAX_CLEARS."""
-        return [PutTask(task_id, fence) for task_id, fence, _ in islice(self._queues[store], MAX_CLEARS)]
+        return [PutTask(task_id, fence) for task_id, fence, _ in islice(self.queues[store], MAX_CLEARS)]
 
     def pop(self, store: str, count: int) -> list[QueuedClear]:
-        queue = self._queues[store]
+        queue = self.queues[store]
         self._changed[store] = None
         return [queue.popleft() for _ in range(min(count, len(queue)))]
-
-    def pending(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    def pending_at(self, store: str) -> int:
-        return len(self._queues[store])
-
-    def entries(self) -> dict[str, list[QueuedClear]]:
-        """Return a copy of the queues, by store."""
-        return {name: list(queue) for name, queue in self._queues.items()}
 
     def extend(self, store: str, entries: Iterable[QueuedClear]) -> None:
         """Append entries from a snapshot to the queue of a store."""
         self.add_store(store)
-        self._queues[store].extend(entries)
+        self.queues[store].extend(entries)
         self._changed[store] = None
 
 
@@ -253,13 +233,13 @@ class StoredShards:
         of the trainer's ranks. Shards elsewhere (a late put from an earlier attempt) are strays, which reconciliation
         finds.
         """
-        if len(self.clears) > 1:
+        if len(self.clears.queues) > 1:
             may = dict.fromkeys([*self.trainer_stores, *(self.store_names[part.store] for part in task.made)])
             if holder is not None:
                 may |= dict.fromkeys(self.stores_of(holder))
-            stores = [store for store in may if store in self.clears]
+            stores = [store for store in may if store in self.clears.queues]
         else:
-            stores = self.clears.stores
+            stores = list(self.clears.queues)
         self.clears.push((task.task_id, task.fence, last), stores)
         return len(stores)
 

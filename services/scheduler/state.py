@@ -7,11 +7,7 @@ a clear are journaled as decisions, so that replay needs neither heartbeats nor 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import assert_never
 
 import msgspec
@@ -41,8 +37,6 @@ from proto.messages import (
     ReportShards,
     Resolve,
     Resolved,
-    SamplesDue,
-    TakenBack,
     TakeSamples,
     WaitEvals,
     WaitRow,
@@ -52,6 +46,7 @@ from proto.registry import Message
 from services.scheduler import view
 from services.scheduler.audits import Audits, claims, is_stray, whole_steps
 from services.scheduler.devices import DeviceTurns
+from services.scheduler.ended import HandOver
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -85,10 +80,10 @@ from services.scheduler.events import (
 from services.scheduler.leases import Holder, LeasePaces
 from services.scheduler.leasing import describe, stage_of
 from services.scheduler.plan import Plan
-from services.scheduler.registry import STORE, check_numbers
+from services.scheduler.registry import STORE, Peers, Seen, check_numbers
 from services.scheduler.run_state import Applied, Reply, RunState
 from services.scheduler.steps import batch
-from services.scheduler.view import Seen
+from services.scheduler.waiting import DeferredCalls, answer_by
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 from shared.stages import ROLLOUT
@@ -96,38 +91,7 @@ from shared.topology import TRAINER_STORE
 
 HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
-MOST_LOST_LIVES = 65_536
-"""Maximum number of lost incarnations that are remembered. The oldest are forgotten first."""
-GONE_S = 120.0
-"""Seconds of silence after which a process counts as gone if its end cannot be confirmed (its host may be gone, too).
-The scheduler does not give up on the trainer's store, because the run needs that store and the run's own supervisor
-restarts it."""
-ABSENT_S = 3.0
-"""Seconds without a heartbeat after which a store is no longer named to other stores as a source of weights."""
-MARGIN_S = 0.5
-"""A deferred call is answered at the latest this many seconds before its deadline. If a quarter of the time that
-remains when the call is deferred is shorter, that quarter is used instead."""
 TELL_S = 1.0
-HOLD_S = 5.0
-"""Maximum seconds that the collection of a task waits for the recorder after the task has ended. If the recorder has
-been silent for longer than this, the collection does not wait at all."""
-RECORD_S = 3.0
-"""Minimum seconds between two answers to the recorder if no collection waits for the recorder."""
-RECORDED_AT_ONCE = 256
-"""Maximum number of tasks that the recorder takes at once."""
-ANSWERED_AT_ONCE = 256
-"""Maximum number of deferred lease requests of a stage that one event answers. This bounds how long other requests are
-delayed. The next event, at the latest a tick, answers the next ones."""
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A deferred call, and a function that answers the call if that is possible now."""
-
-    asked: Asked
-    attempt: Callable[[], bool]
-    answer_by: float
-    open: bool = True
 
 
 class Scheduler:
@@ -154,29 +118,15 @@ class Scheduler:
         """Number of unusable training rows, which count as dropped."""
         self._now = 0.0
         self._out: list[Effect] = []
-        self._leasing: list[deque[Waiting]] = [deque() for _ in plan.stages]
-        """Deferred lease requests by stage. They are answered in order of arrival."""
-        self._deferred: dict[Holder, list[Waiting]] = {}
-        """The requests in `_leasing` by process, including some that have been answered."""
-        self._polls: list[Waiting] = []
-        """Deferred requests of the driver and of the recorder."""
+        self._deferred = DeferredCalls(len(plan.stages))
         self._paces = LeasePaces(lease_s)
-        self._seen: dict[Holder, Seen] = {}
-        self._ending: dict[Holder, str] = {}
-        """The problems that end the run, by the process that reports them."""
-        self._lost_lives: dict[int, None] = {}
+        self._peers = Peers()
+        self._lost_lives: set[int] = set()
         """Incarnations that were lost with their hosts. They may be heard from until their agents stop them."""
         self._audits = Audits()
         self._clearing: dict[str, float] = {}
         """Stores with a clear in flight, and the time at which it was sent."""
-        self._awaited: dict[tuple[str, int], float] = {}
-        """Times at which the driver first made the requests that it is waiting for, by (request, step)."""
-        self._held_since: dict[tuple[str, int], float] = {}
-        """Times at which the collection of each task began to wait for the recorder, by (task id, fence)."""
-        self._recorder_at = 0.0
-        """Time of the last request from the recorder, or the start of this life if there has been none yet."""
-        self._sampled_at = 0.0
-        """Time of the last answer to the recorder."""
+        self._hand_over = HandOver()
         self._reconcile_at = 0.0
         self._tell_at = 0.0
         self._teller = view.Teller()
@@ -195,14 +145,14 @@ class Scheduler:
         `lost` is given if the end of the journal was lost.
         """
         self._now = now
-        self._recorder_at, self._sampled_at = now, now - RECORD_S
+        self._hand_over.begin(now)
         self._reconcile_at = now + (RECONCILE_S if lost is None else 0.0)
         if lost is not None:
             self._durable(lost)
         for lease in self.run.ledger.leases:
             self._paces.begin(lease.lease_id, now)
         for holder in self.run.shards.registry:
-            self._see(holder, Seen(now))
+            self._peers.hear(holder, Seen(now))
         self._devices.begin(self.run.shards.registry, now)
         self.run.ledger.count_usable()  # the reward function might have been fixed before resuming
         if config != self.run.history.config:
@@ -244,7 +194,7 @@ class Scheduler:
                 case ReportShards():
                     self._report(asked, request)
                 case HoldDevices():
-                    self._devices.hold(request, asked.ref, self._answer_by(asked), self._now)
+                    self._devices.hold(request, asked.ref, answer_by(asked, self._now), self._now)
                 case HostGone():
                     self._lose_host(frozenset(request.incarnations))
                     self._answer(asked, Ack())
@@ -255,19 +205,19 @@ class Scheduler:
                 case Complete():
                     self._complete(asked, request)
                 case NextBatch():
-                    self._poll(asked, partial(self._try_batch, asked, request))
+                    self._deferred.poll(asked, partial(self._try_batch, asked, request), self._now)
                 case TakeSamples():
                     self._take_samples(asked, request)
                 case WaitEvals():
-                    self._poll(asked, partial(self._try_evals, asked, request))
+                    self._deferred.poll(asked, partial(self._try_evals, asked, request), self._now)
                 case CommitStep():
-                    nbytes, shards = view.stores_of(self._seen)
+                    nbytes, shards = view.stores_of(self._peers.seen)
                     row = {**request.metrics, "store/bytes": float(nbytes), "store/shards": float(shards)}
                     self._answer(asked, self._durable(msgspec.structs.replace(request, metrics=row)) or Ack())
                 case GetRunInfo() | PublishWeights() | CheckpointSaved() | FinishRun():
                     self._answer(asked, self._durable(request) or Ack())
                 case GetStatus():
-                    self._answer(asked, view.status(self.run, self._seen, self.last_row, self._now))
+                    self._answer(asked, view.status(self.run, self._peers.seen, self.last_row, self._now))
                 case _:
                     assert_never(request)
         except RpcError as error:
@@ -307,101 +257,54 @@ class Scheduler:
 
         This runs after every event.
         """
-        for queue in self._leasing:
-            for _ in range(min(len(queue), ANSWERED_AT_ONCE)):
-                if not self._retry(queue[0]):
-                    break
-                queue.popleft()
-        if self._polls:
-            self._polls = [waiting for waiting in self._polls if not self._retry(waiting)]
+        self._out.extend(self._deferred.retry())
         self._out.extend(self._devices.settle(self._now))
         for store in self.run.shards.clears.take_changed():
-            if store not in self._clearing:
-                tasks = self.run.shards.clears.head(store)
-                if tasks:
-                    self._clearing[store] = self._now
-                    self._out.append(SendClear(store, tasks, tracked=True))
-
-    def _retry(self, waiting: Waiting) -> bool:
-        """Try to answer a deferred call. Return whether the call has been answered, now or earlier."""
-        if waiting.open:
-            try:
-                waiting.open = not waiting.attempt()
-                if not waiting.open and isinstance(waiting.asked.request, NextBatch | WaitEvals):
-                    self._awaited.clear()
-            except RpcError as error:
-                waiting.open = False
-                self._out.append(Fail(waiting.asked.ref, error.code, str(error)))
-        return not waiting.open
-
-    def _answer_by(self, asked: Asked) -> float:
-        """Return the latest time at which a deferred call is answered."""
-        left = max(asked.deadline - self._now, 0.0)
-        return asked.deadline - min(MARGIN_S, left / 4)
-
-    def _poll(self, asked: Asked, attempt: Callable[[], bool]) -> None:
-        """Answer a request from the driver or the recorder now or, if that is not possible yet, later."""
-        if attempt():
-            if isinstance(asked.request, NextBatch | WaitEvals):
-                self._awaited.clear()
-            return
-        if isinstance(asked.request, NextBatch | WaitEvals):
-            self._awaited.setdefault((type(asked.request).__name__, asked.request.step), self._now)
-        self._polls.append(Waiting(asked, attempt, self._answer_by(asked)))
+            if store not in self._clearing and (tasks := self.run.shards.clears.head(store)):
+                self._clearing[store] = self._now
+                self._out.append(SendClear(store, tasks, tracked=True))
 
     def waits(self, now: float) -> list[WaitRow]:
         """Return rows that tell human readers what the run is waiting for at `now`."""
-        asked = [waiting.asked.request for waiting in self._polls if waiting.open]
-        awaited = {
-            (type(request).__name__, request.step): now - self._awaited.get((type(request).__name__, request.step), now)
-            for request in asked
-            if isinstance(request, NextBatch | WaitEvals)
-        }
         clearing = {store: now - since for store, since in self._clearing.items()}
-        return view.waits(self.run, self._seen, awaited, dict(self._paces.idle(now)), self.lease_s, clearing)
+        awaited = self._deferred.awaited(now)
+        return view.waits(self.run, self._peers.seen, awaited, dict(self._paces.idle(now)), self.lease_s, clearing)
 
     def _tick(self) -> None:
-        for waiting in chain(*self._leasing, self._polls):
-            if waiting.open and waiting.answer_by <= self._now:
-                waiting.open = False
-                kind = type(waiting.asked.request).__name__
-                self._out.append(Fail(waiting.asked.ref, ErrorCode.NOT_READY, f"scheduler: nothing yet for {kind}"))
+        self._out.extend(self._deferred.expire(self._now))
         for expired in self._paces.expired(self._now):
             lease = self.run.ledger.leases.get(expired.lease_id)
             if lease is not None:
                 lost: dict[str, float | str] = {"holder": service_name(*lease.holder), "lease": float(lease.lease_id)}
-                self._tell("scheduler/lost_lease", lost)
+                self._out.extend(self._teller.tell("scheduler/lost_lease", lost))
                 self._durable(expired)
-        for holder in self._silent_stores():
+        for holder in self._peers.silent_stores(self._now):
             self._give_up_store(holder)
-        self._give_up_samples()
+        if late := self._hand_over.late(self.run.ledger.records, self._now):
+            self._durable(SamplesTaken(late, lost=True))
         self._audits.tick()
-        self._audit()
+        self._out.extend(self._audits.compare(self.run.ledger))
         if self._reconcile_at <= self._now:
             self._reconcile_at = self._now + RECONCILE_S
-            self._out.extend(RequestInventory(store) for store in self.run.shards.clears.stores)
+            self._out.extend(RequestInventory(store) for store in self.run.shards.clears.queues)
         if self._tell_at <= self._now:
             self._tell_at = self._now + TELL_S
-            held_back = sum(map(len, self._leasing))
-            self._out.extend(self._teller.state(self.run, waiting=held_back, bad_rows=self.bad_rows))
+            self._out.extend(self._teller.state(self.run, waiting=self._deferred.leases, bad_rows=self.bad_rows))
 
     def _give_up_store(self, holder: Holder) -> None:
         store = service_name(*holder)
         self._durable(StoreGone(store))
-        self._seen.pop(holder, None)
-        self._ending.pop(holder, None)
+        self._peers.forget(holder)
         if self._clearing.pop(store, None) is not None:
             self._out.append(StopClear(store))
 
     def _lose_host(self, lives: frozenset[int]) -> None:
         """End the leases, deferred requests and device turns of a lost host's processes, and give up on its
         stores."""
-        self._lost_lives.update(dict.fromkeys(lives))
-        for oldest in list(self._lost_lives)[:-MOST_LOST_LIVES]:
-            del self._lost_lives[oldest]
+        self._lost_lives |= lives
         lost = [holder for holder, row in self.run.shards.registry.items() if row.incarnation in lives]
         for holder in lost:
-            self._fail_waiting(holder, f"{service_name(*holder)} was lost with its host")
+            self._out.extend(self._deferred.fail(holder, f"{service_name(*holder)} was lost with its host"))
             for lease in list(self.run.ledger.leases.held_by(holder)):
                 self._durable(LeaseExpired(lease.lease_id, not_started=True))
                 self._paces.end(lease.lease_id)
@@ -409,21 +312,6 @@ class Scheduler:
         for holder in lost:
             if holder[0] == STORE and service_name(*holder) != TRAINER_STORE:
                 self._give_up_store(holder)
-
-    def _fail_waiting(self, holder: Holder, why: str, *, but: int = 0) -> None:
-        """Fail the deferred lease requests of a process, except those of its life `but`."""
-        for waiting in self._deferred.get(holder, ()):
-            asked = waiting.asked.request
-            if waiting.open and isinstance(asked, LeaseRequest) and asked.incarnation != but:
-                waiting.open = False
-                self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, why))
-
-    def _silent_stores(self) -> list[Holder]:
-        return [
-            holder
-            for holder, seen in self._seen.items()
-            if self._now - seen.at > GONE_S and holder[0] == STORE and service_name(*holder) != TRAINER_STORE
-        ]
 
     # ---------------------------------------------------------------------------------------------- registry
 
@@ -434,10 +322,11 @@ class Scheduler:
             raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: this life was lost with its host; stop it")
         self.run.shards.registry.check_room(holder)
         if self.run.shards.registry.get(holder) != request:
-            self._fail_waiting(holder, f"{service_name(*holder)} restarted", but=request.incarnation)
+            restarted = f"{service_name(*holder)} restarted"
+            self._out.extend(self._deferred.fail(holder, restarted, but=request.incarnation))
             self._durable(request)
             self._devices.registered(request, self._now)
-        self._see(holder, Seen(self._now))
+        self._peers.hear(holder, Seen(self._now))
         if request.service == STORE:
             self._out.append(RequestInventory(service_name(*holder)))
         every_s = HEARTBEAT_S if request.service == STORE else self._heartbeat_s
@@ -458,7 +347,9 @@ class Scheduler:
             self._answer(asked, HeartbeatAck(scheduler_incarnation=self.incarnation, registered=False))
             return
         troubles = list(beat.troubles)
-        self._see(holder, Seen(self._now, beat.state, beat.rss_bytes, beat.store_bytes, beat.store_shards, troubles))
+        self._peers.hear(
+            holder, Seen(self._now, beat.state, beat.rss_bytes, beat.store_bytes, beat.store_shards, troubles)
+        )
         self._devices.beat(beat, self._now)
         lost: list[int] = []
         for report in beat.leases:
@@ -467,26 +358,16 @@ class Scheduler:
                 lost.append(report.lease_id)
             else:
                 self._paces.heard(report, self._now)
+        is_present = partial(self._peers.is_present, now=self._now)
+        upstream = self.run.shards.upstream(holder, is_present) if beat.service == STORE else []
         ack = HeartbeatAck(
             scheduler_incarnation=self.incarnation,
             registered=True,
             lost_leases=lost,
             weights=self._newer(beat),
-            upstream=self.run.shards.upstream(holder, self._is_present) if beat.service == STORE else [],
+            upstream=upstream,
         )
         self._answer(asked, ack)
-
-    def _is_present(self, holder: Holder) -> bool:
-        seen = self._seen.get(holder)
-        return seen is not None and self._now - seen.at < ABSENT_S
-
-    def _see(self, holder: Holder, seen: Seen) -> None:
-        self._seen[holder] = seen
-        ends = next((trouble.text for trouble in seen.troubles if trouble.ends_run), None)
-        if ends is None:
-            self._ending.pop(holder, None)
-        else:
-            self._ending[holder] = ends
 
     def is_over(self, service: str, instance: int, incarnation: int, now: float) -> bool:
         """Return whether a life of a process counts as ended at `now` even though its end was not observed.
@@ -494,8 +375,8 @@ class Scheduler:
         A life counts as ended if another life of the process has registered, or if the life has been silent for
         `GONE_S`.
         """
-        row, seen = self.run.shards.registry.get((service, instance)), self._seen.get((service, instance))
-        return row is None or row.incarnation != incarnation or seen is None or now - seen.at > GONE_S
+        row = self.run.shards.registry.get((service, instance))
+        return row is None or row.incarnation != incarnation or self._peers.is_silent((service, instance), now)
 
     def _newer(self, beat: Heartbeat) -> WeightsRef | None:
         """Return the newest version if the engine holds an older one and has no evaluation lease, else None.
@@ -507,7 +388,7 @@ class Scheduler:
             return None
         if any(lease.measures for lease in self.run.ledger.leases.held_by((beat.service, beat.instance))):
             return None
-        return self.run.history.versions.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
+        return self.run.history.versions.refs.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
 
     # ---------------------------------------------------------------------------------------------- shards
 
@@ -516,15 +397,10 @@ class Scheduler:
         strays = [entry for entry in page.tasks if is_stray(self.run.ledger, entry)]
         if strays:
             self._out.append(SendClear(page.store, strays, tracked=False))
-            self._tell("scheduler/gc", {"strays": float(len(strays)), "store": page.store})
+            strayed: dict[str, float | str] = {"strays": float(len(strays)), "store": page.store}
+            self._out.extend(self._teller.tell("scheduler/gc", strayed))
         self._audits.add(page)
-        self._audit()
-
-    def _audit(self) -> None:
-        """Continue to compare inventories with the accepted results, and have the stores check missing results."""
-        for audit in self._audits.compare(self.run.ledger):
-            if audit.missing:
-                self._out.append(CheckShards(audit.store, audit.missing))
+        self._out.extend(self._audits.compare(self.run.ledger))
 
     def _report(self, asked: Asked, request: ReportShards) -> None:
         """Have the store check the tasks that a reader could not read, and the other tasks of the same steps."""
@@ -561,10 +437,7 @@ class Scheduler:
             self._answer(asked, describe(self.run.ledger, before, self.lease_s))
             return
         stage = stage_of(self.run.ledger, request)
-        if self._leasing[stage] or not self._try_lease(asked, request):
-            waiting = Waiting(asked, partial(self._try_lease, asked, request), self._answer_by(asked))
-            self._leasing[stage].append(waiting)
-            self._deferred[holder] = [*(earlier for earlier in self._deferred.get(holder, ()) if earlier.open), waiting]
+        self._deferred.lease(asked, holder, stage, partial(self._try_lease, asked, request), self._now)
 
     def _try_lease(self, asked: Asked, request: LeaseRequest) -> bool:
         applied = self.run.lease(request, asked.call)
@@ -587,41 +460,24 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- recorder
 
     def _take_samples(self, asked: Asked, request: TakeSamples) -> None:
-        self._recorder_at = self._now
         if request.taken:
             self._durable(SamplesTaken(request.taken))
-        self._poll(asked, partial(self._try_samples, asked, request))
+        self._hand_over.asked_at = self._now
+        self._deferred.poll(asked, partial(self._try_samples, asked, request), self._now)
 
     def _try_samples(self, asked: Asked, request: TakeSamples) -> bool:
-        run, records = self.run, self.run.ledger.records
-        rewinds = [TakenBack(*rewind) for rewind in records.rewinds[max(request.rewinds, 0) :]]
-        early = not records.held_bytes and self._now - self._sampled_at < RECORD_S
-        if not request.final and not rewinds and (not records.due or early):
-            return False
-        self._sampled_at = self._now
-        due = records.next_due(run.ledger.tasks, run.shards.store_names, RECORDED_AT_ONCE)
-        stores = list(run.shards.trainer_stores)
-        self._answer(asked, SamplesDue(tasks=due, trainer_stores=stores, rewinds=rewinds, lost=records.lost))
-        return True
-
-    def _give_up_samples(self) -> None:
-        """Stop holding tasks for a recorder that is silent or too slow."""
-        if not self.run.ledger.records.held_bytes:
-            self._held_since.clear()
-            return
-        silent = self._now - self._recorder_at > HOLD_S
-        held = {(ended.task_id, ended.fence): ended for ended, _ in self.run.ledger.records.held}
-        self._held_since = {key: self._held_since.get(key, self._now) for key in held}
-        late = [ended for key, ended in held.items() if silent or self._now - self._held_since[key] > HOLD_S]
-        if late:
-            self._durable(SamplesTaken(late, lost=True))
+        ledger = self.run.ledger
+        samples = self._hand_over.samples(ledger.records, ledger.tasks, ledger.shards, request, self._now)
+        if samples is not None:
+            self._answer(asked, samples)
+        return samples is not None
 
     # ---------------------------------------------------------------------------------------------- driver
 
     def _try_batch(self, asked: Asked, request: NextBatch) -> bool:
         formed = batch(self.run.ledger, request) or self._durable(request)
         if formed is None:
-            self._check_troubles()
+            self._peers.check_troubles()
             return False
         self._answer(asked, formed)
         return True
@@ -634,16 +490,8 @@ class Scheduler:
         # Rows are written in step order: without the earlier evaluations, the run would end before this row is written.
         earlier = any(step < request.step for _, step in history.evaluations.open)
         if results is None or earlier:
-            self._check_troubles()
+            self._peers.check_troubles()
             return False
         metrics = history.evaluations.row(request.step)
         self._answer(asked, EvalsDone(step=request.step, accuracy=results, metrics=metrics))
         return True
-
-    def _check_troubles(self) -> None:
-        """Raise RpcError(bad_data) if a service has given up waiting for something that the tasks need."""
-        for holder, text in self._ending.items():
-            raise RpcError(ErrorCode.BAD_DATA, f"{service_name(*holder)}: {text}")
-
-    def _tell(self, topic: str, values: dict[str, float | str]) -> None:
-        self._out.extend(self._teller.tell(topic, values))

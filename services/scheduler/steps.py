@@ -17,10 +17,9 @@ from proto.messages import (
     StepBatch,
     TaskState,
 )
-from services.scheduler import scalars
+from services.scheduler.ended import Filtered
 from services.scheduler.leasing import handles
 from services.scheduler.ledger import TaskLedger
-from services.scheduler.losses import Filtered
 from services.scheduler.tasks import Task
 from shared.rpc.errors import RpcError
 
@@ -179,7 +178,7 @@ def form_batch(ledger: TaskLedger, request: NextBatch) -> StepBatch | None:
 
 
 def _step_batch(ledger: TaskLedger, step: int, tasks: Sequence[Task]) -> StepBatch:
-    columns = scalars.flatten(ledger.layouts, [(task.layout, task.samples, task.scalars) for task in tasks])
+    columns = ledger.tasks.merged_scalars(tasks)
     newest = step == ledger.history.batched_step
     drops = ledger.losses.batch_drops if newest else {}
     filtered = ledger.losses.batch_filtered if newest else Filtered()

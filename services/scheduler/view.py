@@ -7,30 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 
-from proto.messages import NextBatch, ServiceRow, Status, TaskState, Trouble, TroubleKind, TroubleRow, WaitKind, WaitRow
+from proto.messages import NextBatch, ServiceRow, Status, TaskState, TroubleKind, TroubleRow, WaitKind, WaitRow
 from services.scheduler.events import Tell
 from services.scheduler.leases import Holder
-from services.scheduler.registry import STORE
+from services.scheduler.registry import STORE, Seen
 from services.scheduler.run_state import RunState
 from services.scheduler.tasks import Task
-from shared.actor.service import ProcessState
 from shared.rundir import service_name
 from shared.stages import TRAIN
-
-
-@dataclass
-class Seen:
-    """The last heartbeat of an instance."""
-
-    at: float
-    state: str = ProcessState.STARTING
-    rss_bytes: int = 0
-    store_bytes: int = 0
-    store_shards: int = 0
-    troubles: list[Trouble] = field(default_factory=list)
 
 
 def stores_of(seen: Mapping[Holder, Seen]) -> tuple[int, int]:
@@ -114,7 +100,7 @@ def waits(
             )
             rows.append(WaitRow(WaitKind.LEASE, what, idle_s, lease_s, service_name(*lease.holder)))
     for store, since_s in clearing.items():
-        what = f"{run.shards.clears.pending_at(store)} clears are not acknowledged"
+        what = f"{len(run.shards.clears.queues[store])} clears are not acknowledged"
         rows.append(WaitRow(WaitKind.CLEAR, what, since_s, 0.0, store))
     for holder, one in sorted(seen.items()):
         for trouble in one.troubles:
@@ -192,7 +178,8 @@ class Teller:
         leased = Counter(lease.stage for lease in ledger.leases)
         stages = {f"stage/{stage.name}": float(leased[index]) for index, stage in enumerate(run.plan.stages)}
         dropped = float(sum(ledger.losses.dropped.values()) + bad_rows)
-        collected, pending = float(ledger.tasks.counts[TaskState.COLLECTED]), float(run.shards.clears.pending())
+        collected = float(ledger.tasks.counts[TaskState.COLLECTED])
+        pending = float(sum(map(len, run.shards.clears.queues.values())))
         return [
             *self.tell("scheduler/tasks", {**tasks, "dropped": dropped}),
             *self.tell("scheduler/leases", {"live": float(len(ledger.leases)), "waiting": float(waiting), **stages}),

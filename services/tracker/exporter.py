@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,8 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The modules that each tracker needs, all of which `make setup-trackers` installs."""
+LINE_CHARS = 300
+"""Maximum number of characters of an error in a message."""
 
 
 class TrackerRefused(Exception):
@@ -109,5 +111,6 @@ def missing(name: str) -> list[str]:
 
 def make(name: str, section: Tracker) -> Exporter:
     """Return the exporter for tracker `name`. This imports the tracker's library, which takes seconds."""
-    make_exporter: Callable[[Tracker], Exporter] = importlib.import_module(f"services.tracker.exporters.to_{name}").make
-    return make_exporter(section)
+    module = importlib.import_module(f"services.tracker.exporters.to_{name}")
+    exporter: Exporter = getattr(module, f"{name.capitalize()}Exporter")(section)
+    return exporter

@@ -56,9 +56,8 @@ def write(run: Path, name: str, ledger: Ledger) -> None:
     partial.replace(path)
 
 
-def hold(run: Path) -> int:
-    """Lock the trackers of a run, so that only one process at a time feeds them. Return the descriptor of the lock
-    file.
+def hold(run: Path) -> None:
+    """Lock the trackers of a run, so that only one process at a time feeds them.
 
     The process keeps the lock until it dies. Raises RpcError(busy) if another process holds the lock.
     """
@@ -71,7 +70,6 @@ def hold(run: Path) -> int:
         os.close(descriptor)
         text = f"run {run}: another process is feeding its trackers; wait until the run has ended"
         raise RpcError(ErrorCode.BUSY, text) from None
-    return descriptor
 
 
 def unsent(run: Path, name: str) -> str:

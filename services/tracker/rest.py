@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from services.tracker import ledger
-from services.tracker.feeder import Feeder, end_of
+from services.tracker.outlet import Outlet, end_of, finish
 from shared import topology
 from shared.actor import logging
 from shared.rpc.errors import RpcError
@@ -31,11 +31,13 @@ def main() -> int:
     except RpcError as error:
         print(error, file=sys.stderr)
         return 2
-    feeder = Feeder(run, loaded, arguments.names)
-    feeder.end(end_of(run))
-    feeder.run()
+    outlets = [Outlet(run, loaded, name) for name in arguments.names]
+    end = end_of(run)
+    for outlet in outlets:
+        outlet.start(end)
+    finish(outlets, end)
     lacking = False
-    for outlet in feeder.outlets:
+    for outlet in outlets:
         if rest := outlet.given_up or ledger.unsent(run.path, outlet.name):
             print(rest, file=sys.stderr)
             lacking = True

@@ -8,22 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.runfiles.metrics import CommittedRow
-from shared.samples.plain import conversation
 from shared.samples.reader import read
-from shared.samples.record import EVAL_PREFIX, SampleRecord
+from shared.samples.record import EVAL_PREFIX, SampleRecord, conversation
 from shared.stages import TRAIN
 
 COLUMNS = (
-    "split",
-    "task",
-    "state",
-    "prompt",
-    "completion",
-    "length",
-    "finish_reason",
-    "turns",
-    "versions",
-    "advantage",
+    *("split", "task", "state", "prompt", "completion", "length", "finish_reason", "turns", "versions", "advantage"),
     "reward",
 )
 """Columns of every table. A column `reward/<name>` for each reward that has a name follows them."""
@@ -77,17 +67,11 @@ def _sets(row: CommittedRow) -> list[str]:
 
 
 def _cells(record: SampleRecord, rewards: Sequence[str]) -> tuple[Cell, ...]:
-    return (
-        record.split,
-        record.task,
-        str(record.state),
-        conversation(record.prompt)[:TEXT_CHARS],
-        record.completion[:TEXT_CHARS],
-        record.length,
-        record.finish_reason,
-        record.turns,
-        " ".join(map(str, record.versions)),
-        record.advantage,
-        record.reward,
-        *(record.rewards.get(name) for name in rewards),
-    )
+    as_text = {
+        "state": str(record.state),
+        "prompt": conversation(record.prompt)[:TEXT_CHARS],
+        "completion": record.completion[:TEXT_CHARS],
+        "versions": " ".join(map(str, record.versions)),
+    }
+    cells = (as_text[name] if name in as_text else getattr(record, name) for name in COLUMNS)
+    return (*cells, *(record.rewards.get(name) for name in rewards))

@@ -6,20 +6,18 @@ The run neither depends on it nor waits for it.
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import msgspec
 
 from proto import messages
 from proto.messages import Trouble, TroubleKind
 from services.tracker import ledger
-from services.tracker.feeder import Feeder, end_of
+from services.tracker.outlet import CHECK_S, Outlet, end_of, finish
 from shared import topology
 from shared.actor.service import Service
 from shared.rpc.errors import BadInput
 from shared.rundir import RunDir
 
-LOOK_S = 0.5
 END_S = 5.0
 """Maximum time, in seconds, that a run waits for the trackers when it ends."""
 
@@ -32,33 +30,33 @@ class TrackerService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         loaded = topology.load_resolved(run.topology)
-        self._names = list(loaded.services.monitor.trackers)
-        self._feeder = Feeder(run, loaded, self._names)
-        self._lock = -1
-        self.progress = lambda: sum(outlet.sent for outlet in self._feeder.outlets)
+        self._outlets = [Outlet(run, loaded, name) for name in loaded.services.monitor.trackers]
+        self.progress = lambda: sum(outlet.sent for outlet in self._outlets)
 
     async def start(self) -> None:
-        if not self._names or self.instance > 0:
-            raise BadInput(f"{self.name}: the topology has {len(self._names)} trackers, and instance 0 feeds them all")
-        self._lock = ledger.hold(self.run.path)
-        threading.Thread(target=self._feeder.run, name="feeder", daemon=True).start()
+        if not self._outlets or self.instance > 0:
+            raise BadInput(
+                f"{self.name}: the topology has {len(self._outlets)} trackers, and instance 0 feeds them all"
+            )
+        ledger.hold(self.run.path)
+        for outlet in self._outlets:
+            outlet.start()
 
     async def serve(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
-            if all(outlet.given_up for outlet in self._feeder.outlets):
-                raise BadInput("; ".join(outlet.given_up for outlet in self._feeder.outlets))
+            await asyncio.sleep(CHECK_S)
+            for outlet in self._outlets:
+                outlet.check()
+            if all(outlet.given_up for outlet in self._outlets):
+                raise BadInput("; ".join(outlet.given_up for outlet in self._outlets))
 
     async def drain(self) -> None:
-        self._feeder.end(end_of(self.run))
-        until = self.loop.time() + END_S
-        while not self._feeder.done and (left_s := until - self.loop.time()) > 0:
-            await self.loop.run_in_executor(None, self._feeder.wait, left_s)
-        for name in self._names:
-            if rest := await self.loop.run_in_executor(None, ledger.unsent, self.run.path, name):
+        await self.loop.run_in_executor(None, finish, self._outlets, end_of(self.run), END_S)
+        for outlet in self._outlets:
+            if rest := await self.loop.run_in_executor(None, ledger.unsent, self.run.path, outlet.name):
                 self.log.warning("not everything was sent", rest=rest)
 
     def heartbeat(self) -> messages.Heartbeat:
-        problems = [outlet.problem for outlet in self._feeder.outlets if outlet.problem]
+        problems = [outlet.problem for outlet in self._outlets if outlet.problem]
         troubles = [Trouble(TroubleKind.TRACKER, "; ".join(problems))] if problems else []
         return msgspec.structs.replace(super().heartbeat(), troubles=troubles)

@@ -1,4 +1,5 @@
-"""The HTTP interface of the page. It is private to the page and may change; scripts should use `launch.monitor --json`.
+"""The HTTP interface of the page: its files, its data, and the requests that it admits. It is private to the page and
+may change; scripts should use `launch.monitor --json`.
 
 GET  /api/stream                                        server-sent events: head, services, pipeline, notices
 GET  /api/metrics?run=&name=&name=&after=&epoch=        metric points of this run or of another run in the same folder
@@ -12,33 +13,54 @@ POST /api/operate  {"action": "restart"|"drain", "name": "rollout/0"}, header X-
 from __future__ import annotations
 
 import asyncio
+import gzip
+import hashlib
+import ipaddress
 import math
+import socket
 import time
 from collections.abc import Awaitable, Callable
+from importlib import resources
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proto.errors import WireError
 from services.web import samples
-from services.web.files import Files
-from services.web.guard import API, Guard
 from services.web.live_parts import MAX_STREAMS
 from services.web.page import Page
-from shared.guest_server import Secret
+from shared.guest_server import Secret, prove
 from shared.rpc.errors import RpcError
 from shared.runfiles.files import RunFiles
-from shared.samples.selection import Order
+from shared.samples.reader import Order
 from shared.view.timeline import thinned
 
+API = "/api/"
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
+}
+INDEX = "index.html"
 MAX_NAMES = 64
 """Maximum number of metrics in one request."""
 MAX_BODY_BYTES = 1024
@@ -76,6 +98,82 @@ def application(page: Page, token: Secret | None, operator: Secret | None) -> AS
     # The streams are server-sent events, which this middleware does not compress.
     app = Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, compresslevel=4)])
     return Guard(app, token)
+
+
+class Guard:
+    """Refuses unknown host names, requests from other sites, and, if there is a token, requests for data without it.
+
+    Tokens are sent in headers that no other site can make a browser send, and never in cookies or addresses. The page
+    itself contains no data and needs no token.
+    """
+
+    def __init__(self, application: ASGIApp, token: Secret | None) -> None:
+        self._application = application
+        self._token = token
+        self._names = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_confined(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        refused = self._refusal(scope, Headers(scope=scope))
+        answer = self._application if refused is None else PlainTextResponse(refused[1], refused[0])
+        await answer(scope, receive, send_confined)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
+        """Return the HTTP status and the reason for refusing a request, or None if the request is admitted."""
+        host = headers.get("host", "")
+        if not self._is_own_name(host):
+            return 421, f"{host[:100]!r} is not a name of this page; use its IP address or {', '.join(self._names)}"
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            return 403, "this page answers its own requests only"
+        if scope["path"].startswith(API) and self._token is not None:
+            if not self._token.is_borne_by(headers.get("authorization", "")):
+                return 401, "the token is missing or wrong"
+            prove(scope)
+        return None
+
+    def _is_own_name(self, host: str) -> bool:
+        """Return whether `host` is an IP address or a name of this machine.
+
+        If other names were accepted, a site whose name resolves to this address (DNS rebinding) could read the
+        responses.
+        """
+        name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name.lower() in self._names
+        return True
+
+
+class Files:
+    """The files in `static/`, by name."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[bytes, dict[str, str]]] = {}
+        for file in resources.files("services.web").joinpath("static").iterdir():
+            data = file.read_bytes()
+            headers = {
+                "content-type": TYPES[file.name.rpartition(".")[2]],
+                "content-encoding": "gzip",
+                "cache-control": "no-cache",
+                "etag": f'"{hashlib.sha256(data).hexdigest()[:16]}"',
+            }
+            self._files[file.name] = (gzip.compress(data, mtime=0), headers)
+
+    async def answer(self, request: Request) -> Response:
+        """Return a file, or the page itself if the request has no file name."""
+        file = self._files.get(request.path_params.get("name", INDEX))
+        if file is None:
+            return Response(status_code=404)
+        data, headers = file
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers={"etag": headers["etag"]})
+        return Response(data, headers=headers)
 
 
 class _Handlers:
@@ -134,7 +232,7 @@ class _Handlers:
     async def log(self, request: Request) -> Response:
         query = request.query_params
         self._page.own.read_logs()
-        lines = self._page.own.view.log(level=query.get("level", "info"), containing=query.get("text", ""))
+        lines = self._page.own.view.log.lines(level=query.get("level", "info"), containing=query.get("text", ""))
         return _json({"lines": lines[-MAX_LOG_LINES:]})
 
     async def samples(self, request: Request) -> Response:

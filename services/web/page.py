@@ -14,12 +14,14 @@ import structlog
 import zmq
 
 from proto.errors import WireError
+from proto.ids import new_incarnation
+from proto.messages import Ack, DrainService, ErrorCode, GetSupervisorState, RestartService, SupervisorState
 from services.web import parts
 from services.web.live_parts import LiveParts
-from services.web.supervisor_calls import SupervisorCalls
 from shared.names import listed
+from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir
+from shared.rundir import RunDir, parse_service_name
 from shared.runfiles.files import RunFiles
 from shared.stream import Stream
 from shared.view.services import process_rows
@@ -30,6 +32,34 @@ MAX_OTHERS = 12
 """Maximum number of other runs whose metrics are kept. The least recently requested run is removed first."""
 MAX_RUNS = 200
 """Maximum number of other runs that are offered for comparison. The newest runs are offered."""
+CALL_S, STATE_S = 5.0, 2.0
+"""Deadlines, in seconds, of commands to the supervisor and of questions about its processes."""
+
+
+class SupervisorCalls:
+    """Calls to the supervisor of a run on this host: process states, and commands from visitors who have the operator
+    token."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run: RunDir) -> None:
+        self._client = Client(context, run.endpoint("supervisor", 0), "supervisor/0", new_incarnation())
+
+    async def state(self) -> SupervisorState:
+        """Return the processes of the run. Raises RpcError."""
+        return await self._client.call(GetSupervisorState(), SupervisorState, deadline_s=STATE_S)
+
+    async def act(self, action: str, name: str) -> None:
+        """Restart or drain `NAME` or `NAME/INSTANCE`. Raises RpcError."""
+        service, instance = parse_service_name(name)
+        match action:
+            case "restart":
+                await self._client.call(RestartService(service=service, instance=instance), Ack, deadline_s=CALL_S)
+            case "drain":
+                await self._client.call(DrainService(service=service, instance=instance), Ack, deadline_s=CALL_S)
+            case _:
+                raise RpcError(ErrorCode.BAD_REQUEST, f"{action[:20]!r}: not an action; use restart or drain")
+
+    def close(self) -> None:
+        self._client.close()
 
 
 class Page:

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from shared.samples import reader
+from shared.samples.reader import Order, select
 from shared.samples.record import SampleRecord, group_scores, split_of
-from shared.samples.selection import Order, select
 
 MAX_RECORDS = 500
 """Maximum number of samples that are listed."""
@@ -24,6 +24,10 @@ MAX_CHARS = 60_000
 """Maximum number of characters in each text of a shown sample."""
 MAX_TOKENS = 8000
 """Maximum number of tokens in a shown sample."""
+_FACTS = (
+    *("task", "sample", "step", "state", "reason", "reward", "rewards", "failure", "info", "advantage", "length"),
+    *("finish_reason", "versions", "turns", "tool_calls"),
+)
 
 
 def listed(run: Path, split: str, step: int | None, *, task: str = "", order: Order | None = None) -> dict[str, Any]:
@@ -91,24 +95,8 @@ def body(record: SampleRecord, *, max_chars: int = MAX_CHARS, max_tokens: int = 
 
 
 def _facts(record: SampleRecord) -> dict[str, Any]:
-    return {
-        "task": record.task,
-        "sample": record.sample,
-        "step": record.step,
-        "state": record.state,
-        "reason": record.reason,
-        "reward": record.reward,
-        "rewards": record.rewards,
-        "failure": record.failure,
-        "info": record.info,
-        "group": group_scores(record),
-        "advantage": record.advantage,
-        "length": record.length,
-        "finish_reason": record.finish_reason,
-        "versions": record.versions,
-        "turns": record.turns,
-        "tool_calls": record.tool_calls,
-    }
+    facts = {name: getattr(record, name) for name in _FACTS}
+    return {**facts, "group": group_scores(record)}
 
 
 def _text(value: Any) -> str:

@@ -113,7 +113,7 @@ def _data(
         },
         "log": [
             {**msgspec.to_builtins(line), "text": line.text[:LOG_CHARS]}
-            for line in files.view.log()[-max(1, int(share * LOG_LINES)) :]
+            for line in files.view.log.lines()[-max(1, int(share * LOG_LINES)) :]
         ],
     }
 

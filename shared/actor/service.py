@@ -7,12 +7,12 @@ and the heartbeats keep going. A hung worker thread is noticed because its lease
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
 import socket as host_names
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from enum import StrEnum
@@ -27,10 +27,8 @@ from proto.errors import WireError
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, GetWaits, Ping, Pong, ServiceReport, WaitRow, Waits
 from shared.actor.logging import log_page
-from shared.actor.resources import ResourceMeter
-from shared.actor.telemetry import TelemetrySender, report_refusals
-from shared.rpc.client import Client
-from shared.rpc.directory import Directory
+from shared.actor.telemetry import ResourceMeter, TelemetrySender, report_refusals
+from shared.rpc.client import Client, Directory
 from shared.rpc.errors import RpcError, is_certain
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rpc.transport import LINGER_MS
@@ -115,8 +113,7 @@ class Service:
         self.__clients: dict[tuple[str, int], Client] = {}
         self.__process = psutil.Process()
         self.__scheduler_incarnation = 0
-        self.__reports: deque[ServiceReport] = deque()
-        self.__reporter: asyncio.Task[None] | None = None
+        self.__reports: asyncio.Queue[ServiceReport] = asyncio.Queue()
         self.drain_s = DRAIN_S
         self.__failure: BaseException | None = None
         self.__background: list[asyncio.Task[None]] = []
@@ -236,6 +233,7 @@ class Service:
         """Run from STARTING to STOPPED or FAILED, close all sockets and return the exit status."""
         self.loop = asyncio.get_running_loop()
         self.__entered_at = self.loop.time()
+        reporter = asyncio.create_task(self.__send_reports())
         try:
             self.endpoint = self.bind()
             self.__reach_other_hosts()
@@ -273,7 +271,10 @@ class Service:
             for task in self.__background:
                 task.cancel()
             await asyncio.gather(*self.__background, return_exceptions=True)
-            await self.__flush_reports()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.__reports.join(), LAST_REPORTS_S)
+            reporter.cancel()
+            await asyncio.gather(reporter, return_exceptions=True)
             self.telemetry.flush()
             await self.close()
         return 0 if self.state == ProcessState.STOPPED else self.exit_status
@@ -353,7 +354,7 @@ class Service:
         self.telemetry.emit("service", {"state": self.state, "cause": self.cause})
         if not self.__supervisor:
             return
-        self.__reports.append(
+        self.__reports.put_nowait(
             ServiceReport(
                 service=self.NAME,
                 instance=self.instance,
@@ -364,26 +365,19 @@ class Service:
                 endpoint=self.endpoint,
             )
         )
-        if self.__reporter is None or self.__reporter.done():
-            self.__reporter = asyncio.create_task(self.__send_reports())
 
     async def __send_reports(self) -> None:
         """Send the reports one by one, so that the supervisor receives the states in order."""
-        key = ("supervisor", 0)
-        if key not in self.__clients:
-            self.__clients[key] = Client(self.context, self.__supervisor, "supervisor", self.incarnation)
-        while self.__reports:
+        while True:
+            report = await self.__reports.get()
+            key = ("supervisor", 0)
+            if key not in self.__clients:
+                self.__clients[key] = Client(self.context, self.__supervisor, "supervisor", self.incarnation)
             try:
-                await self.__clients[key].call(self.__reports[0], messages.Ack, deadline_s=CALL_S)
+                await self.__clients[key].call(report, messages.Ack, deadline_s=CALL_S)
             except (RpcError, WireError) as error:
                 self.log.warning("the supervisor did not accept the report", error=str(error))
-            self.__reports.popleft()
-
-    async def __flush_reports(self) -> None:
-        if self.__reporter is not None:
-            await asyncio.wait({self.__reporter}, timeout=LAST_REPORTS_S)
-            self.__reporter.cancel()
-            await asyncio.gather(self.__reporter, return_exceptions=True)
+            self.__reports.task_done()
 
     def __on_background_end(self, task: asyncio.Task[None]) -> None:
         """Fail the service when a background task fails: without heartbeats, for example, it would count as lost."""

@@ -1,16 +1,20 @@
 """Sends telemetry to the monitor. Training does not depend on it: messages may be dropped, and drops are counted.
 
-`report_refusals` emits the offences committed by a process's peers: unknown peers, unreadable messages, and requests
-that a peer's role does not allow. It only reports counts; the mailbox and the gate decide on admission.
+Two kinds of values concern every process: the resources that it uses (`ResourceMeter`), and the offences committed by
+its peers (`report_refusals`): unknown peers, unreadable messages, and requests that a peer's role does not allow. The
+latter only reports counts; the mailbox and the gate decide on admission.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from types import MappingProxyType
 
+import psutil
 import xxhash
 
 from proto.errors import WireError
@@ -70,8 +74,15 @@ class TelemetrySender:
             self.emit(PART, {"what": what, "seconds": seconds, **about})
 
     def traced(self, task_ids: Iterable[str]) -> str:
-        """Return the ids of the traced tasks, separated by spaces, or an empty string if there are none."""
-        return " ".join(traced(task_ids, self.traced_share or 0.0))
+        """Return the ids of the traced tasks, at most `MAX_TASKS`, separated by spaces, or an empty string.
+
+        Every process traces the same tasks.
+        """
+        if not self.traced_share:
+            return ""
+        bound = self.traced_share * _ALL_HASHES
+        chosen = (task_id for task_id in task_ids if xxhash.xxh3_64_intdigest(task_id.encode()) < bound)
+        return " ".join(islice(chosen, MAX_TASKS))
 
     def emit(self, topic: str, values: dict[str, float | str]) -> None:
         """Report new `values` of `topic`, within `FLUSH_EVERY_S` seconds. Call it on the loop's thread."""
@@ -124,13 +135,35 @@ async def report_refusals(mailbox: Mailbox, gate: Gate | None, telemetry: Teleme
         emitted = counts
 
 
-def is_traced(task_id: str, share: float) -> bool:
-    """Return whether a task belongs to the traced `share` of all tasks, 0 to 1. Every process gives the same answer."""
-    return xxhash.xxh3_64_intdigest(task_id.encode()) < share * _ALL_HASHES
+class ResourceMeter:
+    """Measures this process, without its child processes."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._before = (time.monotonic(), self._cpu_s())
+
+    def read(self) -> dict[str, float | str]:
+        """Return `rss_bytes`, `cpu_share` since the previous call (1.0 is one core), and `gpu_bytes` unless it is 0."""
+        now, used_s = time.monotonic(), self._cpu_s()
+        before, used_before_s = self._before
+        self._before = (now, used_s)
+        values: dict[str, float | str] = {"rss_bytes": float(self._process.memory_info().rss)}
+        if now > before:
+            values["cpu_share"] = (used_s - used_before_s) / (now - before)
+        reserved = _gpu_bytes()
+        if reserved:
+            values["gpu_bytes"] = float(reserved)
+        return values
+
+    def _cpu_s(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
 
 
-def traced(task_ids: Iterable[str], share: float) -> list[str]:
-    """Return the traced tasks among `task_ids`, at most `MAX_TASKS`."""
-    if share <= 0:
-        return []
-    return [task_id for task_id in task_ids if is_traced(task_id, share)][:MAX_TASKS]
+def _gpu_bytes() -> int:
+    """Return the number of bytes of GPU memory that PyTorch has reserved in this process. Does not import torch."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    initialized = getattr(cuda, "is_initialized", None)
+    if cuda is None or initialized is None or not initialized():
+        return 0
+    return sum(int(cuda.memory_reserved(index)) for index in range(cuda.device_count()))

@@ -13,12 +13,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import combinations, product
 from types import MappingProxyType
+from typing import Literal
 
 from shared.topology.models import POLICY, WORKERS
 
 Holder = tuple[str, int]
 """(service, instance) of a process."""
 Parts = frozenset[str]
+Part = Literal["parameters", "gradients", "optimizer"]
+"""A part of a trained model that a backend can move. float32 masters belong to `optimizer` if they are separate
+tensors."""
+PARTS: frozenset[Part] = frozenset({"parameters", "gradients", "optimizer"})
 
 REFERENCE = "reference.parameters"
 WEIGHTS = "engine.weights"

@@ -1,4 +1,5 @@
-"""Makes reasoning-gym rows for another process, one line per row: `python -m shared.data.gym_process SOURCE WHERE`.
+"""`reasoning-gym:<dataset>?size=..&seed=..`: procedural tasks from the reasoning-gym library as rows, made in another
+process, one line per row: `python -m shared.data.gym_process SOURCE WHERE`.
 
 It runs with PYTHONHASHSEED=0. Five of the 106 data sets of release 0.1.25 iterate over sets of strings and would
 otherwise produce different rows in every process (isomorphic_strings, knight_swap, polynomial_multiplication,
@@ -15,11 +16,12 @@ import subprocess
 import sys
 import threading
 import weakref
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shared.data.gym import GymEntries
-from shared.data.source import DataError, SourceLost
+from shared.data.gym import EXTRA, GYM_KEY, PACKAGE, GymEntries
+from shared.data.source import DataError, OnRow, Row, RowError, SourceLost, check_index, require
 
 HASH_SEED = "0"
 START_S = 60.0  # for importing the library
@@ -27,6 +29,44 @@ START_ATTEMPTS = 3
 ANSWER_S = 20.0
 ANSWER_ATTEMPTS = 2  # attempts at a row that makes the process die; a row that takes too long is not retried
 _PACKAGES = Path(__file__).parents[2]
+
+
+class GymSource:
+    """Rows `{"id", "prompt", "answer", "reasoning_gym"}`. The query may set `size` (default 1000) and `seed` (default
+    0)."""
+
+    def __init__(self, name: str, *, where: str) -> None:
+        require(PACKAGE, EXTRA, f"{where}: source {name!r}")
+        self.name = name
+        self._release = metadata.version(PACKAGE.replace("_", "-"))
+        self._maker = RowMaker(name, where=where)
+
+    def __len__(self) -> int:
+        return self._maker.rows
+
+    def row(self, index: int) -> Row:
+        check_index(index, len(self), self.name)
+        entry = self._maker.entry(index)
+        return {
+            "id": f"{self.name}#{index}",
+            "prompt": entry["question"],
+            "answer": entry["answer"],
+            GYM_KEY: {"source": self.name, "index": index},
+        }
+
+    def place(self, index: int) -> str:
+        return f"{self.name} row {index}"
+
+    def content(self, index: int) -> bytes:
+        """Return the index and the release of the library, because making all rows would take too long."""
+        return f"{PACKAGE} {self._release}: {index}".encode()
+
+    def validate(self, on_row: OnRow | None = None) -> list[RowError]:
+        """Return no errors, because making all rows to check them would take too long."""
+        if on_row is not None:
+            for index in range(len(self)):
+                on_row(self.content(index))
+        return []
 
 
 class RowMaker:

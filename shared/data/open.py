@@ -15,18 +15,24 @@ after a path uses the field ``question`` as the prompt.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import parse_qsl
 
-from shared.data.addition import AdditionSource
-from shared.data.files import matching_files, split_parameters
-from shared.data.joined import JoinedSource
 from shared.data.jsonl import JsonlSource
-from shared.data.source import DataError, Source, nearest
+from shared.data.source import DataError, OnRow, Row, RowError, Source, check_index, encoded, nearest
 
 FORMS = (
     "builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder>, hub:<owner>/<name>/<path> or "
     "reasoning-gym:<data set>"
 )
+_TEST_ROWS = 256
+_PARAMETERS = re.compile(r"(?P<path>.+?)\?(?P<query>\w+=[^/?]*)", re.DOTALL)
 
 
 def open_source(source: str, *, where: str) -> Source:
@@ -62,7 +68,7 @@ def open_source(source: str, *, where: str) -> Source:
             parts = [open_parquet(file, prompt, name=source, where=where) for file in files]
         return parts[0] if len(parts) == 1 else JoinedSource(parts, name=source)
     if kind == "reasoning-gym":
-        from shared.data.gym_source import GymSource
+        from shared.data.gym_process import GymSource
 
         return GymSource(source, where=where)
     raise DataError(f"{where}: source {source!r} has an unknown kind; write {FORMS}")
@@ -75,3 +81,84 @@ def _parameters(source: str, query: str, where: str, valid: tuple[str, ...]) -> 
         if key not in valid:
             raise DataError(f"{where}: source {source!r} has unknown parameter {key!r}{nearest(key, valid)}")
     return given
+
+
+class AdditionSource:
+    """Every pair of two-digit numbers once, in a fixed shuffled order: 256 `test` rows and 7,844 `train` rows."""
+
+    def __init__(self, split: str, *, name: str) -> None:
+        # Order by a digest, not by random.shuffle, whose result may differ between Python versions.
+        pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+        pairs.sort(key=lambda ab: hashlib.blake2b(b"%d+%d" % ab, digest_size=8).digest())
+        self._pairs = pairs[:_TEST_ROWS] if split == "test" else pairs[_TEST_ROWS:]
+        self._split = split
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def row(self, index: int) -> Row:
+        check_index(index, len(self), self.name)
+        a, b = self._pairs[index]
+        return {"id": f"addition-{self._split}-{index}", "prompt": f"{a}+{b}=", "answer": str(a + b)}
+
+    def place(self, index: int) -> str:
+        return f"{self.name} row {index}"
+
+    def content(self, index: int) -> bytes:
+        return encoded(self.row(index))
+
+    def validate(self, on_row: OnRow | None = None) -> list[RowError]:
+        if on_row is not None:
+            for index in range(len(self)):
+                on_row(self.content(index))
+        return []
+
+
+class JoinedSource:
+    """The rows of one or more `parts`, in order."""
+
+    def __init__(self, parts: Sequence[Source], *, name: str) -> None:
+        self.name = name
+        self._parts = parts
+        self._starts = [0, *itertools.accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, index: int) -> Row:
+        part, start = self._part(index)
+        return part.row(index - start)
+
+    def place(self, index: int) -> str:
+        part, start = self._part(index)
+        return part.place(index - start)
+
+    def content(self, index: int) -> bytes:
+        part, start = self._part(index)
+        return part.content(index - start)
+
+    def validate(self, on_row: OnRow | None = None) -> list[RowError]:
+        return [
+            dataclasses.replace(error, index=start + error.index)
+            for part, start in zip(self._parts, self._starts, strict=False)
+            for error in part.validate(on_row)
+        ]
+
+    def _part(self, index: int) -> tuple[Source, int]:
+        check_index(index, len(self), self.name)
+        at = bisect.bisect_right(self._starts, index) - 1
+        return self._parts[at], self._starts[at]
+
+
+def split_parameters(rest: str) -> tuple[str, str]:
+    """Return the path and the query from `rest`, the text that follows the kind of a source. The query may be empty."""
+    match = _PARAMETERS.fullmatch(rest)
+    return (match["path"], match["query"]) if match else (rest, "")
+
+
+def matching_files(path: str) -> list[Path]:
+    """Return the file at `path`, or all files that match, ordered by name, if the last part of the path contains a
+    `*`."""
+    file = Path(path)
+    return sorted(file.parent.glob(file.name)) if "*" in file.name else [file]

@@ -43,9 +43,9 @@ from proto.messages import (
 )
 from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
-from shared.dataplane.lent_pages import ReadMappingPool, WriteMappingPool
 from shared.dataplane.mapping import AGAIN_S, BlockMapping, DamagedShards, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
+from shared.dataplane.reused_pages import ReadMappingPool, WriteMappingPool
 from shared.dataplane.stream import (
     INFLIGHT_BYTES,
     OnProgress,
@@ -295,43 +295,41 @@ class DataClient:
         if descriptor is None:
             return None
         try:
-            return descriptor, _receipts(tasks, layout, self._checksums(descriptor, layout), store)
+            target = self._write_mappings.of(descriptor, layout.file_bytes)
+            if target is None:
+                checksums = write_block(descriptor, layout, self._helper)
+            else:
+                # With two cores, the other core is computing the canary while large weights are put.
+                helps = layout.file_bytes < LARGE_BYTES or len(os.sched_getaffinity(0)) > 2
+                checksums = copy_block(target, layout, self._helper if helps else None)
+            return descriptor, [
+                Receipt(task.task_id, task.fence, store, digest, nbytes)
+                for task, digest, nbytes in zip(tasks, *layout.sums(checksums), strict=True)
+            ]
         except BaseException:
             os.close(descriptor)
             raise
-
-    def _checksums(self, descriptor: int, layout: BlockLayout) -> list[int]:
-        """Write the file and return the checksum of every row."""
-        target = self._write_mappings.of(descriptor, layout.file_bytes)
-        if target is None:
-            return write_block(descriptor, layout, self._helper)
-        # With two cores, the other core is computing the canary while large weights are put.
-        helper = self._helper if layout.file_bytes < LARGE_BYTES or len(os.sched_getaffinity(0)) > 2 else None
-        return copy_block(target, layout, helper)
 
     # ---- fetch
 
     async def _fetch(
         self, wants: _ReadRequest, results: list[dict[str, Array]], deadline_s: float, on_progress: OnProgress
     ) -> None:
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        client = self._client_of(*parse_service_name(wants.store))
         try:
-            per_task = await self._found(wants, deadline_s, on_progress)
+            if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
+                on_progress()
+                per_task = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, on_progress)
+            else:
+                per_task = await self._map(client, wants, deadline)
+                _check_whole(per_task, wants)
         except RpcError as error:
             if error.code == ErrorCode.MISSING and self._reports:
                 await self._report(wants, str(error))
             raise
         for at, arrays in zip(wants.at, per_task, strict=True):
             results[at] = merged(results[at], arrays, ()) if results[at] else arrays
-
-    async def _found(self, wants: _ReadRequest, deadline_s: float, on_progress: OnProgress) -> list[dict[str, Array]]:
-        deadline = asyncio.get_running_loop().time() + deadline_s
-        client = self._client_of(*parse_service_name(wants.store))
-        if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
-            on_progress()
-            return await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, on_progress)
-        per_task = await self._map(client, wants, deadline)
-        _check_whole(per_task, wants)
-        return per_task
 
     async def _report(self, wants: _ReadRequest, why: str) -> None:
         """Report to the scheduler that these shards cannot be read. Once the scheduler answers, the shards will be
@@ -461,13 +459,6 @@ def _close_result(work: asyncio.Future[tuple[int, list[Receipt]] | None]) -> Non
         written = work.result()
         if written is not None:
             os.close(written[0])
-
-
-def _receipts(tasks: Sequence[TaskShards], layout: BlockLayout, checksums: list[int], store: str) -> list[Receipt]:
-    return [
-        Receipt(task.task_id, task.fence, store, digest, nbytes)
-        for task, digest, nbytes in zip(tasks, *layout.sums(checksums), strict=True)
-    ]
 
 
 def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_ReadRequest]:

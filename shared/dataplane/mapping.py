@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from proto import blockfile, dtypes, selection
-from proto.blockfile import Table
+from proto import blockfile, dtypes
+from proto.blockfile import Selection, Table
 from proto.tensors import Array
-from shared.dataplane.lent_pages import ReadMappingPool
+from shared.dataplane.reused_pages import ReadMappingPool
 from shared.dataplane.write import HALVE_BYTES, SMALL_BYTES
 from shared.os_limits import raise_descriptor_limit
 
@@ -214,11 +214,7 @@ class BlockMapping:
             if earlier is None:
                 os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
         self._path = path
-        self._table, self._verified = cache.get(path, self._data)
-
-    @property
-    def table(self) -> Table:
-        return self._table
+        self.table, self._verified = cache.get(path, self._data)
 
     def arrays(
         self, tasks: Sequence[int], keys: Sequence[str] | None, helper: Executor | None = None
@@ -229,16 +225,16 @@ class BlockMapping:
         Each shard is compared with its checksum the first time that this process reads it. For a large file,
         `helper`'s thread compares half of the shards. Raises DamagedShards.
         """
-        picked = selection.select(self._table, tasks, keys)
+        picked = self.table.select(tasks, keys)
         self._verify(picked.numbers, helper)
-        return _views(self._table, self._data, picked)
+        return views(self.table, self._data, picked)
 
     def _verify(self, rows: Array, helper: Executor | None) -> None:
         """Compare `rows` with their checksums, except those that this process has already verified."""
         rows = np.sort(rows[~self._verified[rows]])
         if not len(rows):
             return
-        begins, ends, checksums = selection.placed(self._table, rows)
+        begins, ends, checksums = self.table.placed(rows)
         with memoryview(self._data if isinstance(self._data, mmap.mmap) else self._data.data) as view:
 
             def hashed(first: int, last: int) -> list[int]:
@@ -255,7 +251,7 @@ class BlockMapping:
                 computed = hashed(0, middle) + other.result()
         wrong = np.array(computed, np.uint64) != np.array(checksums, np.uint64)
         if wrong.any():
-            raise DamagedShards(self._path, selection.named(self._table, rows[wrong]))
+            raise DamagedShards(self._path, self.table.named(rows[wrong]))
         self._verified[rows] = True
 
     def touch(self, helper: Executor) -> None:
@@ -269,14 +265,8 @@ class BlockMapping:
         other.result()
 
 
-def views(
-    table: Table, data: mmap.mmap | Array, tasks: Sequence[int], keys: Sequence[str] | None
-) -> list[dict[str, Array]]:
-    """Return views of shards in a mapped file, one dict per task (by index): all shards, or only those in `keys`."""
-    return _views(table, data, selection.select(table, tasks, keys))
-
-
-def _views(table: Table, data: mmap.mmap | Array, picked: selection.Selection) -> list[dict[str, Array]]:
+def views(table: Table, data: mmap.mmap | Array, picked: Selection) -> list[dict[str, Array]]:
+    """Return views of the picked shards in a mapped file, one dict per task."""
     flat = {code: _flat(data, code) for code in np.unique(picked.codes).tolist()}
     width = picked.columns()
     if width:
@@ -295,7 +285,7 @@ def _views(table: Table, data: mmap.mmap | Array, picked: selection.Selection) -
     return per_task
 
 
-def _by_column(table: Table, picked: selection.Selection, flat: dict[int, Array], width: int) -> list[dict[str, Array]]:
+def _by_column(table: Table, picked: Selection, flat: dict[int, Array], width: int) -> list[dict[str, Array]]:
     """Do the work of `views` in a third of the time, for tasks with the same keys and types."""
     columns: list[list[Array]] = []
     for at, code in enumerate(picked.codes[:width].tolist()):

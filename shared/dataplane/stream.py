@@ -21,7 +21,7 @@ from proto.errors import WireError
 from proto.messages import ErrorCode, LineOpened, OpenLine, OpenStream, PutTask, StreamOpened
 from proto.registry import Message, Request
 from proto.tensors import Array
-from shared.dataplane.memory import Regions
+from shared.dataplane.reused_pages import Regions
 from shared.dataplane.stream_arrival import Arrival
 from shared.dataplane.stream_line import (
     Counts,

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import xxhash
 
-from proto import blockfile, excerpt
+from proto import blockfile
 from proto.blockfile import Table
 from proto.errors import WireError
 from proto.limits import MAX_NDIM
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import Array
 from shared.dataplane.mapping import views
-from shared.dataplane.memory import Regions
+from shared.dataplane.reused_pages import Regions
 
 _HASH_BYTES = 4 << 20
 """Size in bytes above which a shard is hashed while it arrives instead of when it is complete."""
@@ -84,7 +84,7 @@ class Arrival:
                 raise WireError("stream: its head is not the one that was announced")
             table = blockfile.parse(head, self.total_bytes)
             self._check_content(table)
-            self._rows = excerpt.rows_of(table)
+            self._rows = table.placed()
             self._table = table
         begins, ends, checksums = self._rows
         while self._row < len(begins):
@@ -94,7 +94,8 @@ class Arrival:
             if begin >= upto or not self._check_large(begin, ends[self._row], checksums[self._row], upto):
                 break
         if self._row == len(begins) and upto == self.total_bytes:
-            self._arrays = views(self._table, self._memory, range(len(self._tasks)), self._keys or None)
+            picked = self._table.select(range(len(self._tasks)), self._keys or None)
+            self._arrays = views(self._table, self._memory, picked)
 
     def _check_rows(self, upto: int) -> None:
         """Check the rows before row `upto`, which have arrived completely. Most of the cost of checking is here."""

@@ -27,8 +27,8 @@ from proto import bulk
 from proto.bulk import Head, Kind
 from proto.errors import WireError
 from proto.messages import LineOpened
-from shared.dataplane import bulk_socket
-from shared.dataplane.bulk_seal import SECRET_BYTES, TO_READER, TO_STORE, Seal
+from shared.dataplane import bulk_connection
+from shared.dataplane.bulk_connection import SECRET_BYTES, TO_READER, TO_STORE, Seal
 
 SILENT_S = 10.0
 """Seconds without data after which a line is considered lost if ranges are due."""
@@ -243,7 +243,7 @@ class StreamLine:
                 incoming.settle(outcome, why)
 
     def _connect(self) -> socket.socket:
-        line = self._socket = bulk_socket.connect(self._endpoint, _TICK_S)
+        line = self._socket = bulk_connection.connect(self._endpoint, _TICK_S)
         self._poller.register(line, select.POLLIN)
         hello = bulk.pack_head(Head(Kind.HELLO)) + self._id
         line.sendall(hello + self._tag(hello))

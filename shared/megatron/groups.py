@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from shared.megatron.cpu_shims import megatron_device
-from shared.model.context import ContextRank
+from shared.model.context import ContextRank, sum_over_ranks
 from shared.ranks.layout import RankPlace
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,17 +61,10 @@ class Groups:
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
         self.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self._cp = parallel_state.get_context_parallel_group()
-        self.context = ContextRank(place.cp_rank, layout.cp, self._cp) if layout.cp > 1 else None
+        cp = parallel_state.get_context_parallel_group()
+        self.context = ContextRank(place.cp_rank, layout.cp, cp) if layout.cp > 1 else None
         """The ranks across which sequences are split, or None without context parallelism."""
-
-    def sum_over_sequence_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise sum of a detached tensor over the ranks that hold parts of the same sequences."""
-        if self.context is None:
-            return values
-        total = values.detach().clone()
-        dist.all_reduce(total, group=self._cp)
-        return total
+        self.sum_over_sequence_ranks = partial(sum_over_ranks, self.context)
 
     def merge_over_dp(self, filled: Tensor) -> None:
         """Merge in place: each rank in dp x cp has filled its own part of a zero tensor. Afterwards, each rank holds

@@ -1,16 +1,18 @@
 """Runs megatron-core's GPTModel over packed nodes with explicit positions: one stage of one tensor-parallel rank.
 
-It runs micro-batches but does not compute losses. Logits exist only where a token is scored, and never for the whole
-vocabulary at once.
+Attention runs on any device and shares its code with the torch backend (`shared.model`), so that both see the same
+masks. Losses are not computed here. Logits exist only where a token is scored, and never for the whole vocabulary at
+once.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine as te
@@ -18,6 +20,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather_sequence
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region as sum_over_tp
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -26,16 +29,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shared.megatron.architecture import Architecture
-from shared.megatron.attention import PackedAttention
-from shared.megatron.logprobs import token_logprobs
-from shared.model.attention import Trees
-from shared.model.context import Cut
-from shared.model.logprobs import Entropy, Scores, max_logits
-from shared.model.nodes import Nodes
+from shared.model.attention import Trees, attend_trees
+from shared.model.context import Cut, attend_cut
+from shared.model.logprobs import Entropy, Nodes, Scores, max_logits
 from shared.model.tree import MicroBatch, head_blocks
 from shared.ranks.layout import RankPlace
 
@@ -95,6 +95,43 @@ def transformer_config(model: Architecture, dtype: torch.dtype, place: RankPlace
     )
 
 
+class PackedAttention(nn.Module):
+    """`core_attention` of a ModuleSpec. megatron-core passes `attention_mask` through unchanged. Here it is the `Trees`
+    or `Cut` of the micro-batch, whose tokens attend only to one another.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        windows: tuple[int | None, ...] = (),
+        softmax_scale: float | None = None,
+        **_: Any,  # communication settings of other kernels
+    ) -> None:
+        """`layer_number` counts from 1 across all pipeline stages; `windows` is `Architecture.windows`."""
+        super().__init__()
+        self._scale = softmax_scale if softmax_scale is not None else float(config.kv_channels or 0) ** -0.5
+        self._window = windows[layer_number - 1]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Trees | Cut,
+        **_: Any,  # mask settings, which are redundant: the positions define the causal mask
+    ) -> Tensor:
+        """Map `query` [N, 1, H, D] and `key`, `value` [N, 1, G, D] to [N, 1, H * D]."""
+        attend: Any = partial(attend_cut, cut=cast(Cut, attention_mask))
+        if isinstance(attention_mask, Trees):
+            attend = partial(attend_trees, trees=attention_mask)
+        q_1HND, k_1GND, v_1GND = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        out_1NHD, _none = attend(self, q_1HND, k_1GND, v_1GND, None, scaling=self._scale, sliding_window=self._window)
+        return cast(Tensor, out_1NHD.transpose(0, 1).flatten(2))
+
+
 def layer_spec(model: Architecture, *, engine: bool) -> ModuleSpec:
     """Return a decoder layer whose parameters have the same names with and without Transformer Engine."""
     norm: Any = te.TENorm if engine else WrappedTorchNorm
@@ -121,6 +158,53 @@ def layer_spec(model: Architecture, *, engine: bool) -> ModuleSpec:
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def token_logprobs(
+    logits_PV: Tensor,
+    predictor_C: Tensor,
+    token_C: Tensor,
+    temperature: float,
+    entropy: Entropy,
+    *,
+    vocab: int,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probs [C] and, if requested, the entropies [P] of logits / `temperature`.
+
+    `logits_PV` holds this rank's columns of the vocabulary, which tensor-parallel ranks share. The log-probs are those
+    of tokens `token_C` at predictors `predictor_C` (int64 [C]). Both results are float32, or float64 if the logits are.
+    `vocab` is the number of tokens. The columns after them are padding, equivalent to -inf, and are cut off. Every rank
+    of `group` gets the same values, and the gradient that flows back must be the same on each of them.
+    """
+    columns = logits_PV.shape[1]
+    start = group.rank() * columns
+    real = max(0, min(columns, vocab - start))
+    scaled_PV = logits_PV[:, :real] if logits_PV.dtype == torch.float64 else logits_PV[:, :real].float()
+    if temperature != 1.0:
+        scaled_PV = scaled_PV / temperature
+    with torch.no_grad():
+        most_P = scaled_PV.new_full((len(scaled_PV),), -torch.inf)
+        if real:
+            most_P = scaled_PV.amax(1)
+        if group.size() > 1:
+            dist.all_reduce(most_P, op=dist.ReduceOp.MAX, group=group)
+    shifted_PV = scaled_PV - most_P[:, None]
+    exp_PV = shifted_PV.exp()
+    total_P = sum_over_tp(exp_PV.sum(1), group=group)
+    mine_C = (token_C >= start) & (token_C < start + real)
+    if real:
+        picked_C = shifted_PV[predictor_C, torch.where(mine_C, token_C - start, 0)]
+        picked_C = torch.where(mine_C, picked_C, 0.0)
+    else:
+        picked_C = shifted_PV.sum(1)[predictor_C]  # zeros that stay connected to the graph
+    chosen_C = sum_over_tp(picked_C, group=group)
+    logprobs_C = chosen_C - total_P.log()[predictor_C]
+    if entropy == "none":
+        return logprobs_C, None
+    with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
+        weighted_P = sum_over_tp((exp_PV * shifted_PV).sum(1), group=group)
+        return logprobs_C, total_P.log() - weighted_P / total_P
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
@@ -151,7 +235,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def recompute_layers(self) -> None:
         """Keep only each layer's input for the backward pass, which runs the layer again."""
         for layer in self.decoder.layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     def forward(self, packed: Packed) -> Any:
         angles = packed.nodes.depths.float()[:, None] * self._frequencies

@@ -25,8 +25,7 @@ from shared.megatron.groups import Groups
 from shared.megatron.model import Packed, PackedGPT, transformer_config
 from shared.model import attention, context, tree
 from shared.model.load import read_config
-from shared.model.logprobs import Entropy, Scores
-from shared.model.nodes import to_nodes
+from shared.model.logprobs import Entropy, Scores, to_nodes
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import BadInput
 

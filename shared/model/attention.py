@@ -171,9 +171,7 @@ def attend_trees(
             out_PHD = _attend_packed(q_NHD, k_NGD, v_NGD, block.longest, block.packed, scaling, sliding_window)
             outputs.append(out_PHD if in_order else _in_slots(out_PHD, block, block.packed))
             continue
-        q = _rows(q_NHD, block)
-        k = _rows(k_NGD, block)
-        v = _rows(v_NGD, block)
+        q, k, v = (in_rows(part, block.gather, block.rows) for part in (q_NHD, k_NGD, v_NGD))
         mask = block.mask
         if sliding_window is not None and block.longest > sliding_window:
             near = block.depths[:, None, :, None] - block.depths[:, None, None, :] < sliding_window
@@ -250,11 +248,11 @@ def repeats_keys(device: str, *, flash: bool) -> bool:
     return device == "cuda" and not flash
 
 
-def _rows(nodes_NHD: Tensor, block: TreeBlock) -> Tensor:
-    """Map [N, H, D] to [R, H, L, D]."""
+def in_rows(nodes_NHD: Tensor, gather: Tensor, rows: int) -> Tensor:
+    """Map [N, H, D] to [R, H, L, D]. `gather` int64 [R * L] is the node in each slot."""
     heads, dim = nodes_NHD.shape[1:]
-    picked = nodes_NHD.reshape(-1, heads * dim).index_select(0, block.gather)
-    return picked.view(block.rows, block.longest, heads, dim).transpose(1, 2)
+    picked = nodes_NHD.reshape(-1, heads * dim).index_select(0, gather)
+    return picked.view(rows, -1, heads, dim).transpose(1, 2)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend_trees)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shared.model.attention import UNKNOWN_TERMS, attend, attend_at_end
+from shared.model.attention import UNKNOWN_TERMS, attend, attend_at_end, in_rows
 from shared.model.tree import AttentionBlock, MicroBatch
 from shared.tensors_torch import to_device
 
@@ -59,6 +59,15 @@ class Cut:
     blocks: list[ContextBlock]
     scatter: Tensor
     ranks: ContextRank
+
+
+def sum_over_ranks(ranks: ContextRank | None, values: Tensor) -> Tensor:
+    """Return the elementwise sum of a detached tensor over the ranks that hold parts of the same sequences."""
+    if ranks is None:
+        return values
+    total = values.detach().clone()
+    dist.all_reduce(total, group=ranks.group)
+    return total
 
 
 def local_slots(longest: int, rank: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -154,8 +163,8 @@ def attend_cut(
     q_NHD = query[0].transpose(0, 1)
     outputs: list[Tensor] = []
     for block in cut.blocks:
-        q_RHLD = _rows(q_NHD, block)
-        all_RGKX = gather_rows(_rows(nodes_NXD, block), cut.ranks)
+        q_RHLD = in_rows(q_NHD, block.gather, block.rows)
+        all_RGKX = gather_rows(in_rows(nodes_NXD, block.gather, block.rows), cut.ranks)
         k_RGKD, v_RGKD = torch.split(all_RGKX, [key.shape[3], dim], dim=3)
         own = _attend_chunks(q_RHLD, k_RGKD, v_RGKD, cut.ranks, scaling, sliding_window)
         outputs.append(own.transpose(1, 2).reshape(-1, heads * dim))
@@ -207,13 +216,6 @@ class _Gather(torch.autograd.Function):
         total = grads[0].contiguous()
         dist.all_reduce(total, group=ctx.ranks.group)
         return total[ctx.ranks.rank], None
-
-
-def _rows(nodes_NHD: Tensor, block: ContextBlock) -> Tensor:
-    """Map [N, H, D] to [R, H, Ll, D]."""
-    heads, dim = nodes_NHD.shape[1:]
-    picked = nodes_NHD.reshape(-1, heads * dim).index_select(0, block.gather)
-    return picked.view(block.rows, -1, heads, dim).transpose(1, 2)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend_cut)

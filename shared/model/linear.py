@@ -75,21 +75,16 @@ def suits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `linear` uses oneDNN. Where `USES_ONEDNN` is true, it does for large products of plain float32
     tensors on a CPU."""
     return (
-        _uses_onednn(rows.numel() * len(weight), rows, weight)
+        USES_ONEDNN
+        and rows.numel() * len(weight) >= MIN_PRODUCTS
+        and _is_plain(rows)
+        and _is_plain(weight)
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and bool(torch.backends.mkldnn.enabled)
         and rows.dim() > 1
         and rows.shape[-1] == weight.shape[-1]
         and weight.is_contiguous()
         and (bias is None or (_is_plain(bias) and bias.is_contiguous() and bias.shape == weight.shape[:1]))
-    )
-
-
-def _uses_onednn(multiplications: int, *factors: Tensor) -> bool:
-    return (
-        USES_ONEDNN
-        and multiplications >= MIN_PRODUCTS
-        and all(_is_plain(factor) for factor in factors)
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and bool(torch.backends.mkldnn.enabled)
     )
 
 

@@ -1,4 +1,5 @@
-"""Loads a causal language model from a local folder, names its weights, and makes torch deterministic.
+"""Loads a causal language model from a local folder, names its weights, remembers which passes may compute its
+log-probs (`shared.topology.passes`), and makes torch deterministic.
 
 Nothing is downloaded or unpickled, and no code from the model folder is run.
 """
@@ -20,8 +21,10 @@ from transformers.utils import logging
 from shared.model.linear import accelerate
 from shared.rpc.errors import BadInput, RpcError
 from shared.topology import tied_weights
+from shared.topology.passes import Passes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_PLAIN = Passes()
 
 
 def load_model(path: str | Path, dtype: str) -> nn.Module:
@@ -172,6 +175,16 @@ def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
         if not any(tensor is other for other in tensors):
             tensors.append(tensor)
     return holders
+
+
+def allow(model: nn.Module, passes: Passes | None) -> None:
+    """Let `passes` compute the log-probs of `model`; None: only those that assume nothing about it."""
+    cast(Any, model).allowed_passes = passes or _PLAIN
+
+
+def passes_of(model: nn.Module) -> Passes:
+    """Return the passes that may compute the log-probs of `model`."""
+    return cast(Passes, getattr(model, "allowed_passes", _PLAIN))
 
 
 def require_deterministic_algorithms() -> None:

@@ -7,7 +7,7 @@ runs only where a scored token follows. Up to rounding, the result equals that o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shared.model import attention, context, tree
-from shared.model.context import ContextRank, CutBatch
-from shared.model.nodes import Nodes, to_nodes
-from shared.model.passes import passes_of
+from shared.model.attention import Trees
+from shared.model.context import ContextRank, Cut, CutBatch
+from shared.model.load import passes_of
 from shared.model.tree import MicroBatch, head_blocks
 from shared.tensors_torch import to_device
 
@@ -46,6 +46,25 @@ class Scores:
     tokens: Tensor
     outputs: Tensor
     entropy: Tensor | None
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The arrays of a `MicroBatch` of the same names, as int64 tensors on the device that computes it.
+    Those of its blocks belong to attention."""
+
+    token_ids: Tensor
+    depths: Tensor
+    predictors: Tensor
+    child_predictor: Tensor
+    child_token: Tensor
+    tokens: Tensor
+    token_child: Tensor
+
+
+def to_nodes(batch: MicroBatch, device: torch.device) -> Nodes:
+    """Return the arrays of `batch` on `device`, moved in one copy."""
+    return Nodes(*to_device([getattr(batch, field.name) for field in fields(Nodes)], device))
 
 
 def token_logprobs(
@@ -153,13 +172,14 @@ class LogprobScorer(nn.Module):
         self, batch: MicroBatch, cut: CutBatch | None, nodes: Nodes, temperature: float, entropy: Entropy
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs [C] of the children, and entropies [P] of the predictors or None. `score` calls this."""
-        model, blocks = self.model, self._passes.head == "blocks"
+        model, blocks, device = self.model, self._passes.head == "blocks", nodes.predictors.device
         if cut is not None and self._ranks is not None:
-            out_PX = _run_cut(model, cut, self._ranks, nodes, logits=not blocks)
+            out_PX = _run_packed(model, context.to_cut(cut, self._ranks, device), nodes, logits=not blocks)
+        elif self._passes.sequences == "packed":
+            out_PX = _run_packed(model, attention.to_trees(batch, device), nodes, logits=not blocks)
         else:
-            run = _run_trees if self._passes.sequences == "packed" else _run_padded
-            out_PX = run(model, batch, nodes, logits=not blocks)
-        most = max(1, max_logits(nodes.predictors.device.type) // vocabulary(model))
+            out_PX = _run_padded(model, batch, nodes, logits=not blocks)
+        most = max(1, max_logits(device.type) // vocabulary(model))
         if not blocks:
             return _gather(out_PX, nodes.child_predictor, nodes.child_token, temperature, entropy)
         if len(batch.predictors) <= most:
@@ -240,38 +260,23 @@ def _gather(
         return logprobs_C, -(logprobs_PV.exp() * logprobs_PV).sum(-1)
 
 
-def _run_trees(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bool) -> Tensor:
-    """Return [P, V] logits, or [P, hidden] if `logits` is false."""
+def _run_packed(model: nn.Module, layout: Trees | Cut, nodes: Nodes, *, logits: bool) -> Tensor:
+    """Return [P, V] logits, or [P, hidden] if `logits` is false. A `Cut` is this rank's part of every sequence."""
+    name, own = (context.NAME, "cut") if isinstance(layout, Cut) else (attention.NAME, "trees")
     arguments: dict[str, Any] = {
         "input_ids": nodes.token_ids[None],
         "position_ids": nodes.depths[None],
         "use_cache": False,
-        "trees": attention.to_trees(batch, nodes.token_ids.device),
+        own: layout,
     }
-    with attention.using(model, attention.NAME):
-        return _outputs(model, arguments, nodes.predictors, logits=logits)
-
-
-def _run_cut(model: nn.Module, cut: CutBatch, ranks: ContextRank, nodes: Nodes, *, logits: bool) -> Tensor:
-    """Do the work of `_run_trees` for this rank's part of every sequence."""
-    arguments: dict[str, Any] = {
-        "input_ids": nodes.token_ids[None],
-        "position_ids": nodes.depths[None],
-        "use_cache": False,
-        "cut": context.to_cut(cut, ranks, nodes.token_ids.device),
-    }
-    with attention.using(model, context.NAME):
-        return _outputs(model, arguments, nodes.predictors, logits=logits)
-
-
-def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
-    if logits:
-        return cast(Tensor, model(**arguments).logits[0, predictors])
-    return cast(Tensor, cast(Any, model).base_model(**arguments).last_hidden_state[0, predictors])
+    with attention.using(model, name):
+        if logits:
+            return cast(Tensor, model(**arguments).logits[0, nodes.predictors])
+        return cast(Tensor, cast(Any, model).base_model(**arguments).last_hidden_state[0, nodes.predictors])
 
 
 def _run_padded(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bool) -> Tensor:
-    """Do the work of `_run_trees` for models that cannot be packed. Every row is one sequence, padded on the right if
+    """Do the work of `_run_packed` for models that cannot be packed. Every row is one sequence, padded on the right if
     the micro-batch has several."""
     scatter, *gathers = to_device([batch.scatter, *(block.gather for block in batch.blocks)], nodes.token_ids.device)
     hidden: list[Tensor] = []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shared.model.linear import OneDnnLinear, linear, product, suits, write_linear
-from shared.model.passes import passes_of
+from shared.model.load import passes_of
 
 _CLASSES = frozenset(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 _FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])

@@ -8,14 +8,13 @@ prefixes, and their lengths are on both sides of every window and of every lengt
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import msgspec
@@ -28,11 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from shared.model import logprobs
+from shared.model.load import allow
 from shared.model.logprobs import LogprobScorer, vocabulary
-from shared.model.passes import allow
 from shared.model.plain_decoder import PlainDecoder, is_plain_decoder
 from shared.model.reduced import Cannot, Reduced, described, reductions
-from shared.topology.passes import Passes
+from shared.topology.passes import Passes, Verdict
 
 TOLERANCE = 1e-9
 """Maximum difference of log-probs, in nats, and of gradients, relative to their norm."""
@@ -48,27 +47,6 @@ _FIRST_TOKEN, _ANSWER_TOKENS = 5, 4
 Array = np.ndarray[Any, np.dtype[Any]]
 _LOW = frozenset([torch.float32, torch.bfloat16, torch.float16])
 _CASTS = frozenset([torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16])
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """The result for one model: the fastest passes that are proved for it."""
-
-    sequences: Literal["packed", "padded", "single"] = "single"
-    head: Literal["blocks", "whole"] = "whole"
-    decoder: Literal["written-out", "modules"] = "modules"
-    refused: str = ""
-    """Why no passes compute a policy's log-probs with this model, or an empty string."""
-    reasons: list[str] = []
-    """Why faster passes are not proved, one line each."""
-    model: str = ""
-    """The model's class."""
-    parameters: int = 0
-    layers: int = 0
-    """The size of the reduced model, 0 if there is none."""
-
-    @property
-    def passes(self) -> Passes:
-        return Passes(sequences=self.sequences, head=self.head, decoder=self.decoder)
 
 
 class Exact(TorchFunctionMode):
@@ -331,7 +309,8 @@ def main(arguments: Sequence[str]) -> None:
     config = cast(Any, AutoConfig).from_pretrained(arguments[0], local_files_only=True, trust_remote_code=False)
     begun = time.process_time()
     verdict = prove(config, int(arguments[1]) if len(arguments) > 1 else None)
-    print(json.dumps(msgspec.to_builtins(verdict) | {"cpu_s": round(time.process_time() - begun, 2)}))
+    timed = msgspec.structs.replace(verdict, cpu_s=round(time.process_time() - begun, 2))
+    print(msgspec.json.encode(timed).decode())
 
 
 if __name__ == "__main__":

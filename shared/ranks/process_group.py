@@ -1,4 +1,4 @@
-"""Opens the process group of ranks that have met."""
+"""Opens the process group of ranks that have met, and the key-value store through which its ranks find each other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from shared.ranks.layout import RankPlace
 from shared.ranks.meeting import NCCL_INTERFACE, Meeting, exactly
-from shared.ranks.store import open_store
 
 
 def open_group(meeting: Meeting, place: RankPlace, device: str, *, deadline_s: float) -> None:
@@ -26,6 +26,25 @@ def open_group(meeting: Meeting, place: RankPlace, device: str, *, deadline_s: f
         rank=place.rank,
         world_size=place.layout.world_size,
         timeout=timedelta(seconds=deadline_s),
+    )
+
+
+def open_store(meeting: Meeting, ranks: int, limit: timedelta) -> Store:
+    """Return the store for `ranks` ranks. A wait that takes longer than `limit` raises RuntimeError."""
+    if meeting.file is not None:
+        store = FileStore(str(meeting.file), ranks)
+        store.set_timeout(limit)
+        return store
+    host, _, port = meeting.store.rpartition(":")
+    listener = meeting.listener.detach() if meeting.listener is not None else None
+    return TCPStore(
+        host,
+        int(port),
+        ranks,
+        listener is not None,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listener,
     )
 
 

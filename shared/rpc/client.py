@@ -2,6 +2,9 @@
 
 A request is sent again under the same id until it is answered or its deadline passes, so it survives a restart of the
 peer. By this id, the peer recognizes retries: within one life, it handles each request only once.
+
+In a run on several hosts, `Directory` keeps clients connected to the current endpoints of their peers. Its look-ups
+never block a request: a client without a connection keeps its requests until it is connected or their deadline passes.
 """
 
 from __future__ import annotations
@@ -10,21 +13,21 @@ import asyncio
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
 import zmq
 
-from proto import codec
+from proto import codec, envelope
 from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY
 from proto.errors import WireError
 from proto.messages import Error, ErrorCode, WaitKind, WaitRow
 from proto.registry import Message, Request
 from proto.tensors import Buffer
 from shared.rpc.errors import DeadlineExceeded, RpcError
-from shared.rpc.transport import open_pump, open_socket
+from shared.rpc.transport import Pump, open_socket
 from shared.security.curve import clear, is_tcp, unlock
 from shared.security.keys import Keyring
 
@@ -40,6 +43,13 @@ UNSENT_MESSAGES = 64
 """Maximum number of one-way messages that are kept until the peer connects."""
 STILL_REFUSED_S = 3.0
 """Seconds after which a refused request that was not repeated no longer counts as a wait."""
+RETRY_S = 0.5
+"""Seconds between two look-ups of a peer that is not registered yet."""
+PAUSE_S = 1.0
+"""Seconds between two look-ups of a connected peer that is silent: it may be busy, or it may have moved."""
+Find = Callable[[str, int], Awaitable[str]]
+"""Function that returns the endpoint of (service, instance) as seen from this host, or raises RpcError if it is
+unknown."""
 
 
 @dataclass(slots=True)
@@ -102,7 +112,7 @@ class Client:
         except RpcError:
             self._socket.close()
             raise
-        self._pump = open_pump(
+        self._pump = Pump(
             self._socket, self._on_message, on_writable=self._on_writable, on_lost=self._forget_what_was_sent
         )
 
@@ -232,7 +242,7 @@ class Client:
         pending.timer = self._loop.call_later(min(pending.resend_s, left_s), self._on_timer, request_id)
 
     def _send_again(self, pending: _Pending, left_s: float) -> None:
-        pending.frames[0] = codec.with_remaining(pending.frames[0], left_s)
+        pending.frames[0] = envelope.with_remaining(pending.frames[0], left_s)
         pending.sent = self._pump.send(pending.frames)
 
     def _forget_what_was_sent(self) -> None:
@@ -272,3 +282,41 @@ class Client:
             )
         else:
             pending.future.set_result(decoded)
+
+
+class Directory:
+    """Look-ups for the clients of one process. It belongs to one event loop."""
+
+    def __init__(self, find: Find) -> None:
+        self._find = find
+        self._searches: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._log = structlog.get_logger("directory")
+
+    def follow(self, service: str, instance: int, client: Client) -> None:
+        """Connect `client` to that service as soon as its endpoint is known, and again whenever the service moves."""
+        key = (service, instance)
+
+        def look() -> None:
+            search = self._searches.get(key)
+            if search is None or search.done():
+                self._searches[key] = asyncio.create_task(self._search(key, client))
+
+        client.on_silent = look
+        look()
+
+    async def close(self) -> None:
+        """Cancel all look-ups."""
+        for search in self._searches.values():
+            search.cancel()
+        await asyncio.gather(*self._searches.values(), return_exceptions=True)
+
+    async def _search(self, key: tuple[str, int], client: Client) -> None:
+        while True:
+            try:
+                client.connect(await self._find(*key))
+            except RpcError as error:
+                self._log.info("peer not found", peer=client.peer, error=str(error))
+            if client.endpoint:
+                await asyncio.sleep(PAUSE_S)
+                return
+            await asyncio.sleep(RETRY_S)

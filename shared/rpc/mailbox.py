@@ -27,10 +27,9 @@ from proto.tensors import Buffer
 from shared.os_limits import raise_descriptor_limit
 from shared.rpc.claim import IPC, Claim, socket_path
 from shared.rpc.errors import RpcError
-from shared.rpc.offenders import Offenders
 from shared.rpc.replies import Replies, RequestKey, fingerprint
-from shared.rpc.sender import Sender, sender
-from shared.rpc.transport import MessagePump, open_pump, open_socket
+from shared.rpc.senders import Offenders, Sender
+from shared.rpc.transport import Pump, open_socket
 from shared.rpc.unread import Unread
 from shared.security.connections import Connections
 from shared.security.curve import is_tcp, lock
@@ -63,7 +62,7 @@ class Door:
 
     number: int
     claim: Claim | None
-    pump: MessagePump | None = None
+    pump: Pump | None = None
     connections: Connections | None = None
     unread: Unread | None = None
 
@@ -193,7 +192,7 @@ class Mailbox:
         if on_drained is not None:
             self._on_drained = on_drained
         on_message = self._on_authenticated if is_tcp(endpoint) else self._on_trusted
-        door.pump = open_pump(
+        door.pump = Pump(
             socket,
             functools.partial(on_message, door),
             self._on_drained,
@@ -275,7 +274,7 @@ class Mailbox:
             self.lost_replies += 1
 
     def _on_trusted(self, door: Door, frames: list[bytes]) -> None:
-        self._on_message(door, sender(door.number, Role.SERVICE, frames[0]), frames[1:])
+        self._on_message(door, Sender(door.number, Role.SERVICE, frames[0]), frames[1:])
 
     def _on_authenticated(self, door: Door, frames: list[bytes]) -> None:
         """Handle a message from tcp. libzmq attaches the role that the gate assigned during the handshake."""
@@ -284,7 +283,7 @@ class Mailbox:
         except ValueError:
             self.offenders.forbidden += 1
             return
-        self._on_message(door, sender(door.number, role, frames[2], frames[1]), frames[3:])
+        self._on_message(door, Sender(door.number, role, frames[2], frames[1]), frames[3:])
 
     def _on_message(self, door: Door, who: Sender, parts: list[bytes]) -> None:
         now = asyncio.get_running_loop().time()

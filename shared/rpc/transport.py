@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import zmq
 from zmq.backend import Socket as Raw
@@ -67,45 +67,6 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
         # Queue nothing for a peer that is unavailable: it would receive requests whose callers had given up long ago.
         socket.setsockopt(zmq.IMMEDIATE, 1)
     return socket
-
-
-class MessagePump(Protocol):
-    """Moves messages between one socket and an event loop. `Pump` does so for libzmq; a simulated network has a pump of
-    its own."""
-
-    def send(self, frames: Sequence[Buffer | zmq.Frame]) -> bool: ...
-
-    def send_tracked(self, frames: Sequence[Buffer]) -> zmq.MessageTracker | None: ...
-
-    def wait_writable(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class SelfPumped(Protocol):
-    """A socket that does not belong to libzmq and has its own pump, with the arguments of `Pump`."""
-
-    def pump(
-        self,
-        on_message: Callable[[list[bytes]], None],
-        on_drained: Callable[[], None] | None,
-        on_writable: Callable[[], None] | None,
-    ) -> MessagePump: ...
-
-
-def open_pump(
-    socket: zmq.Socket[bytes] | SelfPumped,
-    on_message: Callable[[list[bytes]], None],
-    on_drained: Callable[[], None] | None = None,
-    on_writable: Callable[[], None] | None = None,
-    *,
-    on_lost: Callable[[], None] | None = None,
-    on_source: Callable[[int, bytes], None] | None = None,
-) -> MessagePump:
-    """Return the pump of `socket`. The other arguments are those of `Pump`; `on_lost` and `on_source` need libzmq."""
-    if isinstance(socket, zmq.Socket):
-        return Pump(socket, on_message, on_drained, on_writable, on_lost=on_lost, on_source=on_source)
-    return socket.pump(on_message, on_drained, on_writable)
 
 
 class Pump:

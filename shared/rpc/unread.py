@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from shared.rpc.sender import Account, Sender
+from shared.rpc.senders import Account, Sender
 
 SERVICE_BYTES = 64 << 20
 """Maximum number of bytes that one service may leave unread. An answer to a peer that has read everything is always

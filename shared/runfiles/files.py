@@ -11,6 +11,7 @@ from shared.runfiles.logs import parsed
 from shared.runfiles.metrics import METRICS, MetricsFollower
 from shared.runfiles.warnings import new_warnings
 from shared.view import RunView
+from shared.view.curves import Curves
 
 LOG_BYTES = 128 << 10
 """Number of bytes that are initially read from the end of each log."""
@@ -43,9 +44,9 @@ class RunFiles:
             new = self._metrics.poll()
             if new.restarted:
                 self.epoch += 1
-                self.view.load_metrics([])
+                self.view.curves = Curves()
             for row in new.rows:
-                self.view.add_metrics(row)
+                self.view.curves.add(row)
                 step = row.get("step")
                 self.last_step = step if step is not None else self.last_step
             if not new.more:
@@ -65,14 +66,12 @@ class RunFiles:
             if path not in self._logs:
                 self._logs[path] = FollowedFile(path, last_bytes=LOG_BYTES)
         lines = (parsed(line, MAX_LOG_TEXT) for follower in self._logs.values() for line in follower.new_lines())
-        self.view.add_log(line for line in lines if line is not None)
+        self.view.log.add(line for line in lines if line is not None)
 
     def points(self, names: Iterable[str], after: float) -> dict[str, list[tuple[float, float]]]:
         """Return, by metric name, the points of these metrics at steps after `after`."""
-        return {
-            name: [point for point in points if point[0] > after] for name, points in self.view.curves(names).items()
-        }
+        return {name: [point for point in self.view.curves.points(name) if point[0] > after] for name in names}
 
     def names(self) -> list[str]:
         """Return the names of the metrics that have values."""
-        return [name for name in self.view.metric_names() if len(name) <= MAX_NAME]
+        return [name for name in self.view.curves.names if len(name) <= MAX_NAME]

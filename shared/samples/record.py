@@ -5,11 +5,14 @@
     samples/discarded/<lineage>/<split>/<number>.jsonl      samples of steps that were rolled back
 
 Each line is a JSON object with the fields of `SampleRecord`. Only the service `recorder` writes these files.
+
+A model can write anything, so `plain` makes its text readable to people and harmless to a terminal.
 """
 
 from __future__ import annotations
 
 import math
+import unicodedata
 from enum import StrEnum
 from typing import Any
 
@@ -21,6 +24,11 @@ FOLDER = "samples"
 EVAL_PREFIX = "eval/"
 DISCARDED = "discarded"
 SUFFIX = ".jsonl"
+SHOWN_CHARACTERS = 4000
+_KEPT = frozenset("\n\t")
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
+"""Unicode categories of control characters, invisible format characters (such as bidirectional overrides), lone
+surrogates, private-use characters, and separators that break lines."""
 
 
 class SampleState(StrEnum):
@@ -98,3 +106,36 @@ def split_of(task_id: str) -> str:
     """Return the split under which a task's samples are recorded: "train" or "eval/<set>"."""
     name = task_id.rsplit("/", 2)[0]
     return name if name == TRAIN else f"{EVAL_PREFIX}{name}"
+
+
+def plain(text: str) -> str:
+    """Return the text with every control and invisible character written as its escape, such as `\\x1b` and `\\u202e`.
+
+    Newlines and tabs are kept.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(character if _is_harmless(character) else _escaped(character) for character in text)
+
+
+def conversation(prompt: str | list[dict[str, Any]]) -> str:
+    """Return a raw prompt unchanged, or the messages of a conversation in order, each preceded by its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
+
+
+def shortened(text: str, most: int = SHOWN_CHARACTERS) -> str:
+    """Return a text, or its beginning followed by the number of characters left out."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters)"
+
+
+def _is_harmless(character: str) -> bool:
+    return character in _KEPT or unicodedata.category(character) not in _HIDDEN
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"

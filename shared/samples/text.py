@@ -1,14 +1,54 @@
-"""The shard that carries the readable text of a task's samples from rollout to recorder: msgpack as uint8."""
+"""The tasks whose samples are recorded, and the shard that carries their readable text from rollout to recorder.
+
+Every process computes the choice of the tasks on its own, without negotiation. The shard is msgpack as uint8.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from proto.tensors import Array
-from shared.stages import text_limit_bytes
+from shared.stages import TRAIN, text_limit_bytes
+
+if TYPE_CHECKING:
+    from shared.topology import Topology
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Chooses all evaluation tasks and a fraction of the training tasks. Whether a task is chosen depends only on its
+    id.
+
+    Of the `tasks_per_step` tasks of a step, about `per_step` are thus chosen.
+    """
+
+    every: int
+    per_step: int
+    tasks_per_step: int
+
+    @classmethod
+    def of(cls, topology: Topology) -> Choice | None:
+        """Return the choice for a topology, or None if no samples are recorded."""
+        samples = topology.services.monitor.samples
+        if samples is None:
+            return None
+        return cls(samples.every, samples.per_step, topology.algorithm.tasks_per_step)
+
+    def takes(self, task_id: str) -> bool:
+        """Return whether the samples of a task can be recorded.
+
+        If so, the rollout also puts their text into the store.
+        """
+        if not task_id.startswith(f"{TRAIN}/"):
+            return True
+        return xxhash.xxh3_64_intdigest(task_id.encode()) % self.tasks_per_step < self.per_step
+
+    def takes_step(self, step: int) -> bool:
+        """Return whether the samples of a training step are recorded."""
+        return step % self.every == 0
 
 
 class SampleText(msgspec.Struct, array_like=True):

@@ -4,8 +4,8 @@
 """
 
 from shared.topology.capacity import snapshot_bytes, stop_limit_s, task_bytes, weight_bytes, worst_case_bytes
+from shared.topology.document import TopologyError
 from shared.topology.load import hub_names, load, load_resolved
-from shared.topology.problem import TopologyError
 from shared.topology.schema import TRAINER_STORE, ServiceSpec, Topology
 
 __all__ = [

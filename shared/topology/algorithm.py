@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from shared.topology.fields import Count, Pair, Section
+from shared.topology.fields import Count, Pair, Section, not_one_of
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo")
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "importance_sampling", "cross_entropy")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 Anchor = Literal["proximal", "rollout"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
 # These subtract a statistic of the group, which is undefined for a group of one sample.
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo")
 # The scale and offset of rewards have no effect on these.
@@ -33,11 +34,7 @@ def is_function(name: str) -> bool:
 def _builtin_or_function(names: tuple[str, ...]) -> Callable[[str], str]:
     def check(value: str) -> str:
         if value not in names and not _FUNCTION.fullmatch(value):
-            near = difflib.get_close_matches(value, names, n=1)
-            nearest = f", nearest {near[0]!r}" if near else ""
-            raise ValueError(
-                f"{value!r} is not one of {', '.join(names)}{nearest}; a function of your own is written my.module:fn"
-            )
+            raise ValueError(f"{not_one_of(value, names)}; a function of your own is written my.module:fn")
         return value
 
     return check
@@ -89,7 +86,7 @@ class Loss(Section):
     clamp: Literal["upper", "both"] | None = Field(
         default=None, description="cispo: clamp the ratio from above only (upper, the default) or on both sides"
     )
-    temperatures: Pair | None = Field(
+    temperatures: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = Field(
         default=None,
         description="sapo: [positive, negative] gate temperatures by the advantage's sign; default [1.0, 1.05]",
     )
@@ -181,7 +178,9 @@ class Algorithm(Section):
 class Optimizer(Section):
     name: Literal["adamw"] = Field(default="adamw", description="optimizer")
     lr: float = Field(gt=0, description="learning rate after warm-up; must be above 0")
-    betas: Pair = Field(default=(0.9, 0.999), description="[beta1, beta2]; each must be at least 0 and below 1")
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = Field(
+        default=(0.9, 0.999), description="[beta1, beta2]; each must be at least 0 and below 1"
+    )
     eps: float = Field(default=1e-8, gt=0, description="constant added to the denominator; must be above 0")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay, 0 or more")
     clip_norm: float = Field(default=1.0, gt=0, description="norm to which the gradient is clipped; must be above 0")

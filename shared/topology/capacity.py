@@ -186,20 +186,6 @@ def weight_bytes(model: str, dtype: str) -> int:
     return sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
 
 
-def _checkpoint_bytes(topology: Topology) -> int:
-    """Estimate the size, in bytes, of one checkpoint: float32 weights, optimizer moments and, if deterministic, earlier
-    versions.
-
-    Returns 0 if the model cannot be measured, which the topology check reports.
-    """
-    try:
-        weights = weight_bytes(topology.policy.model, "float32")
-    except (OSError, ValueError):
-        return 0
-    earlier = topology.staleness if topology.run.deterministic else 0
-    return weights * (1 + _MOMENTS + earlier)
-
-
 def snapshot_bytes(topology: Topology) -> int:
     """Return the maximum total size, in bytes, of the snapshots that all trainer ranks keep in shared memory, two for
     each rank.
@@ -227,5 +213,14 @@ def snapshot_bytes(topology: Topology) -> int:
 
 
 def stop_limit_s(topology: Topology) -> float:
-    """Return the time in seconds after which a trainer that is told to stop exits without a checkpoint."""
-    return _STEP_S + _checkpoint_bytes(topology) / _SAVED_BYTES_PER_S
+    """Return the time in seconds after which a trainer that is told to stop exits without a checkpoint.
+
+    A checkpoint has float32 weights, optimizer moments and, if deterministic, earlier versions. A model that cannot be
+    measured is not counted; the topology check reports it.
+    """
+    try:
+        weights = weight_bytes(topology.policy.model, "float32")
+    except (OSError, ValueError):
+        weights = 0
+    earlier = topology.staleness if topology.run.deterministic else 0
+    return _STEP_S + weights * (1 + _MOMENTS + earlier) / _SAVED_BYTES_PER_S

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from proto.errors import WireError
-from shared.data.files import matching_files, split_parameters
+from shared.data.open import matching_files, split_parameters
 from shared.names import listed
-from shared.topology.problem import Path
+from shared.topology.document import Path
 
 SPLIT = "files"
 """Split of the task ids under which a store serves the files. Index 0 is the list of the files, as JSON."""

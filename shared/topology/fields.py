@@ -1,14 +1,63 @@
-"""The field types of the schema. Sections and checks across fields are in other files."""
+"""The field types of the schema. Sections and checks across fields are in other files.
+
+Relative paths are resolved against the folder of the topology file, so a topology has the same meaning in every working
+directory. Missing files are accepted: `checks` tests whether paths exist, and its findings have file and line.
+"""
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
-from shared.topology import paths
+from shared.data import FORMS
+from shared.data.open import matching_files, split_parameters
+from shared.topology import hub
+from shared.topology.document import shown
+
+SOURCE = re.compile(r"builtin:[A-Za-z_]\w*(\?\S+)?|(?P<file>jsonl|parquet|datasets):.+|reasoning-gym:\w+(\?\S+)?")
+
+
+def absolute(value: str, folder: str) -> str:
+    """Return `value` as an absolute, normalised path. `~` is the home folder; relative paths are resolved against
+    `folder`."""
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(value)))
+
+
+def model_folder(value: str, folder: str) -> str:
+    """Return the folder of the model `value`: a path, or a hub name whose snapshot is in the local cache.
+
+    A hub name that is found neither as a folder nor in the cache is returned unchanged.
+    """
+    path = absolute(value, folder)
+    if os.path.isdir(path):
+        return path
+    return hub.model_folder(value) or (value if hub.model_name(value) else path)
+
+
+def source(value: str, folder: str) -> str:
+    """Make the path of a file or folder source absolute; return other sources unchanged. Raises ValueError for other
+    text.
+
+    A hub source becomes a source of its files in the local cache, if they are there.
+    """
+    if hub.SOURCE.fullmatch(value):
+        return hub.source_files(value) or value
+    match = SOURCE.fullmatch(value)
+    if match is None:
+        raise ValueError(f"{value!r} is not a source; write {FORMS}")
+    if not match["file"]:
+        return value
+    scheme, _, rest = value.partition(":")
+    made = f"{scheme}:{absolute(rest, folder)}"
+    if any(file.exists() for file in matching_files(split_parameters(made.partition(":")[2])[0])):
+        return made
+    return hub.source_files(made) or made
+
 
 _UNITS = {
     "B": 1,
@@ -50,18 +99,20 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def _folder(info: ValidationInfo) -> str:
-    folder = (info.context or {}).get("folder")
-    if not isinstance(folder, str):
-        raise ValueError("a topology is validated through shared.topology.load, which knows its folder")
-    return folder
+def not_one_of(value: object, choices: Sequence[str]) -> str:
+    """Return the text about a value that is none of `choices`, with the nearest of them."""
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    return f"{shown(value)} is not one of {', '.join(choices)}{f', nearest {near[0]!r}' if near else ''}"
 
 
 def _in_folder(resolve: Callable[[str, str], str]) -> AfterValidator:
     """Return a validator that passes a value and the topology's folder to `resolve`."""
 
     def check(value: str, info: ValidationInfo) -> str:
-        return resolve(value, _folder(info))
+        folder = (info.context or {}).get("folder")
+        if not isinstance(folder, str):
+            raise ValueError("a topology is validated through shared.topology.load, which knows its folder")
+        return resolve(value, folder)
 
     return AfterValidator(check)
 
@@ -73,9 +124,9 @@ def _listed(value: Any) -> Any:
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-LocalPath = Annotated[str, Field(min_length=1), _in_folder(paths.absolute)]
-ModelFolder = Annotated[str, Field(min_length=1), _in_folder(paths.model_folder)]
-DataSource = Annotated[str, _in_folder(paths.source)]
+LocalPath = Annotated[str, Field(min_length=1), _in_folder(absolute)]
+ModelFolder = Annotated[str, Field(min_length=1), _in_folder(model_folder)]
+DataSource = Annotated[str, _in_folder(source)]
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 # YAML has only lists. Tuples keep a frozen section frozen, and their items are still validated strictly.
 Strings = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_listed)]

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from shared.data.files import matching_files, split_parameters
+from shared.data.open import matching_files, split_parameters
 
 _NAME = r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>refs/(convert|pr)/\w+|[\w.-]+))?"
 _MODEL = re.compile(_NAME)

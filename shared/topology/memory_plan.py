@@ -1,9 +1,10 @@
-"""Plans the memory of a run: what each process holds on each host and GPU, and in which phase of the run.
+"""Plans the memory of a run: what each process holds on each host and GPU, and in which phase of the run; shows
+the plan as a table, and says which places are too small.
 
-Only the model is counted, with the copies of it that exist for a time. Activations, an engine's cache, the libraries
-and the shards in the store need additional memory, so a run whose plan does not fit in its steps or its checkpoints
-cannot fit. The module is pure. `elements` is the number of parameters (`model_files.parameter_count`), and `gpus` holds
-the CUDA_VISIBLE_DEVICES of each process.
+Only the model is counted (parameters, gradients and optimizer state), with the copies of it that exist for a time.
+Activations, an engine's cache, the libraries and the shards in the store need additional memory, so a run whose plan
+does not fit in its steps or its checkpoints cannot fit. The module is pure. `elements` is the number of parameters
+(`model_files.parameter_count`), and `gpus` holds the CUDA_VISIBLE_DEVICES of each process.
 """
 
 from __future__ import annotations
@@ -11,20 +12,123 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
+from shared.rundir import service_name
 from shared.topology.capacity import DTYPE_BYTES
-from shared.topology.model_memory import (
-    LAST_A_STEP,
-    Key,
-    TrainingPart,
-    holds_none,
-    per_process,
-    saved_bytes,
-    training_parts,
-)
-from shared.topology.models import DEVICE_SERVICE, TrainedModel
+from shared.topology.fields import format_size
+from shared.topology.models import DEVICE_SERVICE, POLICY_WORKER, TrainedModel
 from shared.topology.schema import Topology
+
+Key = tuple[str, int]
+"""Service and instance."""
+SHARE_WITH_GRADIENTS = 0.5
+"""Maximum share of a rank's memory that the parts of the model take up if the rank keeps whole gradients. The rest is
+for activations and weights that are gathered temporarily."""
+_HERE = "this machine"
+_FLOAT, _MOMENTS = 4, 8
+"""Bytes per parameter of a float32 copy, and of the two moments of AdamW."""
+
+
+class TrainingPart(StrEnum):
+    """The parts of a model during training."""
+
+    WEIGHTS = "weights"
+    MASTERS = "masters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+
+
+LAST_A_STEP: Mapping[str, frozenset[TrainingPart]] = MappingProxyType(
+    {"torch": frozenset({TrainingPart.GRADIENTS}), "megatron": frozenset()}
+)
+"""The parts that each backend allocates in a step and frees at the end of the step."""
+
+
+def training_parts(model: TrainedModel, *, evaluate: bool = False) -> dict[TrainingPart, float]:
+    """Return the maximum number of bytes per model parameter on each rank of `model`, by part.
+
+    With backend torch, a single rank holds everything, with float32 masters beside 16-bit weights. Several ranks hold
+    equal pieces in float32 (FSDP2). With megatron, ranks hold the weights and float32 gradients of their tensor- and
+    pipeline-parallel piece, and split the masters and the optimizer state further. With `evaluate`, there is no
+    optimizer state and, with backend torch, there are no gradients.
+    """
+    never = {TrainingPart.OPTIMIZER, *LAST_A_STEP[model.settings.backend]} if evaluate else set()
+    return {part: nbytes for part, nbytes in _parts(model).items() if part not in never}
+
+
+def _parts(model: TrainedModel) -> dict[TrainingPart, float]:
+    trainer, width = model.settings, DTYPE_BYTES[model.dtype]
+    masters = _FLOAT if width < _FLOAT else 0
+    ranks = trainer.world_size
+    if trainer.backend == "megatron":
+        pieces = trainer.parallel.tp * trainer.parallel.pp
+        return {
+            TrainingPart.WEIGHTS: width / pieces,
+            TrainingPart.MASTERS: masters / ranks,
+            TrainingPart.GRADIENTS: _FLOAT / pieces,
+            TrainingPart.OPTIMIZER: _MOMENTS / ranks,
+        }
+    if ranks > 1:
+        return {
+            TrainingPart.WEIGHTS: _FLOAT / ranks,
+            TrainingPart.GRADIENTS: _FLOAT / ranks,
+            TrainingPart.OPTIMIZER: _MOMENTS / ranks,
+        }
+    return {
+        TrainingPart.WEIGHTS: width,
+        TrainingPart.MASTERS: masters,
+        TrainingPart.GRADIENTS: _FLOAT,
+        TrainingPart.OPTIMIZER: _MOMENTS,
+    }
+
+
+def saved_bytes(model: TrainedModel) -> int:
+    """Return the number of bytes per model parameter of the state that rank 0 gathers for a checkpoint: the weights,
+    the masters of 16-bit weights, and the moments.
+    """
+    width = DTYPE_BYTES[model.dtype]
+    return width + (_FLOAT if width < _FLOAT else 0) + _MOMENTS
+
+
+def holds_none(topology: Topology) -> bool:
+    """Return whether the engine has no weights of its own: it computes with the version in its host's store, or on
+    another server."""
+    rollout = topology.services.rollout
+    embedded = rollout.engine == "transformers" and rollout.device == "cpu" and not topology.run.deterministic
+    return embedded or rollout.engine == "openai"
+
+
+def keeps_whole_gradients(elements: int, ranks: int, memory_bytes: int) -> bool:
+    """Return whether each rank of backend torch keeps the whole float32 gradient until the last micro-batch.
+
+    The ranks then add up their gradients once per batch instead of once per micro-batch. The whole gradient is not part
+    of `training_parts`, because it is kept only where the memory of a rank, `memory_bytes`, allows it.
+    """
+    pieces = (_FLOAT + _FLOAT + _MOMENTS) / ranks
+    return elements * (pieces + _FLOAT) <= SHARE_WITH_GRADIENTS * memory_bytes
+
+
+def per_process(topology: Topology, elements: int) -> dict[Key, int]:
+    """Return the number of bytes that the model takes up in each process that computes with it.
+
+    An embedded engine on a CPU computes with the version in its host's store and has no weights of its own, except in
+    deterministic mode, in which it copies the version.
+    """
+    width = DTYPE_BYTES[topology.policy.dtype]
+    of_service = {"rollout": 0.0 if holds_none(topology) else float(width)}
+    for trained in topology.trained:
+        of_service[trained.service] = sum(training_parts(trained, evaluate=topology.run.evaluate).values())
+    for frozen in topology.frozen:
+        parallel = frozen.settings.parallel
+        of_service[frozen.service] = DTYPE_BYTES[frozen.dtype] / (parallel.tp * parallel.pp)
+    return {
+        (spec.service, spec.instance): math.ceil(elements * of_service[spec.service])
+        for spec in topology.services_plan()
+        if spec.service in of_service
+    }
+
 
 MOST_GPUS = 1024
 """Maximum number of GPUs that `gpus_that_fit` considers."""
@@ -82,8 +186,12 @@ def uses(topology: Topology, elements: int, gpus: Mapping[Key, str], vocabulary:
         turns = key[0] in topology.colocated_services
         for place in [MemoryPlace(hosts[key], name) for name in names or [""]]:
             if key[0] in trained:
-                parts = training_parts(trained[key[0]], evaluate=topology.run.evaluate)
-                found += _trained(parts, trained[key[0]], elements, place, key, turns=turns)
+                model = trained[key[0]]
+                gone = LAST_A_STEP[model.settings.backend]  # outside of steps
+                for part, share in training_parts(model, evaluate=topology.run.evaluate).items():
+                    phases = frozenset({Phase.STEPS}) if part in gone else _STARTED if part == "optimizer" else ALWAYS
+                    if share:
+                        found.append(Use(place, key, str(part), math.ceil(elements * share), phases, turns))
             elif nbytes:
                 found.append(Use(place, key, "weights", math.ceil(nbytes / max(len(names), 1)), ALWAYS, turns))
         found += _copies(topology, elements, MemoryPlace(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
@@ -150,23 +258,6 @@ def vllm_share(topology: Topology) -> float | None:
     return float(rollout.engine_args.get("gpu_memory_utilization", _VLLM_SHARE))
 
 
-def _trained(
-    parts: Mapping[TrainingPart, float],
-    model: TrainedModel,
-    elements: int,
-    place: MemoryPlace,
-    key: Key,
-    *,
-    turns: bool,
-) -> Iterator[Use]:
-    """Yield the training state of a rank. What a backend allocates anew in every step is absent outside of steps."""
-    gone = LAST_A_STEP[model.settings.backend]
-    for part, share in parts.items():
-        phases = frozenset({Phase.STEPS}) if part in gone else _STARTED if part == "optimizer" else ALWAYS
-        if share:
-            yield Use(place, key, str(part), math.ceil(elements * share), phases, turns)
-
-
 def _copies(
     topology: Topology, elements: int, host: MemoryPlace, key: Key, *, on_gpu: bool, turns: bool
 ) -> Iterator[Use]:
@@ -199,3 +290,96 @@ def _copies(
     if topology.run.deterministic and topology.staleness:
         yield Use(host, key, "earlier versions", whole * (topology.staleness + 1), _STARTED)
     yield Use(host, key, "saving", elements * saved_bytes(model), frozenset({Phase.CHECKPOINTS}))
+
+
+def place_name(place: MemoryPlace, home: str | None) -> str:
+    """Return the name of a place for human readers: `this machine`, `host b`, `GPU 0`, `GPU 0 of host b`."""
+    if place.host == home:
+        return f"GPU {place.gpu}" if place.gpu else _HERE
+    return f"GPU {place.gpu} of host {place.host}" if place.gpu else f"host {place.host}"
+
+
+def described(uses: Sequence[Use]) -> str:
+    """Return what one process holds in one place, with the phases of what it does not hold all the time."""
+    parts = []
+    for use in uses:
+        when = ", ".join(phase for phase in Phase if phase in use.phases)
+        parts.append(f"{use.what} {format_size(use.nbytes)}" + (f" ({when})" if use.phases != ALWAYS else ""))
+    return ", ".join(parts)
+
+
+def memory_lines(
+    topology: Topology, places: Mapping[MemoryPlace, Sequence[Use]], room: Mapping[MemoryPlace, int]
+) -> list[str]:
+    """Return the lines of the table. `places` holds the uses of each place, and `room` the sizes that are known."""
+    stores = {spec.host: spec for spec in topology.services_plan() if spec.service == "batch-store"}
+    rows: list[tuple[str, str, str, str, str]] = [("memory of", "model", "of", "at most", "held by")]
+    for place, uses in places.items():
+        most = peak(uses)
+        size = format_size(room[place]) if place in room else "-"
+        steady = all(peak(uses, frozenset({phase})).nbytes == most.nbytes for phase in Phase)
+        when = "always" if steady else str(most.phase)
+        first = (place_name(place, topology.home), format_size(most.nbytes), size, when)
+        keys = dict.fromkeys(use.key for use in uses)
+        texts = [f"{service_name(*key)}: {described([use for use in uses if use.key == key])}" for key in keys]
+        if place.gpu and any(key[0] == "rollout" for key in keys) and (share := vllm_share(topology)) is not None:
+            texts.append(f"vLLM takes {share:.0%} of the GPU for weights and cache (gpu_memory_utilization)")
+        if not place.gpu and place.host in stores:
+            limit = format_size(topology.services.batch_store.memory)
+            texts.append(f"{stores[place.host].name}: up to {limit} of shards, not included")
+        rows += [(*(first if not number else ("",) * 4), text) for number, text in enumerate(texts)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows]
+
+
+def too_large(topology: Topology, elements: int, place: MemoryPlace, uses: Sequence[Use], limit: int) -> Iterator[str]:
+    """Yield an error, with what would fit, if the memory of `place` is smaller than what its processes hold.
+
+    Copies that exist only at the start are not counted, because the system can take back pages of files.
+    """
+    where, size = place_name(place, topology.home), format_size(limit)
+    share = vllm_share(topology)
+    if place.gpu and share is not None:
+        usable = math.floor(share * limit)
+        for use in uses:
+            if use.key[0] == "rollout" and use.nbytes > usable:
+                ranks = math.ceil(use.nbytes * topology.services.rollout.gpus / usable)
+                yield (
+                    "services.rollout.engine_args.gpu_memory_utilization: the engine's weights take "
+                    f"{format_size(use.nbytes)} of {where}, of whose {size} vLLM uses {share:.0%}; "
+                    f"services.rollout.gpus and parallel.tp of at least {ranks} would fit"
+                )
+    steps, saves = (peak(uses, frozenset({phase})).nbytes for phase in (Phase.STEPS, Phase.CHECKPOINTS))
+    most = max(steps, saves)
+    if most <= limit:
+        return
+    phase = Phase.STEPS if steps > limit else Phase.CHECKPOINTS
+    during = [use for use in uses if phase in use.phases]
+    keys = dict.fromkeys(use.key for use in during)
+    parts = "; ".join(
+        f"{service_name(*key)}: "
+        + ", ".join(f"{use.what} {format_size(use.nbytes)}" for use in during if use.key == key)
+        for key in keys
+    )
+    text = f"its training takes {format_size(steps)} of the memory of {where}, which has {size} ({parts})"
+    if steps <= limit:
+        text = f"its checkpoints take {format_size(saves)} of the memory of {where}, which has {size} ({parts})"
+    elif saves > steps:
+        text += f", and {format_size(saves)} while it saves a checkpoint"
+    yield f"policy.model: {text}; {_that_fits(topology, elements, place, uses, limit, most)}"
+
+
+def _that_fits(
+    topology: Topology, elements: int, place: MemoryPlace, uses: Sequence[Use], limit: int, most: int
+) -> str:
+    """Return the smallest number of GPUs that would fit, or else the number of bytes that are missing."""
+    missing = f"{format_size(most - limit)} more would fit"
+    if not place.gpu:
+        return f"{missing}; use a smaller model, or a machine with more memory"
+    others = [use for use in uses if use.key[0] != POLICY_WORKER]
+    if len(others) < len(uses) and peak(others).nbytes <= limit:
+        apart = sum(use.nbytes for use in others if not use.turns)
+        count = gpus_that_fit(topology, elements, limit - apart)
+        if count is not None:
+            return f"services.policy-trainer.gpus: {count} would fit"
+    return f"{missing}; use a smaller model, or divide it (parallel.tp)"

@@ -6,7 +6,6 @@ who can read the directory.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import stat
 from enum import StrEnum
@@ -15,8 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from shared.topology.fields import Count, LocalPath, Section, Size, Strings
-from shared.topology.problem import Found
+from shared.topology.document import Found
+from shared.topology.fields import Count, LocalPath, Section, Size, Strings, not_one_of
 
 MIN_TOKEN = 16
 """Minimum number of characters in a token."""
@@ -204,9 +203,7 @@ def _known(kinds: tuple[str, ...]) -> tuple[str, ...]:
     names = [str(kind) for kind in WarningKind]
     for kind in kinds:
         if kind not in names:
-            near = difflib.get_close_matches(kind, names, n=1)
-            nearest = f", nearest {near[0]!r}" if near else ""
-            raise ValueError(f"{kind!r} is not one of {', '.join(names)}{nearest}")
+            raise ValueError(not_one_of(kind, names))
     return kinds
 
 
@@ -270,40 +267,25 @@ class Monitor(Section):
 def check(monitor: Monitor) -> Found:
     """Yield a problem if others can reach an address without a token, or if no trace would be kept."""
     for name, section in (("web", monitor.web), ("prometheus", monitor.prometheus)):
-        if section is not None:
-            yield from _check_reach((*_MONITOR, name), section.listen, section.token)
+        if section is not None and section.token is None and not is_loopback(split_address(section.listen)[0]):
+            message = f"{section.listen}: others reach this address, and monitor.{name}.token is not set"
+            yield (*_MONITOR, name, "listen"), f"{message}; set it ({_MAKE}), or listen on 127.0.0.1"
     if monitor.traces is not None and monitor.traces.otlp is None and not monitor.traces.file:
         message = "no span would be kept: file is false and otlp is not set; set one, or remove the section"
         yield (*_MONITOR, "traces"), message
 
 
-def _check_reach(section: tuple[str, ...], listen: str, token: str | None) -> Found:
-    """Yield a problem if others can reach the address `listen` of a section whose `token` is not set."""
-    if token is None and not is_loopback(split_address(listen)[0]):
-        message = f"{listen}: others reach this address, and {'.'.join(section[1:])}.token is not set"
-        yield (*section, "listen"), f"{message}; set it ({_MAKE}), or listen on 127.0.0.1"
-
-
-def web_token_problems(web: Web) -> Found:
-    """Yield the problems with the token files. Only the host that serves the page has these files."""
-    tokens: dict[str, str] = {}
-    for key, file in (("token", web.token), ("operator_token", web.operator_token)):
+def token_problems(monitor: Monitor) -> Found:
+    """Yield the problems with the token files. Only the host of the page and the exporter has these files."""
+    files = {("web", key): getattr(monitor.web, key, None) for key in ("token", "operator_token")}
+    files["prometheus", "token"] = monitor.prometheus.token if monitor.prometheus is not None else None
+    tokens: dict[tuple[str, str], str] = {}
+    for key, file in files.items():
         if file is not None:
             try:
                 tokens[key] = read_token(file)
             except TokenError as error:
-                yield (*_MONITOR, "web", key), str(error)
-    if len(tokens) == 2 and tokens["token"] == tokens["operator_token"]:
-        yield (
-            (*_MONITOR, "web", "operator_token"),
-            f"{web.operator_token}: the same token as monitor.web.token; make another",
-        )
-
-
-def prometheus_token_problems(prometheus: Prometheus) -> Found:
-    """Yield the problem with the token file, if any. Only the exporter's host has this file."""
-    if prometheus.token is not None:
-        try:
-            read_token(prometheus.token)
-        except TokenError as error:
-            yield (*_MONITOR, "prometheus", "token"), str(error)
+                yield (*_MONITOR, *key), str(error)
+    operators = ("web", "operator_token")
+    if operators in tokens and tokens[operators] == tokens.get(("web", "token")):
+        yield (*_MONITOR, *operators), f"{files[operators]}: the same token as monitor.web.token; make another"

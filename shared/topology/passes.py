@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
 from pydantic import Field
 
 from shared.topology.fields import Section
@@ -35,6 +36,29 @@ class Passes(Section):
 
 FASTEST = Passes(sequences="packed", head="blocks", decoder="written-out")
 _SEQUENCES = ("single", "padded", "packed")
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The result for one model: the fastest passes that are proved for it."""
+
+    sequences: Literal["packed", "padded", "single"] = "single"
+    head: Literal["blocks", "whole"] = "whole"
+    decoder: Literal["written-out", "modules"] = "modules"
+    refused: str = ""
+    """Why no passes compute a policy's log-probs with this model, or an empty string."""
+    reasons: list[str] = []
+    """Why faster passes are not proved, one line each."""
+    model: str = ""
+    """The model's class."""
+    parameters: int = 0
+    layers: int = 0
+    """The size of the reduced model, 0 if there is none."""
+    cpu_s: float | None = None
+    """The processor time that the proof took, or None if the verdict was known."""
+
+    @property
+    def passes(self) -> Passes:
+        return Passes(sequences=self.sequences, head=self.head, decoder=self.decoder)
 
 
 def exceeds(wanted: Passes, proved: Passes) -> list[str]:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from shared.topology.capacity import weight_bytes
+from shared.topology.document import Found
 from shared.topology.model_files import experts, read_config
 from shared.topology.models import DEVICE_SERVICE
-from shared.topology.problem import Found
 from shared.topology.schema import Topology
 from shared.topology.services import Placed, Rollout, ScorerSettings, WeightsRoute
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from proto.messages import History, TaskState, TopicRow
 from shared.runfiles.warnings import TOPIC, WarningRecord, of_topic
-from shared.view.curves import Curves, Point
-from shared.view.notices import MAX_WARNINGS, LogLine, LogTail, Rewind, TroubleView
-from shared.view.pipeline import Pipeline, Progress, StoreView
+from shared.view.curves import Curves
+from shared.view.notices import MAX_WARNINGS, LogTail, Rewind, TroubleView
 from shared.view.services import ServiceBook, ServiceView
 from shared.view.timeline import MAX_HISTORY, Lane, Span, StepEnd, Timeline
 
@@ -17,11 +17,72 @@ MAX_REWINDS = 100
 _STAGE = "stage/"
 
 
+@dataclass(frozen=True)
+class Progress:
+    """The progress of the run. Unknown values are None."""
+
+    run: str
+    reachable: bool
+    """Whether the scheduler answered the monitor's last request; True if this is unknown."""
+    step: int | None
+    steps: int | None
+    version: int | None
+    lineage: int | None
+    step_s: float | None
+    """Mean duration of the latest steps, in seconds."""
+    eta_s: float | None
+    """Seconds until the last step at this pace."""
+    values: Mapping[str, float]
+    """The newest row of metrics."""
+
+
+@dataclass(frozen=True)
+class StoreView:
+    """One batch store."""
+
+    name: str
+    bytes: float
+    limit_bytes: float
+    shards: float
+    spilled_bytes: float
+    busy: float
+    """Number of times that a producer has had to wait for room since this store started."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The current tasks, leases and stores of the run."""
+
+    tasks: Mapping[str, int]
+    """Number of tasks in each state, in the order of a task's life."""
+    leases: int
+    """Number of live leases."""
+    leases_by_stage: Mapping[str, int]
+    waiting: int
+    """Number of workers that are waiting for a lease."""
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """Number of samples of the newest batch by the staleness of their oldest token, in versions."""
+    staleness_step: int | None = None
+    """The step of that batch."""
+    stores: tuple[StoreView, ...] = ()
+    clears_pending: int = 0
+    """Number of tasks whose bytes a store has yet to free."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Number of tasks dropped so far, by reason."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Number of samples lost so far, by reason."""
+
+    @property
+    def busy(self) -> float:
+        """Number of times that a producer had to wait for room in any store."""
+        return sum(store.busy for store in self.stores)
+
+
 class RunView:
     """The current view of one run."""
 
     def __init__(self, *, metrics_from_stream: bool = False) -> None:
-        """With `metrics_from_stream`, rows of the topic `step` extend the curves; otherwise, only `add_metrics` does.
+        """With `metrics_from_stream`, rows of the topic `step` extend the curves; otherwise, the caller adds them.
 
         A stream may lose rows, so an observer that can read metrics.jsonl reads that file instead.
         """
@@ -34,13 +95,14 @@ class RunView:
         self._losses: Mapping[str, float | str] = {}
         self._stores: dict[str, Mapping[str, float | str]] = {}
         self._services = ServiceBook()
-        self._curves = Curves()
+        self.curves = Curves()
+        """The rows of metrics.jsonl."""
         self._timeline = Timeline()
         self._warnings: dict[tuple[str, str, int], WarningRecord] = {}
         self.warnings_left_out = 0
         """Number of old warnings that are no longer kept."""
         self._rewinds: deque[Rewind] = deque(maxlen=MAX_REWINDS)
-        self._log = LogTail()
+        self.log = LogTail()
         self.history_is_old = False
         """Whether the stream showed that the curves lack rows, or have rows of steps that were rolled back."""
 
@@ -82,17 +144,6 @@ class RunView:
             case _:
                 pass
 
-    def add_metrics(self, row: Mapping[str, float | None]) -> None:
-        """Add a row of metrics.jsonl. A row for a known step replaces that step and all later steps."""
-        self._curves.add(row)
-
-    def load_metrics(self, rows: Iterable[Mapping[str, float | None]]) -> None:
-        """Replace all curves with those of `rows`, the current content of metrics.jsonl."""
-        curves = Curves()
-        for row in rows:
-            curves.add(row)
-        self._curves = curves
-
     def load_history(self, history: History) -> None:
         """Load the monitor's answer to `GetHistory`. If the metrics come from the stream, replace all curves with those
         in the answer.
@@ -106,7 +157,7 @@ class RunView:
         if not self._metrics_from_stream:
             return
         columns = {name: (steps.tolist(), history.values[name].tolist()) for name, steps in history.steps.items()}
-        self._curves = Curves.of_columns(history.newest, columns)
+        self.curves = Curves.of_columns(history.newest, columns)
 
     def add_warning(self, warning: WarningRecord) -> None:
         """Add a line from warnings.jsonl, or the same record from the stream. Each warning is kept once."""
@@ -115,19 +166,15 @@ class RunView:
             self._warnings.pop(next(iter(self._warnings)))
             self.warnings_left_out += 1
 
-    def add_log(self, lines: Iterable[LogLine]) -> None:
-        """Add new log lines."""
-        self._log.add(lines)
-
     # ---- out
 
     def progress(self) -> Progress:
         """Return the progress of the run."""
-        status, last = self._status, self._curves.last
+        status, last = self._status, self.curves.last
         step, steps = _integer(status, "step"), _integer(status, "steps")
         if step is None and "step" in last:
             step = int(last["step"])
-        step_s = self._curves.step_s()
+        step_s = self.curves.step_s()
         left = max(steps - step, 0) if step is not None and steps is not None else None
         return Progress(
             run=str(status.get("run", "")),
@@ -164,14 +211,6 @@ class RunView:
             lost=_below(losses, "lost/"),
         )
 
-    def metric_names(self) -> list[str]:
-        """Return the names of all metrics that have a curve."""
-        return self._curves.names
-
-    def curves(self, names: Iterable[str]) -> dict[str, list[Point]]:
-        """Return the (step, value) points of metrics in ascending order of step."""
-        return {name: self._curves.points(name) for name in names}
-
     def timeline(self, now: float, seconds: float) -> list[Lane]:
         """Return the spans of each process in the `seconds` before `now`."""
         return self._timeline.lanes(now - seconds, now)
@@ -197,10 +236,6 @@ class RunView:
         """Return the rewinds to earlier steps, oldest first."""
         return list(self._rewinds)
 
-    def log(self, *, level: str = "debug", containing: str = "") -> list[LogLine]:
-        """Return the newest log lines of at least `level` that contain a text, oldest first."""
-        return self._log.lines(level=level, containing=containing)
-
     # ---- rows
 
     def _take_span(self, name: str, at: float, values: Mapping[str, float | str]) -> None:
@@ -212,11 +247,11 @@ class RunView:
     def _take_step(self, values: Mapping[str, float]) -> None:
         if not self._metrics_from_stream or "step" not in values:
             return
-        last = self._curves.last.get("step")
+        last = self.curves.last.get("step")
         if last is None or values["step"] > last + 1:
             self.history_is_old = True
         if last is None or values["step"] > last:
-            self._curves.add(values)
+            self.curves.add(values)
 
     def _take_rewind(self, rewind: Rewind) -> None:
         if rewind not in self._rewinds:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo
 
 from shared.ranks.meeting import Meeting
-from shared.ranks.store import open_store
+from shared.ranks.process_group import open_store
 
 
 class TransferLost(Exception):

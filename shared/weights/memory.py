@@ -8,20 +8,13 @@ finished with it. torch keeps it until its only reader has closed it, or forever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from proto.messages import DeviceMemory
-
-
-def packed(tensors: Mapping[str, Tensor], device: str) -> Tensor:
-    """Return the bytes of all tensors in order, without padding, as uint8 [total bytes] on `device`."""
-    copy = room(sum(each.nbytes for each in tensors.values()), device)
-    pack_into(copy, tensors.values())
-    return copy
 
 
 def room(nbytes: int, device: str) -> Tensor:

@@ -3,7 +3,7 @@ scheduler announces its kind and base, and engines load it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -54,7 +54,7 @@ class WeightSet:
 
     def check_fits(self, given: WeightSet) -> None:
         """Raise ValueError if `given` cannot replace these tensors: a name, a type or a shape differs."""
-        ours, theirs = _by_name(self.parameters), _by_name(given.parameters)
+        ours, theirs = ({row.name: row for row in weights.parameters} for weights in (self, given))
         hint = "is policy.model the one being trained?"
         missing, unexpected = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
         if missing or unexpected:
@@ -111,10 +111,6 @@ def nbytes(parameters: Sequence[TransferParameter]) -> int:
             size *= length
         total += size
     return total
-
-
-def _by_name(parameters: Iterable[TransferParameter]) -> dict[str, TransferParameter]:
-    return {parameter.name: parameter for parameter in parameters}
 
 
 def shown(names: Sequence[str]) -> str:

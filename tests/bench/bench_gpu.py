@@ -1,5 +1,6 @@
 """`make bench-gpu`: measures speed on a GPU, each part in a process of its own, and prints one JSON line for each. It
-asserts nothing. With `--device cpu`, small models run on the CPU, which shows only that every part works.
+asserts nothing. With `--device cpu`, small models run on the CPU in forks of one process, which shows only that every
+part works.
 
     python -m tests.bench.bench_gpu [--device cuda|cpu] [--only PART ...]
 
@@ -36,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -88,6 +90,7 @@ def update(device: str) -> Measured:
     """Measure forward, backward and update of all sides on the same lengths."""
     import numpy as np
 
+    from tests.bench import train_parts
     from tests.bench.cluster_run import last_line
     from tests.bench.train_parts import new_lengths, qwen3_or_small, save_model
 
@@ -99,6 +102,9 @@ def update(device: str) -> Measured:
         batch = folder / "batch.json"
         batch.write_text(json.dumps({"lengths": lengths, "prompt": prompt, "micro_batch": micro_batch}))
         for side in ("ours", "fsdp2"):
+            if device == "cpu":
+                found[side] = own_process.run_forked(partial(train_parts.update, side, batch, device), {}, SIDE_S)
+                continue
             command = [sys.executable, "-m", "tests.bench.train_parts", "update", side, str(batch), device]
             found[side] = last_line(command, side, SIDE_S)
         python = trl_python()
@@ -233,7 +239,10 @@ def sync_shards(device: str) -> Measured:
         save_model(qwen3_or_small(device), model, device, getattr(torch, dtype))
         copy_tokenizer(model)
         for engine in engines:
-            measured = weight_sync.measure_alone(engine, model, SYNCS, 2, dtype, SIDE_S, device)
+            if device == "cpu":
+                measured = weight_sync.measure_here(engine, model, SYNCS, 2, dtype, device)
+            else:
+                measured = weight_sync.measure_alone(engine, model, SYNCS, 2, dtype, SIDE_S, device)
             rates = copy_rates(device, measured.nbytes)
             rate = measured.nbytes / median(each.total for each in measured.syncs)
             of_copy = rate / rates["device_to_host_bytes_per_s"]
@@ -414,11 +423,17 @@ def main() -> int:
         own_process.answer(PARTS, given.part, given.device)
         return 0
 
-    def command(name: str) -> list[str]:
-        return [sys.executable, "-m", MODULE, "--device", given.device, "--part", name]
+    def run_one(name: str, line: Measured, limit_s: float) -> Measured:
+        if given.device == "cpu":
+            import tests.bench.train_parts
+            import tests.bench.weight_sync  # noqa: F401  # the forks inherit what these import
+
+            return own_process.run_forked(partial(PARTS[name], "cpu"), line, limit_s)
+        command = [sys.executable, "-m", MODULE, "--device", given.device, "--part", name]
+        return own_process.run(command, line, limit_s)
 
     chosen = {name: limit_s for name, limit_s in LIMITS_S.items() if name in given.only}
-    return own_process.run_all("part", chosen, command, WHOLE_S, GOALS)
+    return own_process.run_all("part", chosen, run_one, WHOLE_S, GOALS)
 
 
 if __name__ == "__main__":

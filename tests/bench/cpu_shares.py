@@ -25,7 +25,8 @@ import psutil
 
 from proto.messages import TaskState
 from services.scheduler.events import SaveStep, WriteRow
-from services.scheduler.journal import Journal, reading
+from services.scheduler.journal import Journal
+from services.scheduler.journal_files import reading
 from tests.bench.cluster_run import Arrival, BenchError, run_cluster
 from tests.bench.growth import name_of
 from tests.bench.turns import TURNS, heading, order_line, spread

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.commands import access
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import LeaseExpired
-from services.scheduler.journal import reading
+from services.scheduler.journal_files import reading
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
 from shared.rundir import RunDir
@@ -150,7 +150,7 @@ def _leased_again(path: Path, killed_at: float) -> tuple[int, float]:
     count, last_at = 0, 0.0
     with reading(run.journal) as recorded:
         parts = recorded.snapshot()
-        state = snapshot.load(plan, parts) if parts else RunState(plan)
+        state = run_state.load(plan, parts) if parts else RunState(plan)
         for at, event in recorded.events():
             if isinstance(event, LeaseExpired) and at > killed_at:
                 lease = state.ledger.leases.get(event.lease_id)

@@ -26,6 +26,7 @@ import psutil
 from proto.messages import TaskState
 from tests.bench.population import Cost, Population, make_topology
 from tests.bench.turns import heading, versions
+from tests.sim.invariants import check_invariants
 
 LOST_SHARE = 0.05
 STARTS = ("plan the hosts", "begin")
@@ -63,7 +64,7 @@ def measure(hosts: int, seconds: float) -> Iterator[dict[str, Any]]:
         "homeless": waiting - len(lost),
         **_taken(population, seconds),
     }
-    run.validate()
+    check_invariants(run)
 
 
 def _taken(population: Population, seconds: float) -> dict[str, Any]:

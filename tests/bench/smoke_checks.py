@@ -167,7 +167,7 @@ def locked_memory(device: str) -> Measured:
     emptied."""
     import psutil
 
-    from shared.colocation.locked import LockedMemory
+    from shared.colocation.shelf import LockedMemory
 
     on_gpu = device.startswith("cuda")
     # Sizes just above powers of two, for which torch's own page-locked memory takes up almost twice as much.

@@ -34,13 +34,10 @@ LIMITS_S = {
 WITHOUT_GPU = ("versions", "attention", "locked_memory", "digests", "step_and_publish", "utilisation")
 
 
-def command(name: str, device: str) -> list[str]:
-    return [sys.executable, "-m", "tests.bench.smoke_checks", name, device]
-
-
 def run(name: str, device: str, limit_s: float) -> Measured:
     """Run one check and return its line."""
-    return own_process.run(command(name, device), {"check": name}, limit_s)
+    command = [sys.executable, "-m", "tests.bench.smoke_checks", name, device]
+    return own_process.run(command, {"check": name}, limit_s)
 
 
 def main() -> int:
@@ -53,7 +50,7 @@ def main() -> int:
         for name, limit_s in LIMITS_S.items()
         if name in given.only and (given.device == "cuda" or name in WITHOUT_GPU)
     }
-    return own_process.run_all("check", chosen, lambda name: command(name, given.device), WHOLE_S)
+    return own_process.run_all("check", chosen, lambda name, _, limit_s: run(name, given.device, limit_s), WHOLE_S)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from proto.messages import LossSpec
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.loss import BatchLoss
 from shared.model import logprobs
 from shared.model.linear import product
 from shared.ranks.layout import Layout
@@ -150,7 +150,7 @@ def slice_or_small(device: str) -> Any:
 def layers_that_fit(device_bytes: int) -> int:
     """Return the number of layers of Qwen2.5-7B whose training takes up at most `FULL` of a device.
 
-    A parameter takes 18 bytes (`shared/topology/model_memory.py`). What a layer keeps until its backward pass is
+    A parameter takes 18 bytes (`shared/topology/memory_plan.py`). What a layer keeps until its backward pass is
     estimated as 40 bytes per token and hidden unit, and 8 bytes per token and unit of the MLP. A chunk of logits takes
     less than 4 GiB.
     """

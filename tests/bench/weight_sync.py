@@ -212,6 +212,14 @@ def measure_alone(
     return Measured(**{**answer, "syncs": syncs})
 
 
+def measure_here(name: str, model: Path, times: int, threads: int, dtype: str, device: str) -> Measured:
+    """Measure syncs into engine `name` in this process."""
+    own_device(device, 0)
+    engine = _engine(name, model, dtype, threads, device)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        return asyncio.run(measure(Path(folder), model, dtype, engine, times, threads, device))
+
+
 def _engine(name: str, model: Path, dtype: str, threads: int, device: str) -> Engine:
     if name == "transformers":
         return TransformersEngine(
@@ -232,11 +240,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    own_device(args.device, 0)
-    engine = _engine(args.engine, args.model, args.dtype, args.threads, args.device)
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        folder = Path(name)
-        measured = asyncio.run(measure(folder, args.model, args.dtype, engine, args.times, args.threads, args.device))
+    measured = measure_here(args.engine, args.model, args.times, args.threads, args.dtype, args.device)
     print(json.dumps(asdict(measured)))
 
 

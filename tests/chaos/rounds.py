@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from services.scheduler.journal import rewinds
+from services.scheduler.journal_files import rewinds
 from tests.chaos import history
 from tests.chaos.disturbances import SERVICES, Round
 from tests.chaos.points import Point, with_points

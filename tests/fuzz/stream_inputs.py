@@ -14,7 +14,7 @@ import xxhash
 from proto import blockfile, bulk, excerpt
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import as_wire
-from shared.dataplane.memory import Regions
+from shared.dataplane.reused_pages import Regions
 from shared.dataplane.stream_arrival import Arrival
 
 TASKS = [PutTask("train/0/1", 3), PutTask("train/0/2", 1)]

@@ -23,8 +23,8 @@ import zmq
 from proto import codec
 from proto.messages import Error, GetInventory, GetSnapshot, Inventory, Located, Snapshot
 from shared.os_limits import raise_descriptor_limit
-from shared.rpc.offenders import MAX_PEERS, QUARANTINE_S, STRIKES, WINDOW_S, Offenders
 from shared.rpc.replies import CACHED_REPLY_BYTES
+from shared.rpc.senders import MAX_PEERS, QUARANTINE_S, STRIKES, WINDOW_S, Offenders
 from shared.rpc.transport import MAX_FRAMES, SKIP_FRAMES, Pump
 from shared.rpc.unread import GUEST_BYTES, GUESTS_BYTES, SERVICE_BYTES
 from shared.rundir import RunDir

@@ -41,7 +41,7 @@ from proto.messages import (
 )
 from proto.registry import Message, Request, all_messages
 from shared.rpc.client import Client
-from shared.rpc.offenders import STRIKES
+from shared.rpc.senders import STRIKES
 from tests.fuzz.test_hostile_requests import Attacker, sent
 from tests.integration.tiny.harness import QUICKSTART
 from tests.integration.whole_cluster import Cluster, cluster

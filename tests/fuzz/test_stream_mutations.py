@@ -16,7 +16,7 @@ import pytest
 
 from proto.errors import WireError
 from proto.messages import StreamOpened
-from shared.dataplane.memory import Regions
+from shared.dataplane.reused_pages import Regions
 from shared.dataplane.stream_arrival import Arrival
 from tests.fuzz import stream_inputs
 from tests.fuzz.stream_inputs import TASKS

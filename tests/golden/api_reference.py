@@ -9,8 +9,7 @@ import textwrap
 from pathlib import Path
 from types import ModuleType
 
-from services.rollout.rewards import builtin as rewards
-from services.rollout.workflows import builtin as workflows
+from services.rollout.user_code import builtin
 from shared import sample, workflow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,10 +88,10 @@ def page() -> str:
     for title, module in (("Samples", sample), ("Workflows", workflow)):
         parts.append(f"## {title}\n\n{_source_link(module)}: {_prose(module.__doc__)}\n")
         parts += [_class(node) for node in _nodes(module) if isinstance(node, ast.ClassDef)]
-    for title, module in (("Built-in rewards", rewards), ("Built-in workflows", workflows)):
-        parts.append(f"## {title}\n\n{_source_link(module)}\n")
-        named = {node.name: node for node in _nodes(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        parts += [_function(named[name], level=3) for name in module.BUILTINS]
+    named = {node.name: node for node in _nodes(builtin) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for title, functions in (("Built-in rewards", builtin.REWARDS), ("Built-in workflows", builtin.WORKFLOWS)):
+        parts.append(f"## {title}\n\n{_source_link(builtin)}\n")
+        parts += [_function(named[name], level=3) for name in functions]
     return "\n".join(parts)
 
 

@@ -6,7 +6,7 @@ import re
 
 import zmq
 
-from proto import blockfile, bulk, dtypes, envelope, excerpt, inline, tensors
+from proto import blockfile, bulk, codec, dtypes, envelope, excerpt, tensors
 from proto.limits import CONTROL, MAX_INLINE_BYTES, MAX_NDIM
 from proto.messages import ErrorCode, Outcome
 from proto.registry import Request, all_messages
@@ -19,8 +19,8 @@ from services.monitor import subscriptions
 from services.scheduler import registry
 from services.scheduler.state import RECONCILE_S
 from shared.actor import logging as actor_logging
-from shared.dataplane import bulk_seal, stream, stream_line
-from shared.rpc import client, errors, mailbox, offenders, replies, transport, unread
+from shared.dataplane import bulk_connection, stream, stream_line
+from shared.rpc import client, errors, mailbox, replies, senders, transport, unread
 from shared.rpc.mailbox import Mailbox
 from shared.security import connections, curve
 from shared.security.roles import LEAST_ROLE, Role
@@ -65,9 +65,9 @@ NUMBERS = {
     "requests in progress of all observers, and of all operators": str(mailbox.MAX_RUNNING_OF_GUESTS),
     "`retry_after_s` of a mailbox with too many requests in progress": seconds(mailbox.BUSY_S),
     "bytes received without one whole message": size(connections.UNSEEN_BYTES),
-    "strikes that lead to quarantine": str(offenders.STRIKES),
-    "time within which strikes count": seconds(offenders.WINDOW_S),
-    "duration of a quarantine": seconds(offenders.QUARANTINE_S),
+    "strikes that lead to quarantine": str(senders.STRIKES),
+    "time within which strikes count": seconds(senders.WINDOW_S),
+    "duration of a quarantine": seconds(senders.QUARANTINE_S),
     "first wait before a request is sent again": seconds(client.FIRST_RESEND_S),
     "assumed rate for the bytes of a request": f"{size(client.RESEND_BYTES_PER_S)}/s",
     "longest wait before a request is sent again": seconds(client.LAST_RESEND_S),
@@ -149,7 +149,7 @@ def test_flags_versions_and_inline_types_match_the_code() -> None:
     assert f"version {envelope.MAJOR}.{envelope.MINOR}" in SPEC.read_text().splitlines()[0]
     listed = re.search(r"one of `([^`]+)` and nothing else", section(3))
     assert listed is not None
-    assert set(listed.group(1).replace("\\|", "|").split()) == inline.INLINE_TYPES
+    assert set(listed.group(1).replace("\\|", "|").split()) == codec.INLINE_TYPES
 
 
 def test_limits_match_the_code() -> None:
@@ -221,8 +221,8 @@ def test_keys_match_their_declarations() -> None:
 def test_bulk_messages_match_the_code() -> None:
     text = section(11)
     sentences = prose(11)
-    assert f"its key has sealed more than 2^{bulk_seal.KEY_LIMIT_BYTES.bit_length() - 1} bytes" in sentences
-    assert bulk_seal.KEY_LIMIT_BYTES.bit_count() == 1
+    assert f"its key has sealed more than 2^{bulk_connection.KEY_LIMIT_BYTES.bit_length() - 1} bytes" in sentences
+    assert bulk_connection.KEY_LIMIT_BYTES.bit_count() == 1
     assert f"| version | {bulk.VERSION} |" in text
     assert f"a head of {bulk.HEAD_BYTES} bytes" in sentences
     assert f"1 to {bulk.MAX_RANGE_BYTES};" in text

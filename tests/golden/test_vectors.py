@@ -17,7 +17,7 @@ from proto import blockfile, codec, dtypes, tensors
 from proto.limits import Limits
 from proto.messages import Complete, CompleteAck, Error, Ping, Pong, PutSeal, PutSealed
 from shared.rpc.mailbox import Mailbox
-from shared.rpc.offenders import STRIKES
+from shared.rpc.senders import STRIKES
 from tests.golden import block_files, refusals
 from tests.golden.block_files import BlockFile
 from tests.golden.refusals import Refusal

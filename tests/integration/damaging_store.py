@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from services.batch_store.filling_file import CHUNK_BYTES, FillingFile
+from services.batch_store.relay import CHUNK_BYTES, FillingFile
 from services.batch_store.server import StoreService
 from shared.actor.process import run_process
 

@@ -12,7 +12,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from services.scheduler.mark import Mark
+from services.scheduler.journal_files import Mark
 
 _LOG_HEADER, _FRAME_HEADER = struct.Struct(">6I"), struct.Struct(">4I")
 _LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24

@@ -17,15 +17,10 @@ from shared.dataplane.client import DataClient
 from shared.dataplane.reach import Reach
 from shared.rundir import RunDir
 from tests.integration.store_process import REPOSITORY, Peer, StoreProcess
+from tests.integration.tiny.harness import free_port
 
 IN_CLEAR = "transport: {listen: 127.0.0.1, encrypt_bulk: false}\n"
 """Lines that turn stream encryption off when they are appended to a topology."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def in_clear(run: RunDir) -> None:

@@ -32,7 +32,7 @@ BUS = [
     Mutation(
         "an inline array of any dtype is accepted, even one of objects",
         Promise.WIRE,
-        "proto/inline.py",
+        "proto/codec.py",
         "kind not in INLINE_TYPES or value",
         "value",
         "tests/unit/proto/test_codec.py::test_malformed_inline_array_is_refused",
@@ -40,7 +40,7 @@ BUS = [
     Mutation(
         "a control message carries a tensor over 64 KiB",
         Promise.METADATA,
-        "proto/inline.py",
+        "proto/codec.py",
         "or len(data) > MAX_INLINE_BYTES:",
         "or False:",
         "tests/unit/proto/test_codec.py::test_malformed_inline_array_is_refused",

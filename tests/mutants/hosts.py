@@ -14,7 +14,7 @@ HOSTS = [
     Mutation(
         "the scheduler waits indefinitely for a store that the topology places",
         Promise.DEADLINES,
-        SCHEDULER,
+        "services/scheduler/registry.py",
         "> GONE_S and holder[0] == STORE and service_name(*holder) != TRAINER_STORE",
         "> GONE_S and holder[0] == STORE and holder[1] > 1",
         f"{STORES}::test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_are_sampled_again",
@@ -39,7 +39,7 @@ HOSTS = [
     Mutation(
         "a damaged chunk of a version is passed on",
         Promise.SYNCED,
-        "services/batch_store/filling_file.py",
+        "services/batch_store/relay.py",
         "if xxhash.xxh3_64_intdigest(self._view[at:end]) != self._digest(at // CHUNK_BYTES):",
         "if self._digest(at // CHUNK_BYTES) < 0:",
         "tests/unit/batch_store/test_filling_file.py::test_a_damaged_chunk_stays_unavailable_and_is_received_again",
@@ -55,7 +55,7 @@ HOSTS = [
     Mutation(
         "time in which the launcher was stopped counts as silence",
         Promise.DEADLINES,
-        "launch/supervisor/watch.py",
+        "launch/supervisor/runner.py",
         "min(seen_at - self._seen_at, 2 * TICK_S)",
         "seen_at - self._seen_at",
         "tests/integration/launch/test_launch.py::test_slow_services_and_a_stopped_launcher_cause_no_false_alarm",

@@ -114,9 +114,9 @@ ROLLOUT = [
     Mutation(
         "a failed sample is trained on",
         Promise.FAILED_SAMPLE,
-        "services/rollout/results/assemble.py",
-        "made = task_shards([sample for sample, _ in alive])",
-        "made = task_shards(group)",
+        "services/rollout/results/finish.py",
+        "shards.append(task_shards([sample.sequences for sample, _ in alive]))",
+        "shards.append(task_shards([sample.sequences for sample in group]))",
         "tests/unit/rollout/test_assemble.py::test_failed_samples_are_left_out_and_counted",
     ),
     Mutation(

@@ -208,9 +208,9 @@ SCHEDULER = [
     Mutation(
         "an inventory does not reveal missing shards",
         Promise.READABLE,
-        STATE,
-        "        if audit.missing:\n",
-        "        if False:\n",
+        "services/scheduler/audits.py",
+        "for store, audit in self._compared.items() if audit.missing",
+        "for store, audit in self._compared.items() if False",
         f"{LOSS}::test_an_inventory_reveals_missing_shards_and_the_store_is_asked_about_them_again",
     ),
     Mutation(

@@ -132,7 +132,7 @@ STORE = [
     Mutation(
         "nonces are reused because a connection's counter does not advance",
         Promise.WIRE,
-        "shared/dataplane/bulk_seal.py",
+        "shared/dataplane/bulk_connection.py",
         "        self._counter += 1\n",
         "        self._counter = 1\n",
         f"{WIRE}::test_sealed_messages_open_in_order_and_never_share_a_nonce",
@@ -140,7 +140,7 @@ STORE = [
     Mutation(
         "both directions of a connection use the same keys",
         Promise.WIRE,
-        "shared/dataplane/bulk_seal.py",
+        "shared/dataplane/bulk_connection.py",
         'b"rlbus bulk " + direction',
         'b"rlbus bulk "',
         f"{WIRE}::test_forged_replayed_reordered_and_misdirected_messages_do_not_open",

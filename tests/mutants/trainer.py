@@ -41,7 +41,7 @@ TRAINER = [
     Mutation(
         "the importance weight is not truncated",
         Promise.LOSS,
-        f"{WORKER}/losses/mismatch.py",
+        f"{WORKER}/losses/divergence.py",
         "return weight.clamp(max=spec.tis_cap) if spec.tis_cap > 0 else weight",
         "return weight",
         f"{LOSSES}::test_importance_weight_is_truncated_at_the_cap",
@@ -97,7 +97,7 @@ TRAINER = [
     Mutation(
         "a reward that is not a number is trained on",
         Promise.FAILED_SAMPLE,
-        "services/policy_trainer/batch_checks.py",
+        "services/policy_trainer/bad_data.py",
         "wrong = ~np.isfinite(values)",
         "wrong = np.isinf(values)",
         f"{NUMBERS}::test_a_non_finite_number_is_refused_and_its_task_is_named",
@@ -105,7 +105,7 @@ TRAINER = [
     Mutation(
         "an update runs while parts of its state are on the host",
         Promise.SAME_BITS,
-        f"{WORKER}/colocation/residency.py",
+        f"{WORKER}/devices.py",
         "messages.OptimStep: PARTS,",
         "messages.OptimStep: _PARAMETERS,",
         "tests/integration/policy_trainer/test_trainer_group.py::test_offload_between_gradient_and_update_does_not_change_a_bit",

@@ -9,7 +9,7 @@ import numpy as np
 
 from proto.messages import LossSpec
 from proto.tensors import Array
-from services.policy_trainer.token_weights import sample_weights
+from services.policy_trainer.update import sample_weights
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo")
 MAX_NEW_TOKENS = 12

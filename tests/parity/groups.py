@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from services.policy_trainer.merging import add_up
+from services.policy_trainer.metrics import add_up
 from shared.ranks.layout import Layout
 
 SUM = "sum/"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.export import export
+from services.policy_trainer.worker.calls.weights import export
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.model.load import named_weights
 from shared.ranks.layout import Layout, RankPlace

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.policy_trainer.worker.backend import LocalScores, Sequences, TrainingState
-from services.policy_trainer.worker.colocation.residency import PARTS
+from services.policy_trainer.worker.backend import Sequences, TrainingState
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
+from shared.colocation.devices import PARTS
 from shared.megatron.cpu_shims import megatron_device
+from shared.model.logprobs import Scores
 from shared.ranks.layout import Layout, RankPlace
 from shared.rpc.errors import RpcError
 from tests.parity.gradient_cases import Case, cases
@@ -88,8 +89,8 @@ def what_is_wrong_is_refused(model: Path, place: RankPlace) -> None:
     before = backend.state()
     sequences = every_next_token()
 
-    def broken(local: LocalScores) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return local.scores.outputs.sum() * float("nan"), {}
+    def broken(scores: Scores, _: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return scores.outputs.sum() * float("nan"), {}
 
     backend.forward_backward(sequences, 1.0, broken, entropy="none")
     with pytest.raises(RpcError, match="weights untouched: gradient norm is nan"):

@@ -18,9 +18,9 @@ from torch import Tensor
 from proto.messages import LossSpec
 from proto.tensors import Array
 from services.policy_trainer import advantages
-from services.policy_trainer.token_weights import sample_weights
+from services.policy_trainer.update import sample_weights
 from services.policy_trainer.worker.loss import token_loss
-from services.policy_trainer.worker.losses import kl, mismatch
+from services.policy_trainer.worker.losses import divergence
 from services.policy_trainer.worker.losses.tokens import TokenData
 from tests.parity.peers import inputs
 from tests.unit.policy_trainer.training import token_data
@@ -171,7 +171,7 @@ def test_sequence_masks_keep_the_same_sequences(level: str) -> None:
         (inputs.MASK_LOW, inputs.MASK_HIGH) if level == "sequence" else (inputs.GEOMETRIC_LOW, inputs.GEOMETRIC_HIGH)
     )
     loss = spec("ppo_clip", ratio_mask=level, mask_low=low, mask_high=high)
-    found = mismatch.kept(loss, data.prox, data).numpy()
+    found = divergence.kept(loss, data.prox, data).numpy()
     mask = verl["input/mask"].astype(bool)
     assert 0 < found.sum() < len(found)
     assert np.array_equal(found, verl[f"kept/{level}"][mask].astype(bool))
@@ -199,7 +199,7 @@ def test_sequence_mask_matches_trl_when_its_weight_is_applied() -> None:
 
 def test_kl_estimators_match_verl() -> None:
     verl = load("verl")
-    for name, function in kl.KL_LOSSES.items():
+    for name, function in divergence.KL_LOSSES.items():
         cur = torch.from_numpy(verl["input/cur"]).requires_grad_()
         values = function(cur, torch.from_numpy(verl["input/ref"]))
         np.testing.assert_allclose(values.detach().numpy(), verl[f"kl/{name}/value"], rtol=RTOL)

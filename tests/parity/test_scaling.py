@@ -75,7 +75,7 @@ def everything(backend: TorchBackend | MegatronBackend) -> dict[str, torch.Tenso
     for name, factor in (("step", 1.0), ("large-step", LARGE)):
         backend.restart()
         back(backend, replace(made, weights=(made.weights * np.float32(factor)).astype(np.float32)))
-        out[f"norm/{name}"] = torch.tensor(backend.step(1, adamw(**TRAINING)).grad_norm, dtype=torch.float64)
+        out[f"norm/{name}"] = torch.tensor(backend.step(1, adamw(**TRAINING)), dtype=torch.float64)
         state = backend.state()
         masters = {key.removeprefix("master/"): each for key, each in state.optimizer.items() if "master/" in key}
         out |= {f"{name}/{weight}": each.clone() for weight, each in (masters or state.weights).items()}

@@ -11,6 +11,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.run_state import RunState
 from services.scheduler.state import Scheduler
 from services.scheduler.tasks import Task
+from tests.sim.invariants import check_invariants
 
 
 def find(run: RunState, task_id: str) -> Task | None:
@@ -64,4 +65,4 @@ def replayed(plan: Plan, events: Iterable[Durable]) -> tuple[Scheduler, dict[int
 
 def validate(run: RunState) -> None:
     """Check the rules that must hold after every event."""
-    run.validate()
+    check_invariants(run)

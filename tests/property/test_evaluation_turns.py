@@ -24,7 +24,7 @@ from proto.messages import (
     StepBatch,
     TaskResult,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import Configure, Tick
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
@@ -168,7 +168,7 @@ def test_evaluation_and_training_wait_for_at_most_one_step_of_leases_and_old_wei
     copy = RunState(run.bench.plan)
     for event in run.bench.journal:
         copy.apply(event)
-    assert snapshot.dump(copy) == snapshot.dump(run.state)
+    assert run_state.dump(copy) == run_state.dump(run.state)
 
 
 def test_an_engine_samples_with_the_evaluated_version_as_long_as_the_step_allows() -> None:

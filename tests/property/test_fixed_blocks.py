@@ -27,7 +27,7 @@ from proto.messages import (
     StepBatch,
     TaskResult,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -334,6 +334,6 @@ def test_blocks_versions_and_steps_are_the_same_after_any_history(
     replayed = Scheduler(run.plan, lease_s=5.0, incarnation=2)
     for event in run.journal:
         replayed.replay(event)
-    packed = snapshot.dump(run.machine.run)
-    assert snapshot.dump(replayed.run) == packed
-    assert snapshot.dump(snapshot.load(run.plan, packed)) == packed
+    packed = run_state.dump(run.machine.run)
+    assert run_state.dump(replayed.run) == packed
+    assert run_state.dump(run_state.load(run.plan, packed)) == packed

@@ -26,7 +26,7 @@ from proto.messages import (
     StepBatch,
     TaskResult,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -47,7 +47,8 @@ from services.scheduler.events import (
     WriteRow,
 )
 from services.scheduler.plan import EpochOrder, Plan
-from services.scheduler.state import GONE_S, Scheduler
+from services.scheduler.registry import GONE_S
+from services.scheduler.state import Scheduler
 from shared.stages import REFERENCE, ROLLOUT
 from shared.topology.capacity import live_versions
 from tests.property import scheduler_view as view
@@ -161,7 +162,7 @@ class Model:
         room.
         """
         written = 1  # The shards are put into the store before the version is published.
-        assert len(self.machine.run.history.versions) + written <= live_versions(self.plan.staleness) + spare
+        assert len(self.machine.run.history.versions.refs) + written <= live_versions(self.plan.staleness) + spare
         ref = weights_ref(self.lineage, step, CANARY, store=HOME)
         self.ask(PublishWeights(driver=1, ref=ref))
 
@@ -247,8 +248,8 @@ class Model:
         self.take(self.machine.handle(Tick(), self.now))
         self.away = False
         run = self.machine.run
-        assert run.shards.clears.stores == [HOME]
-        while run.shards.clears.pending():
+        assert list(run.shards.clears.queues) == [HOME]
+        while any(run.shards.clears.queues.values()):
             told = len(run.shards.clears.head(HOME))
             self.clears = []
             self.take(self.machine.handle(ClearDone(HOME, told), self.now))
@@ -400,6 +401,6 @@ def test_every_history_keeps_the_promises_and_replays_to_the_same_state(
     replayed = Scheduler(model.plan, lease_s=5.0, incarnation=2)
     for event in model.journal:
         replayed.replay(event)
-    packed = snapshot.dump(model.machine.run)
-    assert snapshot.dump(replayed.run) == packed
-    assert snapshot.dump(snapshot.load(model.plan, packed)) == packed
+    packed = run_state.dump(model.machine.run)
+    assert run_state.dump(replayed.run) == packed
+    assert run_state.dump(run_state.load(model.plan, packed)) == packed

@@ -41,10 +41,10 @@ from proto.messages import (
     StepBatch,
     TaskResult,
 )
-from services.batch_store import spares
+from services.batch_store import room
 from services.batch_store.room import Removal, Tier, held_bytes
 from services.batch_store.state import GRANT_S, StoreState
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import (
     Answer,
     Asked,
@@ -127,7 +127,7 @@ class Both(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # In this test, files of a page or two are worth keeping.
-        self.small = mock.patch.object(spares, "SPARE_BYTES", 1)
+        self.small = mock.patch.object(room, "SPARE_BYTES", 1)
         self.small.start()
         self.now = 0.0
         self.journal: list[Durable] = []
@@ -631,16 +631,16 @@ class Both(RuleBasedStateMachine):
     @rule(whole=st.booleans())
     def scheduler_is_killed(self, whole: bool) -> None:
         """Restart the scheduler from the journal alone, or from the last snapshot and the events after it."""
-        before = snapshot.dump(self.machine.run)
+        before = run_state.dump(self.machine.run)
         self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=self.machine.incarnation + 1)
         if whole and self.kept is not None:
-            self.machine.run = snapshot.load(PLAN, self.kept)
+            self.machine.run = run_state.load(PLAN, self.kept)
             rest = self.journal[self.kept_at :]
         else:
             rest = self.journal
         for event in rest:
             self.machine.replay(event)
-        assert snapshot.dump(self.machine.run) == before
+        assert run_state.dump(self.machine.run) == before
         self.mail.clear()  # Messages that were in transit are requested again.
         self.take(self.machine.begin(CONFIG, self.now))
 
@@ -675,7 +675,7 @@ class Both(RuleBasedStateMachine):
 
     @rule()
     def snapshot_is_taken(self) -> None:
-        self.kept = snapshot.dump(self.machine.run)
+        self.kept = run_state.dump(self.machine.run)
         self.kept_at = len(self.journal)
 
     @rule()
@@ -756,7 +756,7 @@ class Both(RuleBasedStateMachine):
                 assert task is not None
                 assert task.fence == entry.fence
                 assert task.made  # Every lease has expired, so each task still in the store has an accepted result.
-        assert self.machine.run.shards.clears.pending() == 0
+        assert not any(self.machine.run.shards.clears.queues.values())
         self.last_mappings_go()
         assert not self.granted
         assert self.store.stats().zombie_bytes == 0

@@ -15,7 +15,7 @@ from proto import blockfile
 from proto.blockfile import BlockLayout, Table
 from proto.ids import revised_name
 from proto.messages import ErrorCode, PutTask
-from services.batch_store import spares
+from services.batch_store import room
 from services.batch_store.room import Removal, Tier, held_bytes
 from services.batch_store.state import StoreState
 from shared.rpc.errors import RpcError
@@ -43,7 +43,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # In this test, files of a page or two are worth keeping.
-        self.small = mock.patch.object(spares, "SPARE_BYTES", 1)
+        self.small = mock.patch.object(room, "SPARE_BYTES", 1)
         self.small.start()
         self.now = 0.0
         self.life = 1
@@ -167,13 +167,13 @@ class StoreMachine(RuleBasedStateMachine):
             freed = held_bytes(self.spares[mine][0]) if mine is not None else 0
             assert self.state.room.used[Tier.MEMORY] - freed + held_bytes(nbytes) + last > LIMIT
 
-    @rule(seconds=st.sampled_from([1.0, spares.IDLE_S]))
+    @rule(seconds=st.sampled_from([1.0, room.IDLE_S]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         names = self.state.room.surplus(self.now)
         self.given_up(names)
-        assert all(self.now - since <= spares.IDLE_S for _, since in self.spares.values())
-        assert sum(size for size, _ in self.spares.values()) <= LIMIT // spares.SHARE
+        assert all(self.now - since <= room.IDLE_S for _, since in self.spares.values())
+        assert sum(size for size, _ in self.spares.values()) <= LIMIT // room.SHARE
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), renamed=st.booleans())
@@ -280,7 +280,7 @@ class StoreMachine(RuleBasedStateMachine):
     def end_move(self, data: st.DataObject, copied: bool) -> None:
         put_id = data.draw(st.sampled_from(sorted(self.moving)))
         nbytes = self.moving.pop(put_id)
-        assert self.state.wanted(put_id) == (put_id in self.sealed)
+        assert (self.state.place_of(put_id) is not None) == (put_id in self.sealed)
         if not copied or put_id not in self.sealed:
             self.state.give_up_move(put_id, retry=True)
             if put_id in self.sealed:  # This file is the next to be tried.

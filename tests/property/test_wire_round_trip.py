@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proto import codec, inline, tensors
+from proto import codec, tensors
 from proto.errors import WireError
 from proto.limits import CONTROL, Limits
 from proto.messages import Ack
@@ -64,12 +64,12 @@ def test_big_endian_and_strided_arrays_keep_their_values_on_the_wire(array: Arra
 
 @given(array=any_array())
 def test_inline_array_survives_a_round_trip_or_is_refused_with_an_error_that_names_its_type(array: Array) -> None:
-    if array.dtype.str not in inline.INLINE_TYPES:
+    if array.dtype.str not in codec.INLINE_TYPES:
         with pytest.raises(WireError, match=str(array.dtype)):
-            inline.to_map(array)
+            codec.to_map(array)
         return
-    made = inline.to_map(array)
-    assert same(inline.from_map(made), array)
+    made = codec.to_map(array)
+    assert same(codec.from_map(made), array)
 
 
 def test_unknown_fields_and_positions_of_a_newer_minor_version_are_ignored() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from proto import dtypes, messages  # noqa: F401  # messages fills the registry
-from proto.inline import INLINE_TYPES
+from proto.codec import INLINE_TYPES
 from proto.registry import Message, all_messages
 from proto.tensors import Array
 

@@ -19,11 +19,10 @@ from services.rollout.results.finish import LeaseResults
 from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.sampling.answers import AnswerSampler
 from services.rollout.sampling.tasks import prepare
-from services.rollout.service import RolloutParts
+from services.rollout.service import RolloutParts, RolloutWorker
 from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.versions import EngineVersions
-from services.rollout.worker import RolloutWorker
 from services.scheduler.server import SchedulerService
 from shared import topology as topologies
 from shared.actor.service import Service

@@ -20,6 +20,7 @@ from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import checkpoint_steps
 from shared.stages import ROLLOUT
+from tests.sim.invariants import check_invariants
 from tests.sim.model import NAME, task_of
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Checks:
         most = (size.staleness + 1) * size.tasks
         check(live <= most or size.deterministic, f"{live} tasks are live, but the bound is {most}")
         try:
-            run.validate()
+            check_invariants(run)
         except AssertionError as error:
             check(False, f"the scheduler's state: {error}")
         self.shards_are_readable()

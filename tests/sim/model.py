@@ -21,9 +21,14 @@ from torch import nn
 
 from proto.ids import make_task_id, split_task_id
 from proto.messages import AdamW, Canary, LeaseGrant
-from services.policy_trainer.worker.backend import Backend, OptimizerUpdate, PublishedWeights, Sequences, TrainingState
-from services.policy_trainer.worker.colocation.devices import device_parts
-from services.policy_trainer.worker.colocation.shelves import PartShelves
+from services.policy_trainer.worker.backend import (
+    Backend,
+    PartShelves,
+    PublishedWeights,
+    Sequences,
+    TrainingState,
+)
+from services.policy_trainer.worker.devices import device_parts
 from services.rollout.engine import (
     FULL_ONLY,
     FinishReason,
@@ -79,7 +84,7 @@ class SimBackend:
 
     def __init__(self, world: World, place: Any, generation: int) -> None:
         self.place = place
-        self.model = self.called = nn.Module()
+        self.called = nn.Module()
         self.shelves = cast(PartShelves, SimpleNamespace(offload=self._offload, backload=self._backload))
         self.parameters = 1
         self.vocab_size = VOCABULARY
@@ -140,7 +145,7 @@ class SimBackend:
         self._group[self.updates, self.place.rank] = (total, [*numbers, *tasks])
         return {"tokens": float(first)}
 
-    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
+    def step(self, step: int, optimizer: AdamW) -> float:
         self._use("parameters", "gradients", "optimizer")
         self._need_all()
         parts = [self._group[self.updates, rank] for rank in range(self._ranks)]
@@ -153,7 +158,7 @@ class SimBackend:
         self.applied = [*self.applied, *numbers]
         self.updates += 1
         self.drop_gradients()
-        return OptimizerUpdate(grad_norm=1.0)
+        return 1.0
 
     def _need_all(self) -> None:
         """Fail as a collective does when a rank of the group has died."""

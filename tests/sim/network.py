@@ -1,7 +1,8 @@
 """A network between nodes that loses, duplicates, delays, reorders and cuts off messages, in place of libzmq's sockets.
 
-`SimContext` replaces a `zmq.Context`. Its sockets have their own pump (`shared.rpc.transport.SelfPumped`). `Mailbox`
-and `Client` run unchanged above them, with encoding, deadlines, retries and answers that are computed only once.
+`SimContext` replaces a `zmq.Context`. Its sockets have their own pump (`SimSocket.pump`), which takes the place
+of `Pump`. `Mailbox` and `Client` run unchanged above them, with encoding, deadlines, retries and answers that are
+computed only once.
 """
 
 from __future__ import annotations
@@ -202,9 +203,11 @@ class SimSocket:
     def pump(
         self,
         on_message: Callable[[list[bytes]], None],
-        on_drained: Callable[[], None] | None,
-        on_writable: Callable[[], None] | None,
+        on_drained: Callable[[], None] | None = None,
+        on_writable: Callable[[], None] | None = None,
+        **_: Any,
     ) -> SimSocket:
+        """Take the place of `Pump(socket, ...)`."""
         self._on_message, self._on_drained, self._on_writable = on_message, on_drained, on_writable
         return self
 

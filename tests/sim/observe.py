@@ -53,7 +53,7 @@ def _committed(real: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(real)
     def commit(self: Any) -> None:
-        if not self.dirty:
+        if not self._events and not self._saves:
             real(self)
             return
         world, node = here(), CURRENT.get()

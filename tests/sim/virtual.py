@@ -95,8 +95,6 @@ def _no_telemetry(*_: Any, **__: Any) -> None:
 class NoPasses:
     """Replacement for the thread that copies the journal's write-ahead log into the journal's file."""
 
-    error = ""
-
     def __init__(self, *_: Any) -> None: ...
 
     def wrote(self, *_: Any) -> None: ...
@@ -117,7 +115,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     from shared.actor.telemetry import TelemetrySender
     from shared.dataplane.mapping import BlockMapping
     from tests.sim import model
-    from tests.sim.network import SimContext
+    from tests.sim.network import SimContext, SimSocket
     from tests.sim.observe import observers
 
     make_plan, plans = services.scheduler.planning.make_plan, dict[Size, Any]()
@@ -154,6 +152,8 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "secrets.token_bytes": lambda nbytes=32: here().ids.randbytes(nbytes),
         "os.getpid": lambda: node.pid if (node := CURRENT.get()) is not None else pid(),
         "zmq.Context": lambda *_, **__: SimContext(here().network, here().current()),
+        "shared.rpc.client.Pump": SimSocket.pump,
+        "shared.rpc.mailbox.Pump": SimSocket.pump,
         "shared.actor.service.psutil": SimpleNamespace(Process=lambda: process),
         "shared.actor.service.gc": quiet,
         "shared.topology.load": load,
@@ -165,7 +165,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "services.scheduler.server.TICK_S": 0.5,
         "services.scheduler.state.TELL_S": 3600.0,
         "services.scheduler.journal.WalCheckpoints": NoPasses,
-        "launch.supervisor.watch.PING_EVERY_S": 6.0,
+        "launch.supervisor.runner.PING_EVERY_S": 6.0,
         "services.batch_store.server.StreamServer": NoStreams,
         "services.batch_store.server.REAP_S": 1.0,
         "services.policy_trainer.worker.start.make_backend": lambda run, _, place, generation: model.make_backend(

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from proto.messages import DropReason, ForwardBackwardDone, LossReason
 from services.exporter.families import METRICS
+from services.policy_trainer.advantages import KL_SCALAR
 from services.policy_trainer.metrics import StepMetrics
-from services.policy_trainer.reward_shaping import KL_SCALAR
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import WriteRow
 from shared.stages import REFERENCE_SCALAR
@@ -36,7 +36,7 @@ def everything() -> set[str]:
     metrics = StepMetrics(step=5)
     sums = dict.fromkeys(("engine_tokens", "lag_tokens", "weighed", "weight_squared", "capped"), 1.0)
     metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
-    evaluation = Evaluation.of("held", (0, 0), 1, 4)
+    evaluation = Evaluation.of("held", (0, 0), 4, ["held/0/0"])
     evaluation.score(0, np.ones(4, np.float32), 0)
     bench = Bench(plan(by_completion=True)).start()
     bench.step(1)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from proto.tensors import Array
-from shared.model.passes import allow
+from shared.model.load import allow
 from shared.topology.passes import FASTEST, Passes
 
 SIZES: dict[str, Any] = {

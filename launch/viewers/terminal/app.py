@@ -20,7 +20,7 @@ from textual.widgets import DataTable, Footer, Input, RichLog, Static, TabbedCon
 from launch.processes.plan import LEASING, SUPERVISOR
 from launch.viewers.peer import Run, with_client
 from launch.viewers.samples import Color
-from launch.viewers.terminal import panes, sample_pane
+from launch.viewers.terminal import panes
 from launch.viewers.terminal.feed import Feed
 from launch.viewers.terminal.visible import visible, visible_text
 from launch.viewers.terminal.widgets import Confirm, Help, Picture
@@ -28,8 +28,8 @@ from proto.messages import Ack, DrainService, RestartService
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name
 from shared.samples import reader
+from shared.samples.reader import Order, select
 from shared.samples.record import FOLDER, SampleRecord, file_of, split_of
-from shared.samples.selection import Order, select
 from shared.stages import TRAIN
 from shared.view.curves import PANELS
 from shared.view.notices import LEVELS, LogLine
@@ -138,7 +138,7 @@ class MonitorApp(App[None]):
 
     def on_mount(self) -> None:
         self.theme = "textual-light" if _is_light(os.environ.get("COLORFGBG", "")) else "textual-dark"
-        for table, columns in (("#service-list", panes.SERVICE_COLUMNS), ("#sample-list", sample_pane.COLUMNS)):
+        for table, columns in (("#service-list", panes.SERVICE_COLUMNS), ("#sample-list", panes.SAMPLE_COLUMNS)):
             for name, width in columns.items():
                 self._main.query_one(table, DataTable).add_column(name, width=width)
         self.feed.read_files()
@@ -243,7 +243,7 @@ class MonitorApp(App[None]):
 
     def _draw_log(self) -> None:
         pane = self._main.query_one("#log-lines", RichLog)
-        lines = self.feed.view.log(level=self._level, containing=self._filter)[-MAX_LOG_SHOWN:]
+        lines = self.feed.view.log.lines(level=self._level, containing=self._filter)[-MAX_LOG_SHOWN:]
         new = lines
         if self._log_shown is not None:
             at = next((index for index in range(len(lines) - 1, -1, -1) if lines[index] is self._log_shown), None)
@@ -298,9 +298,9 @@ class MonitorApp(App[None]):
         row = table.cursor_row
         table.clear()
         for record in self._records:
-            table.add_row(*sample_pane.cells(record))
+            table.add_row(*panes.sample_cells(record))
         of = f"task {task}" if task else f"{split}  step {step}"
-        title = visible(f"{of}  {sample_pane.ORDERS[order]}  {found.shown}")
+        title = visible(f"{of}  {panes.SAMPLE_ORDERS[order]}  {found.shown}")
         self._main.query_one("#sample-title", Static).update(title)
         table.move_cursor(row=min(row, len(self._records) - 1))
         self._show_record()
@@ -312,7 +312,7 @@ class MonitorApp(App[None]):
     def _show_record(self) -> None:
         row = self._main.query_one("#sample-list", DataTable).cursor_row
         if 0 <= row < len(self._records):
-            text = sample_pane.page(self._records[row], self._color)
+            text = panes.sample_page(self._records[row], self._color)
         else:
             text = Text("no samples here")
         self._main.query_one("#sample-text", Static).update(text)
@@ -399,7 +399,7 @@ class MonitorApp(App[None]):
             self._leave_task()
 
     def action_order(self) -> None:
-        orders = list(sample_pane.ORDERS)
+        orders = list(panes.SAMPLE_ORDERS)
         self._order = orders[(orders.index(self._order) + 1) % len(orders)]
         self.redraw()
 

@@ -9,11 +9,15 @@ from collections.abc import Iterable, Sequence
 from rich.text import Text
 
 from launch.viewers.progress import duration
-from launch.viewers.terminal.plot import COLOURS, Series, append_cells, bar, plot
+from launch.viewers.samples import Color, described
+from launch.viewers.terminal.plot import COLOURS, Series, append_cells, bar, number, plot
+from launch.viewers.terminal.visible import visible
+from shared.samples.reader import Order
+from shared.samples.record import SampleRecord
 from shared.view import RunView
 from shared.view.curves import PANELS, Panel
 from shared.view.notices import LogLine
-from shared.view.pipeline import Progress
+from shared.view.run_view import Progress
 from shared.view.services import Health, ServiceView
 from shared.view.timeline import Lane, StepEnd
 
@@ -145,7 +149,7 @@ def _bars(title: str, counts: dict[str, float], width: int) -> list[Text]:
 
 def curves(view: RunView, width: int, height: int, *, panels: Iterable[Panel] = PANELS) -> list[Text]:
     """Return as many pictures as fit, side by side."""
-    available = view.metric_names()
+    available = view.curves.names
     wanted = [(panel.title, names) for panel in panels if (names := panel.matching(available))]
     if not wanted:
         return [Text("no step has completed yet", style="dim")]
@@ -156,7 +160,7 @@ def curves(view: RunView, width: int, height: int, *, panels: Iterable[Panel] = 
     shown = wanted[: across * down]
     for at in range(0, len(shown), across):
         row = [
-            plot(title, [Series(name, points) for name, points in view.curves(names).items()], each_width, each_height)
+            plot(title, [Series(name, view.curves.points(name)) for name in names], each_width, each_height)
             for title, names in shown[at : at + across]
         ]
         lines += [Text("  ").join(parts) for parts in zip(*row, strict=True)]
@@ -293,6 +297,51 @@ def log_line(line: LogLine) -> Text:
     text.append(f"{line.service:<{NAME_WIDTH}} ", style="cyan not dim")
     text.append(line.text, style="default not dim")
     return text
+
+
+# ---- samples
+
+MAX_SHOWN_CHARS = 20_000
+"""Maximum number of characters shown of a prompt or a completion."""
+SAMPLE_ORDERS: dict[Order | None, str] = {
+    None: "as written",
+    Order.WORST: "worst first",
+    Order.BEST: "best first",
+    Order.LONGEST: "longest first",
+}
+SAMPLE_COLORS = {
+    Color.LOGPROB: "log-prob of the engine",
+    Color.MISMATCH: "difference between engine and trainer",
+    Color.NONE: "nothing",
+}
+"""The quantity that a token's colour shows."""
+SAMPLE_COLUMNS = {
+    **{"task": 18, "sample": 6, "state": 16, "reward": 8, "advantage": 9, "length": 6, "finish": 8, "turns": 5},
+    "versions": 12,
+}
+"""Columns of the sample list, with their widths."""
+
+
+def sample_cells(record: SampleRecord) -> list[Text]:
+    """Return the cells of a sample, in the order of `SAMPLE_COLUMNS`."""
+    values = (
+        record.task,
+        str(record.sample),
+        f"{record.state} {record.reason}".strip(),
+        "-" if record.reward is None else number(record.reward),
+        "-" if record.advantage is None else f"{record.advantage:+.3f}",
+        str(record.length),
+        record.finish_reason,
+        str(record.turns),
+        ",".join(map(str, record.versions)),
+    )
+    return [Text(visible(value)) for value in values]
+
+
+def sample_page(record: SampleRecord, color: Color) -> Text:
+    """Return a whole sample, and what the colours of its tokens show."""
+    colours = Text(f"colours: {SAMPLE_COLORS[color]}", style="dim")
+    return Text("\n").join([colours, described(record, color, MAX_SHOWN_CHARS)])
 
 
 def clock(at: float) -> str:

@@ -6,22 +6,47 @@ therefore logged with its traceback, and the monitor issues no more warnings unt
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from proto.messages import TopicRow
-from services.monitor.cluster import SOURCE
+from services.monitor.state import SOURCE
 from services.monitor.warnings.facts import Facts
-from services.monitor.warnings.files import WarningFile
 from services.monitor.warnings.watch import Watch
 from shared.rundir import RunDir
+from shared.runfiles import warnings
 from shared.runfiles.metrics import MetricsFollower
 from shared.runfiles.warnings import TOPIC, WarningRecord
 from shared.topology import TopologyError, load_resolved
 
 MEMORY_EVERY_S = 10.0
 """Seconds between two checks of this machine's available memory."""
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+
+
+class WarningFile:
+    """`warnings.jsonl`, open for appending. Each line is appended in a single write, so a killed process leaves only
+    whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and remove an incomplete last line, which a full disk can cause. Raises OSError."""
+        self.told = warnings.read(path)
+        self._descriptor = os.open(path, _FLAGS, 0o644)
+        data = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+        os.ftruncate(self._descriptor, data.rfind(b"\n") + 1)
+
+    def append(self, record: WarningRecord) -> None:
+        """Append one line. Raises OSError."""
+        line = msgspec.json.encode(record) + b"\n"
+        if os.write(self._descriptor, line) != len(line):
+            raise OSError("warnings.jsonl: a line was cut short; is the disk full?")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 class WarningDesk:
@@ -69,25 +94,25 @@ class WarningDesk:
         if self._failed:
             return [], False
         try:
-            warnings, more = self._found(now)
+            begun, more = self._found(now)
         except Exception as error:
             self._failed = True
             self._log.error("no more warnings will be given: a detector failed", exc_info=error)
             return [], False
-        for record in warnings:
+        for record in begun:
             self._keep(record)
-        return [_topic(record) for record in warnings], more
+        return [_topic(record) for record in begun], more
 
     def _found(self, now: float) -> tuple[list[WarningRecord], bool]:
         new = self._rows.poll()
         if new.restarted:
             self._watch.start_over()
-        warnings = [record for row in new.rows for record in self._watch.take_row(row, now)]
+        begun = [record for row in new.rows for record in self._watch.take_row(row, now)]
         if new.more:
-            return warnings, True
+            return begun, True
         if now - self._looked_at >= MEMORY_EVERY_S:
             self._looked_at, self._available_bytes = now, float(psutil.virtual_memory().available)
-        return [*warnings, *self._watch.tick(now, self._available_bytes)], False
+        return [*begun, *self._watch.tick(now, self._available_bytes)], False
 
     def _keep(self, record: WarningRecord) -> None:
         self._log.warning("warning", kind=record.kind, about=record.about, step=record.step, text=record.text,
@@ -99,12 +124,6 @@ class WarningDesk:
 
 
 def _topic(record: WarningRecord) -> TopicRow:
-    values: dict[str, float | str] = {
-        "at": record.at,
-        "step": record.step,
-        "kind": record.kind,
-        "text": record.text,
-        "remedy": record.remedy,
-        "about": record.about,
-    }
-    return TopicRow(service=SOURCE, instance=0, topic=f"{TOPIC}{record.kind}", at=record.at, values=values)
+    return TopicRow(
+        service=SOURCE, instance=0, topic=f"{TOPIC}{record.kind}", at=record.at, values=msgspec.structs.asdict(record)
+    )

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from proto.messages import AdamW, ErrorCode, WeightsKind
 from proto.tensors import Array
-from services.policy_trainer.merging import add_up
-from services.policy_trainer.worker.colocation.shelves import PartShelves
+from services.policy_trainer.metrics import add_up
+from shared.colocation.devices import PARTS, Part
+from shared.colocation.shelf import Shelf
 from shared.model.load import mismatched_weights
 from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import RankPlace
@@ -43,33 +44,18 @@ class Sequences:
     loss_mask: Array
 
 
-@dataclass(frozen=True)
-class LocalScores:
-    """The tokens of one micro-batch on *this rank* that count in the loss, possibly none (M = 0).
-
-    `scores.tokens` are positions in the flat arrays of `Sequences`: mask, advantages and old log-probs are looked up
-    there, so that nothing is shifted twice. `sum_over_sequence_ranks` sums a detached tensor over the ranks that
-    share these sequences (cp); without cp it returns its argument. It must not be used on a tensor with a gradient.
-    Together, those ranks hold every sequence of a micro-batch completely.
-    """
-
-    scores: Scores
-    sum_over_sequence_ranks: Callable[[Tensor], Tensor]
-
-
-TokenLoss = Callable[[LocalScores], tuple[Tensor, Mapping[str, Tensor]]]
+TokenLoss = Callable[[Scores, Callable[[Tensor], Tensor]], tuple[Tensor, Mapping[str, Tensor]]]
 """Function that returns the sum of W * loss over the tokens, a scalar with a gradient, and detached sums for metrics.
 
 It is called once per micro-batch on every rank with `place.counts`, even if M = 0. It is not called for padding
 micro-batches, which a rank runs only because another data-parallel rank has more micro-batches.
+
+Its first argument are the tokens of one micro-batch on *this rank* that count in the loss, possibly none (M = 0). Their
+`tokens` are positions in the flat arrays of `Sequences`: mask, advantages and old log-probs are looked up there, so
+that nothing is shifted twice. The second argument sums a detached tensor over the ranks that share these sequences
+(cp), which together hold every sequence of a micro-batch completely; without cp it returns its argument. It must not be
+used on a tensor with a gradient.
 """
-
-
-@dataclass(frozen=True)
-class OptimizerUpdate:
-    """The result of an optimizer step: the norm of the whole gradient before clipping."""
-
-    grad_norm: float
 
 
 @dataclass(frozen=True)
@@ -96,16 +82,30 @@ class PublishedWeights:
     base: str = ""
 
 
+class PartShelves:
+    """One shelf for each part of this rank's state. Use them only on the compute thread."""
+
+    def __init__(self, folder: Path, tensors: Callable[[Part], list[Tensor]]) -> None:
+        """`tensors` returns the current tensors of a part. Those on a CPU are written to files in `folder`."""
+        self._tensors = tensors
+        self._shelves = {part: Shelf(folder / f"{part}.bin") for part in PARTS}
+
+    def offload(self, parts: frozenset[Part]) -> int:
+        """Free the device memory of `parts`, keep their bits, and return the number of bytes freed. Repeated calls do
+        nothing."""
+        there = [part for part in sorted(parts) if not self._shelves[part].holds]
+        return sum(self._shelves[part].put(self._tensors(part)) for part in there)
+
+    def backload(self, parts: frozenset[Part] = PARTS) -> int:
+        """Move `parts` back to the device and return the number of bytes moved. Repeated calls do nothing."""
+        return sum(self._shelves[part].take() for part in sorted(parts))
+
+
 class Backend(Protocol):
     """A model in training. Constructors of backends take (model_dir, dtype, BackendOptions, RankPlace)."""
 
     place: RankPlace
     shelves: PartShelves
-
-    @property
-    def model(self) -> nn.Module:
-        """The module with the weights."""
-        ...
 
     @property
     def called(self) -> nn.Module:
@@ -139,10 +139,11 @@ class Backend(Protocol):
         """
         ...
 
-    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
-        """Clip by the norm of the whole gradient, update, and drop the gradient. Error messages name `step`.
+    def step(self, step: int, optimizer: AdamW) -> float:
+        """Clip by the norm of the whole gradient, update, and drop the gradient. Return the norm before clipping.
 
-        Raises RpcError(bad_data) on all ranks, without changing anything, if the norm is not finite.
+        Raises RpcError(bad_data), which names `step`, on all ranks and without changing anything, if the norm is not
+        finite.
         """
         ...
 

@@ -19,8 +19,7 @@ from proto.messages import AdamW
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
-    LocalScores,
-    OptimizerUpdate,
+    PartShelves,
     PublishedWeights,
     Sequences,
     TokenLoss,
@@ -31,16 +30,14 @@ from services.policy_trainer.worker.backend import (
     totals_of,
 )
 from services.policy_trainer.worker.blocks import recompute_blocks
-from services.policy_trainer.worker.colocation.residency import Part
-from services.policy_trainer.worker.colocation.shelves import PartShelves
-from services.policy_trainer.worker.mesh import Mesh
+from services.policy_trainer.worker.mesh import Mesh, from_rank_0
 from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards
+from shared.colocation.devices import Part
 from shared.colocation.shelf import local_part, own_storages
 from shared.model import cpu
-from shared.model.load import load_model, load_shapes, named_weights
+from shared.model.load import allow, load_model, load_shapes, named_weights
 from shared.model.logprobs import Entropy, Scores, vocabulary
-from shared.model.passes import allow
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
@@ -101,7 +98,8 @@ class TorchBackend:
                 check(model)
             except RpcError as error:
                 failure = f"{error.code} {error}".encode()
-        failure = self._mesh.from_rank_0(failure)
+        if self.place.layout.world_size > 1:
+            failure = from_rank_0(failure)
         if failure:
             code, _, text = failure.decode().partition(" ")
             raise RpcError(code, text)
@@ -155,7 +153,7 @@ class TorchBackend:
         parts: list[Mapping[str, Tensor]] = []
 
         def back(scores: Scores) -> None:
-            total, sums = loss(LocalScores(scores, self._mesh.sum_over_sequence_ranks))
+            total, sums = loss(scores, self._mesh.sum_over_sequence_ranks)
             total.backward()  # type: ignore[no-untyped-call]
             parts.append(sums)
 
@@ -194,8 +192,8 @@ class TorchBackend:
 
     # ---- updates
 
-    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
-        """Clip, step, and zero the gradients.
+    def step(self, step: int, optimizer: AdamW) -> float:
+        """Clip, step, zero the gradients, and return their norm.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then remain unchanged.
         """
@@ -209,7 +207,7 @@ class TorchBackend:
         self._optimizer.step()
         self._trained.write_back()
         self.drop_gradients()
-        return OptimizerUpdate(grad_norm)
+        return grad_norm
 
     def drop_gradients(self) -> None:
         """Drop the accumulated gradients."""

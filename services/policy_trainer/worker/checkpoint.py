@@ -15,18 +15,24 @@ import ctypes
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from proto.messages import ErrorCode
+from proto.messages import ErrorCode, TransferParameter
+from services.policy_trainer.worker.mesh import from_rank_0
 from shared.checkpoint_files import LAYOUT, MODEL, OPTIMIZER, STATE, digest, verify
 from shared.rpc.errors import RpcError
 from shared.rundir import CHECKPOINT_PREFIX, checkpoint_steps
+from shared.weights.weight_set import described, room_for
 
 EARLIER = "earlier.safetensors"
 _PARTIAL = ".partial"
@@ -35,7 +41,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @dataclass(frozen=True)
 class SavedState:
-    """Everything a worker needs to continue after `step` (see `backend.TrainingState`, `earlier.EarlierVersions`)."""
+    """Everything a worker needs to continue after `step` (see `backend.TrainingState`, `EarlierVersions`)."""
 
     step: int
     weights: dict[str, Tensor]
@@ -102,6 +108,29 @@ def load(folder: Path, step: int) -> SavedState:
         return SavedState(step, load_file(path / MODEL), load_file(path / OPTIMIZER), earlier)
     except (SafetensorError, OSError) as error:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: unreadable: {error}") from None
+
+
+def broadcast(state: SavedState | None) -> SavedState:
+    """Return rank 0's `state`, which the ranks on other hosts cannot read, on every rank. Every rank must call this.
+
+    Other ranks need as much host memory as if they had read the checkpoint themselves.
+    """
+    step = torch.tensor([0 if state is None else state.step])
+    dist.broadcast(step, 0)
+    weights = _broadcast_tensors(None if state is None else state.weights)
+    optimizer = _broadcast_tensors(None if state is None else state.optimizer)
+    earlier = _broadcast_tensors(None if state is None else state.earlier)
+    return SavedState(int(step), weights, optimizer, earlier)
+
+
+def _broadcast_tensors(mine: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    table = from_rank_0(b"" if mine is None else msgspec.msgpack.encode(described(mine)))
+    rows = msgspec.msgpack.decode(table, type=list[TransferParameter])
+    tensors = dict(mine) if mine is not None else room_for(rows)
+    for tensor in tensors.values():
+        if tensor.numel():
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0)
+    return tensors
 
 
 def _sync(path: Path) -> None:

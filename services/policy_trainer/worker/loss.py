@@ -1,5 +1,5 @@
 """Computes the loss of each token, composed of named terms, and the sums from which metrics are derived. Nothing is
-normalised.
+normalised. `BatchLoss` binds the loss to the flat arrays of one mini-batch.
 
 With r = exp(cur - anchor), W the token's weight, A its sample's advantage and P the policy loss of `losses.policy`:
 
@@ -12,17 +12,29 @@ The gradient is that of sum(W l). Masking and truncation do not change W.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from proto.messages import ErrorCode, LossSpec
-from services.policy_trainer.worker.losses import mismatch
-from services.policy_trainer.worker.losses.kl import KL_LOSSES
+from proto.tensors import Array
+from services.policy_trainer.worker.losses.divergence import (
+    KL_LOSSES,
+    importance_sums,
+    importance_weight,
+    kept,
+    mismatch_sums,
+)
 from services.policy_trainer.worker.losses.policy import POLICY_LOSSES, PolicyLoss
 from services.policy_trainer.worker.losses.tokens import TokenData, weighted
+from services.policy_trainer.worker.samples import SCORE_KEYS, loss_keys
+from shared.model.logprobs import Entropy, Scores
 from shared.rpc.errors import RpcError
+from shared.stages import Per
+from shared.tensors_torch import to_device
 
 RATIO_MASKS = ("", "token", "sequence", "geometric")
 
@@ -64,7 +76,7 @@ def token_loss(
     trainer's log-probs, or -1 if the model has been updated since that version. The following are summed over the
     tokens: those of `weighted` with the terms `policy`, `kl` and `bonus` (of the entropy), 1 if the ratio was clipped
     (`clipped`), 1 if the ratio mask excluded the token (`masked`), `entropy`, `version`, and the sums of
-    `mismatch.mismatch_sums` and `mismatch.importance_sums`. No engine sampled the tokens of cross_entropy, so it has no
+    `mismatch_sums` and `importance_sums`. No engine sampled the tokens of cross_entropy, so it has no
     importance sums, and its mismatch is 0.
     """
     if spec.anchor == "present":
@@ -75,8 +87,8 @@ def token_loss(
     policy, clipped = (policy_loss or check(spec))(spec, cur, anchor, data)
     counted = torch.ones_like(clipped)
     if spec.anchor != "rollout":
-        counted = mismatch.kept(spec, anchor, data)
-        policy = torch.where(counted, policy * mismatch.importance_weight(spec, anchor, data), torch.zeros_like(policy))
+        counted = kept(spec, anchor, data)
+        policy = torch.where(counted, policy * importance_weight(spec, anchor, data), torch.zeros_like(policy))
     terms = {"policy": (1.0, policy)}
     if data.ref is not None and spec.kl_estimator:
         terms["kl"] = (spec.kl_coef, KL_LOSSES[spec.kl_estimator](cur, data.ref))
@@ -91,7 +103,62 @@ def token_loss(
             "version": data.versions.sum(),
         }
         own, sampled = cur if spec.anchor == "rollout" else anchor, spec.name != "cross_entropy"
-        sums |= mismatch.mismatch_sums(own, data, version, sampled=sampled)
+        sums |= mismatch_sums(own, data, version, sampled=sampled)
         if sampled:
-            sums |= mismatch.importance_sums(spec, own, data)
+            sums |= importance_sums(spec, own, data)
     return loss, {name: value.detach() for name, value in sums.items()}
+
+
+class BatchLoss:
+    """A `TokenLoss` over the samples of this data-parallel rank. It combines a backend's log-probs with advantages,
+    weights and the shards that the loss reads."""
+
+    def __init__(
+        self,
+        spec: LossSpec,
+        flat: dict[str, Array],
+        advantages: Array,
+        weights: Array,
+        device: str,
+        own: PolicyLoss | None = None,
+        version: int = -1,
+        *,
+        keeps: bool = False,
+    ) -> None:
+        """`flat` holds the joined shards. `advantages` and `weights` are float [T]. For `version` see `token_loss`.
+        `keeps` means that the log-probs of all tokens are kept for `kept_logprobs`.
+
+        Raises RpcError(bad_request) if `spec` is not supported.
+        """
+        self._spec = spec
+        self._version = version
+        self._policy = check(spec, own)
+        self.entropy: Entropy = "gradient" if spec.entropy_coef else "value"
+        """The form of entropy that the backend must compute in addition to log-probs."""
+        lengths = flat["lengths"].astype(np.int64)
+        # The model's inputs are not copied: the backend has put them on the device.
+        names = [key.name for key in loss_keys(spec) if key.per is Per.TOKEN and key.name not in SCORE_KEYS]
+        arrays = [advantages, weights, np.repeat(np.arange(len(lengths)), lengths), *(flat[name] for name in names)]
+        own_advantages, own_weights, sequences, *shards = to_device(arrays, torch.device(device))
+        self._tokens = TokenData(
+            shards=dict(zip(names, shards, strict=True)),
+            advantages=own_advantages,
+            weights=own_weights,
+            sequences=sequences,
+            sequence_count=len(lengths),
+        )
+        self._kept = torch.zeros(len(flat["loss_mask"]), device=device) if keeps else None
+
+    def __call__(self, scores: Scores, add_up: Callable[[Tensor], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        at, cur, entropy = scores.tokens, scores.outputs, scores.entropy
+        if self._kept is not None:
+            self._kept[at] = cur.detach().float()
+        data = self._tokens.at(at, add_up)
+        value = torch.zeros_like(cur) if entropy is None else entropy
+        return token_loss(self._spec, cur, data, value, self._policy, version=self._version)
+
+    def kept_logprobs(self) -> Array:
+        """Return float32 [T]: the log-probs that the pass computed on this rank, and 0 for all other tokens."""
+        size = len(self._tokens.weights)
+        kept: Array = np.zeros(size, np.float32) if self._kept is None else self._kept.cpu().numpy()
+        return kept

@@ -4,12 +4,13 @@ not see an in-place `all_reduce`. Therefore, `backward` must not be called on a 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shared.model.context import ContextRank
+from shared.model.context import ContextRank, sum_over_ranks
 from shared.ranks.layout import RankPlace
 
 
@@ -24,32 +25,17 @@ class Mesh:
                 f"tp {layout.tp}, pp {layout.pp}: backend torch supports only dp and cp; use backend megatron"
             )
         self.place = place
-        self._context: ContextRank | None = None
+        self.context: ContextRank | None = None
+        """The ranks across which sequences are split, or None without context parallelism."""
         if layout.cp > 1:
             for first in range(0, layout.world_size, layout.cp):  # every rank must create every group
                 group = dist.new_group(list(range(first, first + layout.cp)))
                 if first == place.dp_rank * layout.cp:
-                    self._context = ContextRank(place.cp_rank, layout.cp, group)
+                    self.context = ContextRank(place.cp_rank, layout.cp, group)
         self.shard_mesh: DeviceMesh | None = None
         if layout.world_size > 1:
             self.shard_mesh = init_device_mesh(device, (layout.world_size,), mesh_dim_names=("dp_cp",))
-
-    @property
-    def context(self) -> ContextRank | None:
-        """The ranks across which sequences are split, or None without context parallelism."""
-        return self._context
-
-    def sum_over_sequence_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise sum of a detached tensor over the ranks that share the same sequences."""
-        if self._context is None:
-            return values
-        total = values.detach().clone()
-        dist.all_reduce(total, group=self._context.group)
-        return total
-
-    def from_rank_0(self, mine: bytes) -> bytes:
-        """Return rank 0's `mine` on every rank. Every rank must call this."""
-        return mine if self.shard_mesh is None else from_rank_0(mine)
+        self.sum_over_sequence_ranks = partial(sum_over_ranks, self.context)
 
     def most(self, count: int) -> int:
         """Return the largest `count` over all ranks."""

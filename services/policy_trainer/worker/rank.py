@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
@@ -19,13 +19,12 @@ from proto import messages
 from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.worker.batch_reader import BatchReader
-from services.policy_trainer.worker.colocation.devices import Devices
-from services.policy_trainer.worker.colocation.residency import NEEDS, Part
-from services.policy_trainer.worker.publishing import Publishing
-from services.policy_trainer.worker.snapshot_keeper import SnapshotKeeper
+from services.policy_trainer.worker.devices import NEEDS, Devices
 from services.policy_trainer.worker.snapshots import Snapshots
+from services.policy_trainer.worker.weights.sender import WeightsSender
 from shared.actor.own_store import own_store
 from shared.actor.service import Service
+from shared.colocation.devices import Part
 from shared.dataplane.client import DataClient
 from shared.ranks.group import Group
 from shared.ranks.layout import RankPlace
@@ -51,11 +50,12 @@ class Rank:
         data: DataClient,
         compute: ThreadPoolExecutor,
         service: Service,
-        publishing: Publishing | None,
+        sender: WeightsSender | None,
     ) -> None:
         """`compute` is the one thread that owns the model, the device and the collectives. `service` takes turns on
-        devices. `publishing` is None on ranks that publish nothing."""
-        self.run, self.model, self.place, self.data, self.publishing = run, model, place, data, publishing
+        devices. `sender` sends published versions to engines that ask for them; None: engines only read stores."""
+        self.run, self.model, self.place, self.data, self.sender = run, model, place, data, sender
+        self.publishes = model.publishes is not None and place.rank == 0
         self.step = -1
         """Number of finished training steps, or -1 before the model is loaded."""
         self.dirty = False
@@ -73,8 +73,7 @@ class Rank:
             shows_parameters=model.publishes is not None and model.publishes.route == "ipc",
         )
         self.reader = BatchReader(data, patience_s=model.settings.collective_s / 2, on_wait=self._waited)
-        folder = model.snapshots_in(run.shm)
-        self.snapshots = SnapshotKeeper(Snapshots(folder, place) if model.snapshots else None)
+        self.snapshots = Snapshots(model.snapshots_in(run.shm) if model.snapshots else None, place)
         self.resources = AsyncExitStack()
         """Closes everything that the rank has opened."""
         self.resources.callback(data.close)
@@ -82,6 +81,7 @@ class Rank:
         self.resources.callback(self.reader.forget_prefetched)
         self._group, self._compute, self._service = group, compute, service
         self._store = ""
+        self._publication: asyncio.Future[None] | None = None
         self._log = structlog.get_logger("worker")
 
     def _waited(self, why: str, seconds: float) -> None:
@@ -134,18 +134,25 @@ class Rank:
 
     # ---- state
 
-    async def weights_settled(self) -> None:
-        """Wait until weights are no longer being read, so that they can be changed."""
-        if self.publishing is not None:
-            await self.publishing.settled()
+    def begin_publication(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, which reads the weights, in the background. It is the only one until `weights_settled`."""
+        self._publication = asyncio.ensure_future(work)
 
-    def require_step(self, step: int, what: str) -> None:
+    async def weights_settled(self) -> None:
+        """Wait until neither a publication nor an engine is reading the weights, so that they can be changed."""
+        if self._publication is not None:
+            await self._publication
+            self._publication = None
+        if self.sender is not None:
+            self.sender.changing()
+
+    async def require_step(self, step: int, what: str) -> None:
         """Raise RpcError(conflict) unless the rank stands at `step` with the weights of that step."""
         if self.step != step or self.dirty:
             changed = ", but has changed its weights since" if self.dirty else ""
             raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {self.step}{changed}")
 
-    def require_next(self, step: int, what: str) -> None:
+    async def require_next(self, step: int, what: str) -> None:
         """Raise RpcError(conflict) unless `step` is the one that follows the last finished step."""
         if step != self.step + 1:
             raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {self.step}")

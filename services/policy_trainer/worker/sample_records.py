@@ -12,15 +12,15 @@ import structlog
 from proto.errors import WireError
 from proto.messages import BatchMeta
 from proto.tensors import Array
-from services.policy_trainer.loss_spec import ADVANTAGES
+from services.policy_trainer.update import ADVANTAGES
 from services.policy_trainer.worker.samples import PROX_KEY, BatchTokens
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import RpcError
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.stages import SAMPLE_ADVANTAGES, TRAIN_LOGPROBS
 
 if TYPE_CHECKING:
-    from services.policy_trainer.worker.batch_loss import BatchLoss
+    from services.policy_trainer.worker.loss import BatchLoss
 
 PUT_S = 5.0
 

@@ -122,9 +122,3 @@ def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -
         )
     of_sequence = (np.repeat(first, tokens.sequences_of_task) + index).astype(np.int64)
     return np.repeat(values[of_sequence], tokens.flat["lengths"])
-
-
-def trained(loss_mask: Array, weights: Array) -> Array:
-    """Return `loss_mask` [T] without the tokens that have weight 0. They belong to masked-out samples and do not need
-    to be scored."""
-    return np.where(weights != 0, loss_mask, np.zeros_like(loss_mask))

@@ -17,8 +17,7 @@ from proto import messages
 from proto.messages import ErrorCode, WaitKind, WaitRow, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.worker.call_queue import CallQueue
-from services.policy_trainer.worker.colocation.residency import NEEDS
-from services.policy_trainer.worker.publishing import Publishing
+from services.policy_trainer.worker.devices import NEEDS
 from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.weights.sender import WeightsSender, perturbed_weights
 from shared import topology as topologies
@@ -30,7 +29,7 @@ from shared.ranks.meeting import Meeting, join, reach_hosts_by_nccl
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.topology import stop_limit_s
 from shared.topology.models import POLICY_WORKER, Publication
 
@@ -63,8 +62,7 @@ class PolicyTrainerWorker(Service):
         data = DataClient(self.client, reports=True, plain=not topology.transport.encrypt_bulk)
         publishes = self._model.publishes if instance == 0 else None
         self._sender = self._weights_sender(publishes, data) if publishes is not None else None
-        publishing = Publishing(self._sender) if publishes is not None else None
-        self._rank = Rank(run, self._model, place, self._group, data, self._compute, self, publishing)
+        self._rank = Rank(run, self._model, place, self._group, data, self._compute, self, self._sender)
         self._runners: dict[type[WorkerRequest], Runner] = {}
         """The runner of each kind of call. It is empty until the model is loaded."""
         self.progress = lambda: self._rank.progress

@@ -23,7 +23,7 @@ from shared.model.context import ContextRank
 from shared.model.load import named_weights, unfilled
 from shared.model.logprobs import LogprobScorer
 from shared.os_limits import host_bytes
-from shared.topology.model_memory import keeps_whole_gradients
+from shared.topology.memory_plan import keeps_whole_gradients
 from shared.weights.weight_set import described, nbytes
 
 _LOW = (torch.bfloat16, torch.float16)

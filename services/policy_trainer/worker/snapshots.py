@@ -14,11 +14,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 import xxhash
 
 from proto import blockfile
@@ -37,18 +39,38 @@ _STATE = "state"
 
 
 class Snapshots:
-    """The two files of one rank. A rank in another layout does not see them."""
+    """The two files of one rank, or none. A rank in another layout does not see them."""
 
-    def __init__(self, folder: Path, place: RankPlace) -> None:
+    def __init__(self, folder: Path | None, place: RankPlace) -> None:
+        """`folder` is None if the topology asks for no snapshots."""
         layout = place.layout
         ranks = f"{layout.world_size}-tp{layout.tp}-pp{layout.pp}-cp{layout.cp}"
-        self._files = [folder / f"rank-{place.rank}-of-{ranks}.{index}" for index in range(2)]
-        self._newest = self._files[0]
+        names = (f"rank-{place.rank}-of-{ranks}.{index}" for index in range(2))
+        self._files = [] if folder is None else [folder / name for name in names]
+        self._newest = self._files[0] if self._files else None
         self._mapped: dict[Path, Array] = {}
 
     def held(self) -> list[HeldSnapshot]:
         """Return the sealed snapshots."""
         return [held for file in self._files if (held := _content(self._table(file))) is not None]
+
+    def keep(self, lineage: int, step: int, state: Callable[[], Mapping[str, Tensor]]) -> float:
+        """Take a snapshot of the state after `step`, which `state` returns. If that fails, stop taking snapshots: the
+        rank continues to train without them.
+
+        Return the processor time that this took, in seconds.
+        """
+        if not self._files:
+            return 0.0
+        began = time.thread_time()
+        try:
+            self.take(lineage, step, state())
+        except (OSError, WireError) as error:
+            log = structlog.get_logger("worker")
+            log.warning("snapshots turned off, so a killed trainer returns to its checkpoint", error=str(error))
+            self.remove()
+            self._files = []
+        return time.thread_time() - began
 
     def take(self, lineage: int, step: int, state: Mapping[str, Tensor]) -> None:
         """Copy `state` into the file that does not hold the newest snapshot. Raises OSError if there is no room."""
@@ -82,7 +104,7 @@ class Snapshots:
                     )
                 tensors[shard.key] = to_torch(data.view(shard.dtype.numpy).reshape(shard.shape))
             return tensors
-        raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}, lineage {lineage}: not in {self._files[0].parent}")
+        raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}, lineage {lineage}: this rank has no such file")
 
     def keep_only(self, lineage: int = -1, step: int = -1) -> None:
         """Discard all snapshots except that of `step` under `lineage`, because the others were not trained from the

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from proto.messages import WorkerRequest
 from services.policy_trainer.worker.backend import Backend, BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.calls.loaded import Loaded
 from services.policy_trainer.worker.calls.state import StateCalls
 from services.policy_trainer.worker.calls.training import TrainingCalls
 from services.policy_trainer.worker.calls.weights import WeightsCalls
+from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions
 from shared.inputs import check_model
@@ -19,7 +19,7 @@ from shared.ranks.layout import RankPlace
 from shared.ranks.meeting import Meeting
 from shared.ranks.process_group import open_group, own_device
 from shared.rundir import RunDir
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.topology.models import TrainedModel
 
 
@@ -38,7 +38,7 @@ def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, 
         with_digests=publishes is not None and not publishes.mapped,
     )
     earlier = EarlierVersions(publishes.earlier if publishes is not None else 0)
-    loaded = Loaded(backend, canaries, earlier, model.deterministic)
+    loaded = Loaded(backend, canaries, earlier)
     subjects = (
         TrainingCalls(rank, loaded, choice),
         WeightsCalls(rank, loaded),

@@ -88,7 +88,7 @@ class OpenAIEngine:
         self._eos_ids: list[int] = []
         self._sizes = (0, 0)
         self._mark = ""
-        self._swaps = 0
+        self.swaps = 0
         self._tokens = 0
         self._generate_s = 0.0
 
@@ -96,15 +96,8 @@ class OpenAIEngine:
     def progress(self) -> int:
         return self._compute.progress
 
-    @property
-    def swaps(self) -> int:
-        return self._swaps
-
     loads = FULL_ONLY
-
-    @property
-    def side_by_side(self) -> bool:
-        return False
+    side_by_side = False
 
     @property
     def vocab_size(self) -> int:
@@ -278,7 +271,7 @@ class OpenAIEngine:
                 np.array(ids, np.int32),
                 np.array(values, np.float32),
                 FinishReason(reason),
-                np.full(len(ids), self._swaps, np.int32),
+                np.full(len(ids), self.swaps, np.int32),
             )
             for ids, values, reason in zip(token_ids, logprobs, reasons, strict=True)
         ]
@@ -289,7 +282,7 @@ class OpenAIEngine:
         with self._handed_over(tensors) as path:
             await self._rpc("read_policy_weights", path, self._mark)
         self._compute.progress += 1
-        self._swaps += 1
+        self.swaps += 1
         answer = await self._http.post("/reset_prefix_cache", {})
         if not answer["success"]:
             raise RpcError(

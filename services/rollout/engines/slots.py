@@ -25,8 +25,8 @@ import xxhash
 from torch import Tensor, nn
 
 from services.rollout.engine import FinishReason, Generation, Prompt
+from services.rollout.engines.compute import EngineCall
 from services.rollout.engines.passes import BlockPasses, Part, gathered, make_passes
-from services.rollout.engines.side_by_side import EngineCall
 
 MAX_ROWS = 1024
 """Maximum number of rows that are decoded at once. Each row needs memory for keys and values."""
@@ -131,7 +131,7 @@ class _Rows:
 
 
 class SlotTable:
-    """A `side_by_side.Stepper` that decodes all calls in one table."""
+    """A `compute.Stepper` that decodes all calls in one table."""
 
     def __init__(
         self,

@@ -20,16 +20,14 @@ import torch
 from proto.messages import ErrorCode
 from proto.tensors import Array
 from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
-from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
 from services.rollout.engines.proof.weights import fitting
-from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.slots import SlotTable, Stopped
 from shared.colocation.devices import WEIGHTS, Parts
 from shared.colocation.shelf import Released, give_back, own_storages, release, restore
 from shared.model import cpu
-from shared.model.load import load_model, named_weights, require_deterministic_algorithms, weight_holders
+from shared.model.load import allow, load_model, named_weights, require_deterministic_algorithms, weight_holders
 from shared.model.logprobs import token_logprobs
-from shared.model.passes import allow
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.ranks.process_group import own_device
 from shared.rpc.errors import RpcError
@@ -62,6 +60,7 @@ class TransformersEngine:
         self._dtype = dtype
         self._threads = threads
         self._deterministic = deterministic
+        self.side_by_side = not deterministic
         self._device = device
         self._passes = passes
         self._compute = ComputeThread()
@@ -73,22 +72,14 @@ class TransformersEngine:
         self._lost = False
         """Whether the memory of the weights has been released and no weights have been set since."""
         self._holders: dict[str, list[torch.Tensor]] = {}
-        self._swaps = 0
+        self.swaps = 0
         self._steps = 0
 
     @property
     def progress(self) -> int:
         return self._compute.progress
 
-    @property
-    def swaps(self) -> int:
-        return self._swaps
-
     loads = FULL_ONLY
-
-    @property
-    def side_by_side(self) -> bool:
-        return not self._deterministic
 
     @property
     def vocab_size(self) -> int:
@@ -188,12 +179,12 @@ class TransformersEngine:
             self._model,
             eos_ids=eos_ids(self._path),
             stopped=self._stop_finder,
-            swaps=lambda: self._swaps,
+            swaps=lambda: self.swaps,
             steady=self._deterministic,
         )
         self._compute.progress += 1
 
-    # `side_by_side.Stepper`
+    # `compute.Stepper`
 
     def add(self, call: EngineCall) -> bool:
         self._must_have_weights()
@@ -227,7 +218,7 @@ class TransformersEngine:
                 for parameter in tied:
                     parameter.data = sources[name].to(parameter.device)
             self._compute.progress += 1
-        self._swaps += 1
+        self.swaps += 1
         self._lost = False
 
     @torch.no_grad()

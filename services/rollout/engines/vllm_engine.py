@@ -29,10 +29,9 @@ import torch
 from proto.messages import ErrorCode, TransferOffer
 from proto.tensors import Array
 from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
-from services.rollout.engines.compute import ComputeThread
+from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
 from services.rollout.engines.proof.load_trace import Proof, WeightPart
 from services.rollout.engines.proof.weights import check_fits, check_proofs, expected_weights, fitting, memory_file
-from services.rollout.engines.side_by_side import EngineCall, SideBySide
 from services.rollout.engines.transformers_engine import eos_ids
 from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker
 from services.rollout.engines.vllm_outputs import generation, under_way
@@ -115,7 +114,7 @@ class VllmEngine:
         self._held: dict[EngineCall, _Requests] = {}
         self._finished: dict[str, Any] = {}
         self._caches_older_weights = False
-        self._swaps = 0
+        self.swaps = 0
         self._proved: int | None = None
         """Number of swaps when the block was paused. Weights swapped in since then have not been proved yet."""
         self._on_cpu = False
@@ -133,15 +132,8 @@ class VllmEngine:
     def progress(self) -> int:
         return self._compute.progress
 
-    @property
-    def swaps(self) -> int:
-        return self._swaps
-
     loads = FULL_ONLY
-
-    @property
-    def side_by_side(self) -> bool:
-        return True
+    side_by_side = True
 
     @property
     def vocab_size(self) -> int:
@@ -219,7 +211,7 @@ class VllmEngine:
             await self._compute.run(lambda: self._wake(tags))
 
     async def pause(self) -> None:
-        self._proved = self._swaps
+        self._proved = self.swaps
         self._compute.pause()
 
     async def resume(self) -> None:
@@ -289,10 +281,10 @@ class VllmEngine:
             raise RpcError(ErrorCode.INTERNAL, text) if "memory" in text.lower() else BadInput(text) from error
         if self._tensor_parallel > 1:
             self._llm.collective_rpc("unname_shared_memory")
-        self._llm.set_weight_version(str(self._swaps))
+        self._llm.set_weight_version(str(self.swaps))
         self._compute.progress += 1
 
-    # `side_by_side.Stepper`
+    # `compute.Stepper`
 
     def add(self, call: EngineCall) -> bool:
         self._must_have_weights()
@@ -307,7 +299,7 @@ class VllmEngine:
         except BaseException:
             self._llm.abort_request(names)
             raise
-        self._held[call] = _Requests(names, samples, self._swaps)
+        self._held[call] = _Requests(names, samples, self.swaps)
         return True
 
     def step(self) -> None:
@@ -317,7 +309,7 @@ class VllmEngine:
             if all(name in self._finished for name in requests.names):
                 outputs = [self._finished.pop(name) for name in requests.names]
                 del self._held[call]
-                swapped = self._swaps > requests.swaps
+                swapped = self.swaps > requests.swaps
                 results = [
                     [generation(completion, requests.swaps, spans=swapped) for completion in output.outputs]
                     for output in outputs
@@ -326,7 +318,7 @@ class VllmEngine:
                 call.answer.set_result([group * (call.sampling.samples // requests.samples) for group in results])
 
     def so_far(self, call: EngineCall) -> list[list[Generation]]:
-        requests, proved = self._held[call], self._swaps if self._proved is None else self._proved
+        requests, proved = self._held[call], self.swaps if self._proved is None else self._proved
         groups = under_way(
             self._llm.output_processor, self._finished, requests.names, requests.samples, requests.swaps, proved
         )
@@ -417,8 +409,8 @@ class VllmEngine:
     def _weights_are_set(self) -> None:
         self._lost = False
         self._compute.progress += 1
-        self._swaps += 1
-        self._llm.set_weight_version(str(self._swaps))
+        self.swaps += 1
+        self._llm.set_weight_version(str(self.swaps))
         self._caches_older_weights = True
         if self._in_flight == "recompute":
             self._llm.reset_prefix_cache(reset_running_requests=True)

@@ -13,11 +13,10 @@ from services.rollout.engine import SamplingParams
 from services.rollout.rewards.score import Score, names_of
 from services.rollout.sampling.prompts import PromptBuilder, messages_of, tool_calls
 from services.rollout.sampling.tasks import TEXT_S, OnText, PreparedTasks, ReadyTask
-from services.rollout.sampling.trajectory import Made, Rolled
+from services.rollout.sampling.trajectory import Made, SequenceTokens
 from shared.data import Row
 from shared.lease import Lease
-from shared.samples.choice import Choice
-from shared.samples.text import SampleText, TaskText, pack
+from shared.samples.text import Choice, SampleText, TaskText, pack
 
 
 class SampleTexts:
@@ -94,11 +93,14 @@ class SampleTexts:
         sample = made.sample
         said = [str(message.get("content", "")) for message in sample.messages if message.get("role") == "assistant"]
         single = sample.turns == 1 and len(sample.messages) <= 2
+        rewards = score.parts  # those of a sum of several functions have the functions' names already
+        if not rewards and made.score is None and score.value is not None:
+            rewards = {self._first: score.value}
         return SampleText(
             completion=sample.completion,
             finish_reason=str(sample.finish_reason),
             reward=score.value,
-            rewards=score.parts or self._named(made, score),
+            rewards=rewards,
             info=score.info,
             failure=score.failure,
             length=len(sample.token_ids) if score.value is None else 0,
@@ -106,13 +108,8 @@ class SampleTexts:
             turns=sample.turns,
             tool_calls=sum(len(tool_calls(text)) for text in (said or [sample.completion]) if "<tool_call>" in text),
             messages=[] if single else sample.messages,
-            pieces=[] if score.value is None else self._prompts.pieces(answer_tokens(made.rolled)),
+            pieces=[] if score.value is None else self._prompts.pieces(answer_tokens(made.sequences)),
         )
-
-    def _named(self, made: Made, score: Score) -> dict[str, float]:
-        """Return the reward under the name of its function, unless the workflow gave it. The parts of a sum of several
-        functions have the functions' names already."""
-        return {self._first: score.value} if made.score is None and score.value is not None else {}
 
 
 def _prompt(row: Row) -> str | list[dict[str, Any]]:
@@ -125,12 +122,12 @@ def _prompt(row: Row) -> str | list[dict[str, Any]]:
 
 def _tokens(made: Made) -> int:
     """Return the number of tokens of a sample. A workflow that failed has left no sequences."""
-    return sum(len(sequence.token_ids) for sequence in made.rolled.sequences) or len(made.sample.token_ids)
+    return sum(len(sequence.token_ids) for sequence in made.sequences) or len(made.sample.token_ids)
 
 
-def answer_tokens(rolled: Rolled) -> list[int]:
+def answer_tokens(sequences: Sequence[SequenceTokens]) -> list[int]:
     """Return a sample's tokens, beginning in each sequence with the first sampled token."""
     tokens: list[int] = []
-    for sequence in rolled.sequences:
+    for sequence in sequences:
         tokens += sequence.token_ids[int(np.argmax(sequence.loss_mask)) :].tolist()
     return tokens

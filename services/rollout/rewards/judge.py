@@ -1,20 +1,26 @@
-"""Decides whether an error in a reward function means that its judge is unavailable, and when to try the judge again.
+"""Decides whether an error in a reward function means that its judge is unavailable, and which of the calls that wait
+for the judge to try again.
 
-The module is pure: it has no clock and no timer. It imports no HTTP library, and recognises the libraries' errors by
+The functions have no clock and no timer. The module imports no HTTP library, and recognises the libraries' errors by
 their names and attributes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from services.rollout.rewards.score import Score
+from services.rollout.user_code.frames import Asked, RateSamples
 from services.rollout.user_code.trace import chain
+from shared.sample import Sample
 
 if TYPE_CHECKING:
+    from services.rollout.user_code.host import UserHost
     from shared.topology.schema import RewardRetry
 
 SERVER_ERROR, TOO_MANY = 500, 429
@@ -103,18 +109,41 @@ def _retry_after(error: BaseException) -> float | None:
     return None
 
 
-class HeldCall(Protocol):
-    """A call that is waiting for its judge to answer."""
+@dataclass(eq=False)
+class RewardCall:
+    """One call of reward function number `function` for the samples at `places` in the block (`user_code.host.Work`).
 
-    tries: int
+    An `alone` call has a process of its own. A `probe` runs with no other call at the same time, to find out whether
+    its judge is answering again. `broken` counts the processes that ended during the call.
+    """
+
+    function: int
+    samples: list[Sample]
+    places: list[int]
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    alone: bool = False
+    probe: bool = False
+    broken: int = 0
+    tries: int = 0
     """Number of times that the judge was asked and did not answer."""
-    refusals: int
+    refusals: int = 0
     """Number of tries that failed although the judge had answered another call since the previous try."""
-    answers: int
+    answers: int = -1
     """`Judge.answers` at the last try; -1 before the first."""
+    scores: list[Score] = field(default_factory=list)
 
+    def finish(self, scores: list[Score]) -> None:
+        self.scores = scores
+        self.done.set()
 
-C = TypeVar("C", bound=HeldCall)
+    def begin(self, slot: int) -> RateSamples:
+        return RateSamples(slot, self.function, self.samples)
+
+    def asked(self, message: Asked, host: UserHost) -> None:
+        """Do nothing: reward functions have nothing to ask for."""
+
+    def end(self) -> None:
+        """Do nothing."""
 
 
 @dataclass
@@ -128,16 +157,16 @@ class Outage:
 
 
 @dataclass
-class Judge(Generic[C]):
+class Judge:
     """The judge behind one reward function. During an outage, one call at a time is tried again."""
 
     retry: RewardRetry
     outage: Outage | None = None
-    held: list[C] = field(default_factory=list)
+    held: list[RewardCall] = field(default_factory=list)
     answers: int = 0
     """Number of calls answered so far."""
 
-    def refused(self, call: C, error: str, now: float, *, after_s: float, probe: bool) -> bool:
+    def refused(self, call: RewardCall, error: str, now: float, *, after_s: float, probe: bool) -> bool:
         """Record that the judge did not answer `call`, and return whether the call is held until the judge answers
         again.
 
@@ -161,7 +190,7 @@ class Judge(Generic[C]):
                 self.outage.delay_s = max(longer, after_s)
         return True
 
-    def next_try(self) -> C | None:
+    def next_try(self) -> RewardCall | None:
         """Remove and return the held call with the fewest tries, or return None if no call is held."""
         if not self.held:
             return None
@@ -169,7 +198,7 @@ class Judge(Generic[C]):
         self.held.remove(call)
         return call
 
-    def answered(self) -> Sequence[C]:
+    def answered(self) -> Sequence[RewardCall]:
         """Record that a call was answered, end the outage, and return the held calls in order."""
         self.answers += 1
         self.outage = None

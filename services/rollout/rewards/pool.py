@@ -12,19 +12,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
 
 from proto.messages import Trouble, TroubleKind, WaitKind, WaitRow
-from services.rollout.rewards.judge import Judge
+from services.rollout.rewards.judge import Judge, RewardCall
 from services.rollout.rewards.score import JUDGE, RAISED, TIMEOUT, Score, failed, names_of, totals, weighted
-from services.rollout.user_code.failing import TEXT_CHARS, Failing
-from services.rollout.user_code.frames import Asked, Failed, Purpose, Rated, RateSamples, Returned, Setup
+from services.rollout.user_code.frames import Failed, Purpose, Rated, Returned, Setup
 from services.rollout.user_code.host import Broken, UserHost
 from services.rollout.user_code.load import UserFunction, is_inline, load
-from services.rollout.user_code.pool import MOST_BROKEN, UserPool
+from services.rollout.user_code.pool import MOST_BROKEN, TEXT_CHARS, Failing, UserPool
 from shared.sample import Sample
 
 if TYPE_CHECKING:
@@ -33,41 +31,6 @@ if TYPE_CHECKING:
 WATCH_S = 0.25
 PLAIN_CALLS = 16
 ASYNC_CALLS = 64
-
-
-@dataclass(eq=False)
-class RewardCall:
-    """One call of reward function number `function` for the samples at `places` in the block (`user_code.host.Work`).
-
-    An `alone` call has a process of its own. A `probe` runs with no other call at the same time, to find out whether
-    its judge is answering again. `broken` counts the processes that ended during the call. For the other fields, see
-    `judge.HeldCall`.
-    """
-
-    function: int
-    samples: list[Sample]
-    places: list[int]
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    alone: bool = False
-    probe: bool = False
-    broken: int = 0
-    tries: int = 0
-    refusals: int = 0
-    answers: int = -1
-    scores: list[Score] = field(default_factory=list)
-
-    def finish(self, scores: list[Score]) -> None:
-        self.scores = scores
-        self.done.set()
-
-    def begin(self, slot: int) -> RateSamples:
-        return RateSamples(slot, self.function, self.samples)
-
-    def asked(self, message: Asked, host: UserHost) -> None:
-        """Do nothing: reward functions have nothing to ask for."""
-
-    def end(self) -> None:
-        """Do nothing."""
 
 
 class RewardPool:
@@ -92,7 +55,7 @@ class RewardPool:
         self._processes = processes
         self._emit = emit
         self._inline: dict[int, UserFunction] = {}
-        self._judges: list[Judge[RewardCall]] = [Judge(retry) for _ in terms]
+        self._judges: list[Judge] = [Judge(retry) for _ in terms]
         self._probing: dict[int, asyncio.TimerHandle] = {}
         self.reachable = asyncio.Event()
         """Event that is set while every judge is available."""
@@ -145,7 +108,8 @@ class RewardPool:
             else:
                 calls += self._calls(groups, at)
         try:
-            await self._finished(calls, advance)
+            if calls:
+                await self._finished(calls, advance)
         finally:
             for call in calls:
                 call.done.set()  # abandoned: workers skip this call in the queue
@@ -246,7 +210,7 @@ class RewardPool:
                 call.alone = ended.suspect or call.broken == MOST_BROKEN
                 self._put_back(call)
                 return
-            ended = ended.failed()
+            ended = ended.failed
         self._answered(call, self._scores(call, ended))
 
     def _scores(self, call: RewardCall, ended: Rated | Failed | Returned) -> list[Score]:
@@ -316,7 +280,7 @@ class RewardPool:
         self._failing.count(scores)
         call.finish(scores)
 
-    def _refused(self, call: RewardCall, judge: Judge[RewardCall], score: Score, *, probe: bool) -> bool:
+    def _refused(self, call: RewardCall, judge: Judge, score: Score, *, probe: bool) -> bool:
         """Record the refusal, and return whether `call` is held for its judge."""
         begins = judge.outage is None
         now = asyncio.get_running_loop().time()

@@ -15,7 +15,7 @@ from proto.messages import DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandl
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.sampling.prompts import NoChatTemplate, PromptBuilder
 from shared.data import DataError, Row, Source, SourceChanged, SourceLost, open_source
-from shared.data.content import RowCheck, RowDigests
+from shared.data.source import RowCheck, RowDigests
 from shared.lease import Lease
 from shared.rpc.errors import BadInput, RpcError
 from shared.stages import TRAIN
@@ -132,7 +132,10 @@ class TaskSets:
         for handle in grant.batch.tasks:
             row: Row | None = None
             try:
-                row = self._row(grant.split, split_task_id(handle.task_id)[2])
+                index = split_task_id(handle.task_id)[2]
+                if grant.split in self._checks:
+                    self._checks[grant.split].check(index)  # raises SourceChanged if it named another row
+                row = self._sources[grant.split].row(index)
                 ids = self._token_ids(grant.split, handle.task_id, row)
                 if len(ids) > longest:
                     place = self._place(grant.split, handle.task_id)
@@ -149,12 +152,6 @@ class TaskSets:
             ready.append(ReadyTask(handle, row, ids, answer))
         min_survivors = min(2, sampling.samples) if grant.split == TRAIN else 1
         return PreparedTasks(ready, dropped, sampling, min_survivors, not_sampled)
-
-    def _row(self, split: str, index: int) -> Row:
-        """Return a row. Raises DataError: SourceChanged if the index named another row when the run began."""
-        if split in self._checks:
-            self._checks[split].check(index)
-        return self._sources[split].row(index)
 
     def _token_ids(self, split: str, task_id: str, row: Row) -> list[int]:
         try:

@@ -1,4 +1,4 @@
-"""The tokens of finished samples (`Rolled`), however they were made, and the policy version that sampled each token.
+"""The tokens of finished samples (`Made`), however they were made, and the policy version that sampled each token.
 
 Versions are never guessed: unproved weights have no version, and neither do their tokens.
 """
@@ -27,13 +27,10 @@ class BlockVersions:
     def __init__(self, step: int, swaps: int, lineage: int = 0) -> None:
         """Start with the proved version `step` of `lineage`, which the engine holds after `swaps` swaps."""
         self.began = swaps
+        self.first = step
+        """The version that the engine held when sampling for the lease began."""
         self.lineage = lineage
         self._steps = {swaps: step}
-
-    @property
-    def first(self) -> int:
-        """The version that the engine held when sampling for the lease began."""
-        return self._steps[self.began]
 
     def replaced(self, step: int, swaps: int) -> None:
         """Record that the engine holds the proved version `step` after `swaps` swaps."""
@@ -103,41 +100,34 @@ class SequenceTokens:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Rolled:
-    """A sample. It has no sequences if it failed. `truncated` says whether its last answer reached the length limit."""
+@dataclass(frozen=True)
+class Made:
+    """One finished sample: its tokens, the `sample` for reward functions, and the workflow's own score, if any.
+
+    It has no sequences if it failed. `truncated` says whether its last answer reached the length limit.
+    """
 
     sequences: list[SequenceTokens]
     truncated: bool
-
-
-@dataclass(frozen=True)
-class Made:
-    """One finished sample: its tokens, the `sample` for reward functions, and the workflow's own score, if any."""
-
-    rolled: Rolled
     sample: Sample
-    score: Score | None
+    score: Score | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def single_turns(prompt_ids: Sequence[int], answers: Sequence[Completion]) -> list[Rolled]:
-    """Return samples of a single turn: the prompt, followed by the sampled tokens."""
+def single_turns(prompt_ids: Sequence[int], answers: Sequence[Completion]) -> list[list[SequenceTokens]]:
+    """Return the sequence of each sample of a single turn: the prompt, followed by the sampled tokens."""
     given = len(prompt_ids)
     prompt = np.array(prompt_ids, np.int32)
     not_sampled, no_logprobs = np.zeros(given, np.uint8), np.zeros(given, np.float32)
     no_versions = np.full(given, -1, np.int32)
     return [
-        Rolled(
-            [
-                SequenceTokens(
-                    np.concatenate((prompt, answer.token_ids)),
-                    np.concatenate((not_sampled, np.ones(len(answer.token_ids), np.uint8))),
-                    np.concatenate((no_logprobs, answer.logprobs)),
-                    np.concatenate((no_versions, answer.versions)),
-                )
-            ],
-            truncated=answer.finish_reason == FinishReason.LENGTH,
-        )
+        [
+            SequenceTokens(
+                np.concatenate((prompt, answer.token_ids)),
+                np.concatenate((not_sampled, np.ones(len(answer.token_ids), np.uint8))),
+                np.concatenate((no_logprobs, answer.logprobs)),
+                np.concatenate((no_versions, answer.versions)),
+            )
+        ]
         for answer in answers
     ]

@@ -172,20 +172,11 @@ class Work(Protocol):
 @dataclass(frozen=True)
 class Broken:
     """The process ended during the call. `suspect` means that the call may be the cause, and `certain` that it is.
+    `failed` is the end of the call that is the cause."""
 
-    The other fields are those of `Failed`.
-    """
-
-    why: str
-    kind: LossReason
+    failed: Failed
     suspect: bool
     certain: bool
-    at: str = ""
-    trace: str = ""
-
-    def failed(self) -> Failed:
-        """Return the failure of the call that is the cause."""
-        return Failed(0, self.why, self.kind, self.at, self.trace)
 
 
 Ended = Returned | Rated | Failed
@@ -249,7 +240,8 @@ class UserHost:
     async def make(self, work: Work) -> Ended | Broken:
         """Make a call and return how it ended. Cancelling the coroutine abandons the call."""
         if self.task.done():
-            return Broken("its process has ended", LossReason.CRASHED, suspect=False, certain=False)
+            failed = Failed(0, "its process has ended", LossReason.CRASHED)
+            return Broken(failed, suspect=False, certain=False)
         self._slot += 1
         slot = self._slot
         if slot == frames.SLOTS:
@@ -335,17 +327,18 @@ class UserHost:
         home = self.ready.homes[live.work.function]
         suspect, certain = slot in suspects, suspects == {slot}
         if self._no_memory is not None:
-            return Broken(self._out_of_memory, LossReason.MEMORY, suspect, certain=False, at=self._no_memory.at)
+            failed = Failed(slot, self._out_of_memory, LossReason.MEMORY, self._no_memory.at)
+            return Broken(failed, suspect, certain=False)
         if hung:
             why = self._setup.late
             if self._setup.purpose is Purpose.WORKFLOW:
                 remedy = "await ctx.call(tool, ...) instead of calling it"
                 why = f"blocked the loop of its process for {self._stall_s:g} s; {remedy}"
-            return Broken(why, LossReason.TIMEOUT, suspect, certain, hangs_at(stack, home), stack)
+            return Broken(Failed(slot, why, LossReason.TIMEOUT, hangs_at(stack, home), stack), suspect, certain)
         why = f"took its process down: it {status}"
         # A plain function is alone in its process, except for what earlier calls have left behind.
         certain = certain and not self.ready.is_async[live.work.function]
-        return Broken(why, LossReason.CRASHED, suspect, certain, hangs_at("", home))
+        return Broken(Failed(slot, why, LossReason.CRASHED, hangs_at("", home)), suspect, certain)
 
     @property
     def _out_of_memory(self) -> str:

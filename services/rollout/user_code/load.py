@@ -1,5 +1,11 @@
 """Finds the reward functions and the workflow that a topology names. Errors are one line long and are raised when the
-run starts."""
+run starts.
+
+`python -m services.rollout.user_code.load FD` checks all functions that a topology names. This process imports users'
+modules, so its parent must be able to kill it. It runs none of the functions. FD is a socket. The process reads a JSON
+list of `Wanted` up to the end of the stream and answers with one JSON line for each: its error, or "" for a function
+that a run could use.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +14,24 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.rollout.rewards import builtin as rewards
+import msgspec
+
+from services.rollout.user_code.builtin import REWARDS, WORKFLOWS, Builtin
+from services.rollout.user_code.confined import confine
 from services.rollout.user_code.frames import Purpose
 from services.rollout.user_code.trace import Home, home_of
-from services.rollout.workflows import builtin as workflows
-from shared.rpc.errors import BadInput
-from shared.user_function import import_function
+from shared.rpc.errors import BadInput, RpcError
+from shared.user_function import find_function, import_function
 
 GROUP_PARAMETER = "samples"
 _BUILTIN = "builtin"
+ARGUMENTS = 3
+"""Number of positional arguments of an advantage (rewards, groups, loss_tokens) and of a loss (cur, anchor, tokens)."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +52,16 @@ class _FunctionKind:
 
     what: str
     arguments: tuple[str, ...]
-    builtins: Mapping[str, rewards.Builtin]
+    builtins: Mapping[str, Builtin]
     must_be_async: bool = False
 
 
 _KINDS = {
-    Purpose.REWARD: _FunctionKind("reward function", ("sample",), rewards.BUILTINS),
+    Purpose.REWARD: _FunctionKind("reward function", ("sample",), REWARDS),
     Purpose.WORKFLOW: _FunctionKind(
         "workflow",
         ("row", "llm", "ctx"),
-        {name: rewards.Builtin(call) for name, call in workflows.BUILTINS.items()},
+        WORKFLOWS,
         must_be_async=True,
     ),
 }
@@ -92,7 +103,7 @@ def refused(purpose: Purpose, path: str, why: str) -> BadInput:
     return BadInput(f"{_KINDS[purpose].what} {path!r}: {why}"[:600].replace("\n", " "))
 
 
-def _builtin(purpose: Purpose, path: str) -> rewards.Builtin | None:
+def _builtin(purpose: Purpose, path: str) -> Builtin | None:
     """Return the builtin that `builtin:<name>` names, or None for other paths. Raises RpcError for unknown names."""
     module_name, _, name = path.partition(":")
     if module_name != _BUILTIN:
@@ -104,7 +115,7 @@ def _builtin(purpose: Purpose, path: str) -> rewards.Builtin | None:
     return builtins[name]
 
 
-def _checked(builtin: rewards.Builtin, purpose: Purpose, path: str, params: dict[str, Any]) -> Callable[..., Any]:
+def _checked(builtin: Builtin, purpose: Purpose, path: str, params: dict[str, Any]) -> Callable[..., Any]:
     """Import the optional modules of a builtin, so that the timeout of its first call does not include the imports.
 
     Raises BadInput if a module is not installed, or if no call with `params` can succeed.
@@ -120,3 +131,37 @@ def _checked(builtin: rewards.Builtin, purpose: Purpose, path: str, params: dict
     except (re.error, KeyError, TypeError) as error:
         raise refused(purpose, path, f"params {params!r:.100} cannot work ({type(error).__name__}: {error})") from None
     return builtin.call
+
+
+class Wanted(msgspec.Struct):
+    """One function: topology key, kind (`reward`, `workflow`, `advantage` or `loss`), import path and arguments."""
+
+    key: str
+    kind: str
+    path: str
+    params: dict[str, Any]
+
+
+def problem(wanted: Wanted) -> str:
+    """Import the function. Return the one-line reason why a run could not use it, or an empty string if it could."""
+    try:
+        if wanted.kind in tuple(Purpose):
+            load(Purpose(wanted.kind), wanted.path, wanted.params)
+        else:
+            find_function(wanted.path, wanted.key, ARGUMENTS, wanted.params)
+    except (RpcError, ValueError) as error:
+        return str(error).removeprefix(f"{wanted.key}: ")
+    return ""
+
+
+def main(descriptor: int) -> None:
+    link = confine(descriptor)
+    if link is None:
+        return
+    with link, link.makefile("rb") as asked:
+        for wanted in msgspec.json.decode(asked.read(), type=list[Wanted]):
+            link.sendall(msgspec.json.encode(problem(wanted)) + b"\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,13 +1,16 @@
-"""A pool of processes for users' code. Each process is replaced when it ends."""
+"""A pool of processes for users' code, each of which is replaced when it ends, and the report of failing samples."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from proto.messages import ErrorCode, WaitRow
+import structlog
+
+from proto.messages import ErrorCode, Trouble, TroubleKind, WaitRow
+from services.rollout.rewards.score import Score
 from services.rollout.user_code.frames import Ready, Setup
 from services.rollout.user_code.host import Broken, Ended, UserHost, Work
 from services.rollout.user_code.load import refused
@@ -17,6 +20,9 @@ START_ATTEMPTS = 3
 MOST_BROKEN = 3
 """Number of broken processes after which a call is made alone even if it was never a suspect."""
 W = TypeVar("W", bound=Work)
+TEXT_CHARS = 900
+MOST_LOGGED = 64
+"""Maximum number of failures that are logged with a traceback before a lease succeeds again."""
 
 
 class UserPool:
@@ -88,7 +94,7 @@ class UserPool:
             if not isinstance(ended, Broken):
                 return ended, work
             if alone or ended.certain:
-                return ended.failed(), work
+                return ended.failed, work
             broken += 1
             alone = ended.suspect or broken == MOST_BROKEN
 
@@ -160,3 +166,45 @@ class UserPool:
 
         process.task.add_done_callback(ended)
         return process
+
+
+class Failing:
+    """Counts samples from the first failure until a whole lease succeeds."""
+
+    def __init__(self, kind: TroubleKind, log: str) -> None:
+        """`log` is the name of the logger."""
+        self._kind = kind
+        self._log = structlog.get_logger(log)
+        self._failed = 0
+        self._samples = 0
+        self._last = ""
+        self._logged: set[tuple[str, str]] = set()
+
+    def count(self, scores: Sequence[Score]) -> None:
+        """Count samples that have ended."""
+        for score in scores:
+            if score.value is None:
+                self._failed += 1
+                self._last = score.failure
+                self._write(score)
+        if self._failed:
+            self._samples += len(scores)
+
+    def lease_ended(self, *, well: bool) -> None:
+        """Record that all samples of a lease have ended. `well` means that none of them failed."""
+        if well:
+            self._failed = self._samples = 0
+            self._logged.clear()
+
+    def troubles(self) -> list[Trouble]:
+        """Return the problems to report in the heartbeat."""
+        if not self._failed:
+            return []
+        text = f"{self._kind} failing: {self._failed} of {self._samples}, {self._last}"
+        return [Trouble(self._kind, text[:TEXT_CHARS])]
+
+    def _write(self, score: Score) -> None:
+        key = (score.kind, score.trace or score.failure)
+        if key not in self._logged and len(self._logged) < MOST_LOGGED:
+            self._logged.add(key)
+            self._log.warning("sample failed", kind=str(score.kind), why=score.failure, exception=score.trace)

@@ -34,10 +34,9 @@ from services.rollout.user_code.frames import (
     Setup,
     frame,
 )
-from services.rollout.user_code.link import Link
 from services.rollout.user_code.load import UserFunction, load
 from services.rollout.user_code.trace import raised_at, traced
-from services.rollout.user_code.user_side import TOOL_STACK_BYTES, ProcessContext, ProcessLLM
+from services.rollout.user_code.user_side import TOOL_STACK_BYTES, Link, ProcessContext, ProcessLLM
 from shared.rpc.errors import RpcError, is_certain
 from shared.stacks import write_stacks_on_signal
 from shared.workflow import Sequence, Trajectory, WorkflowError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import structlog
@@ -90,10 +90,7 @@ class Arrays:
 
     weights: Mapping[str, Array]
     route: str = SHARDS
-
-    @property
-    def entry(self) -> LoadEntry:
-        return LoadEntry.SET
+    entry: ClassVar[LoadEntry] = LoadEntry.SET
 
     async def begin(self) -> None:
         """Do nothing, since the weights have arrived."""
@@ -241,10 +238,7 @@ class _IntoEngine:
     ref: WeightsRef
     is_drill: bool
     _asked: asyncio.Task[TransferOffer] | None = None
-
-    @property
-    def entry(self) -> LoadEntry:
-        return LoadEntry.RECEIVE
+    entry: ClassVar[LoadEntry] = LoadEntry.RECEIVE
 
     async def begin(self) -> None:
         """Ask the trainer to read the version and to prepare to send it, so that generation does not wait for that."""

@@ -213,7 +213,7 @@ class EngineVersions:
         try:
             await self._sync.place(ref, delivery)
         except TransferFailed:
-            await self._sync.place(ref, await _unless_gone(self._from_store(lease, ref)))
+            await self._sync.place(ref, await _unless_gone(self._fetch(lease, ref, from_store=True)))
         return True
 
     async def _verify_canary(self, lease: Lease) -> None:
@@ -224,13 +224,11 @@ class EngineVersions:
         except TransferFailed:
             if ref is None:
                 raise
-            await self._sync.load(ref, await _unless_gone(self._from_store(lease, ref)))
+            await self._sync.load(ref, await _unless_gone(self._fetch(lease, ref, from_store=True)))
 
-    async def _fetch(self, lease: Lease, ref: WeightsRef) -> Delivery:
-        return await self._leases.persist(lease, "weights", partial(self._source.fetch, ref), FETCH_S)
-
-    async def _from_store(self, lease: Lease, ref: WeightsRef) -> Delivery:
-        return await self._leases.persist(lease, "weights", partial(self._source.from_store, ref), FETCH_S)
+    async def _fetch(self, lease: Lease, ref: WeightsRef, *, from_store: bool = False) -> Delivery:
+        fetch = self._source.from_store if from_store else self._source.fetch
+        return await self._leases.persist(lease, "weights", partial(fetch, ref), FETCH_S)
 
     # ---- running samples
 

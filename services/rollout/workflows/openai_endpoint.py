@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from proto.messages import Trouble, TroubleKind
 from services.rollout.workflows.calls import SampleCalls
-from services.rollout.workflows.messages import arguments, called, content_text
+from services.rollout.workflows.conversation import arguments, called, content_text
 from shared.guest_server import GuestServer, prove
 from shared.workflow import ContextFull, Message, Turn, WorkflowError
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +20,18 @@ from services.rollout.engine import Engine, FinishReason, GenerationCancelled
 from services.rollout.rewards.score import WORKFLOW, Score, failed
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import OnText, PreparedTasks, ReadyTask
-from services.rollout.sampling.trajectory import BlockVersions, Made, Rolled, SequenceTokens
-from services.rollout.user_code.failing import Failing
+from services.rollout.sampling.trajectory import BlockVersions, Made, SequenceTokens
+from services.rollout.user_code import frames
 from services.rollout.user_code.frames import Failed, Returned
-from services.rollout.user_code.pool import UserPool
-from services.rollout.workflows.attempt import Attempt
+from services.rollout.user_code.host import UserHost
+from services.rollout.user_code.pool import Failing, UserPool
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.conversation import Conversation
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from shared.lease import Lease, LeaseLost
 from shared.sample import Sample
-from shared.workflow import Sequence, WorkflowError
+from shared.workflow import ContextFull, Sequence, Turn, WorkflowError
 
 WATCH_S = 0.25
 
@@ -159,7 +160,7 @@ class WorkflowRunner:
         self._failing.count([score])
         conversation = attempt.calls.conversation
         sample = _so_far(task, conversation, _sampled(conversation.sequences()))
-        return Made(Rolled([], truncated=False), sample, score)
+        return Made([], False, sample, score)
 
 
 def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_tokens: int, vocab_size: int) -> Made:
@@ -177,8 +178,7 @@ def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_t
     sampled = [int(token) for sequence in sequences for token in sequence.token_ids[sequence.loss_mask == 1]]
     sample = replace(_so_far(task, conversation, sampled), state=returned.state)
     metrics = {name: value for name, value in returned.metrics.items() if math.isfinite(value)}
-    rolled = Rolled(sequences, truncated=conversation.finish_reason == FinishReason.LENGTH)
-    return Made(rolled, sample, returned.score, metrics)
+    return Made(sequences, conversation.finish_reason == FinishReason.LENGTH, sample, returned.score, metrics)
 
 
 def _so_far(task: ReadyTask, conversation: Conversation, sampled: list[int]) -> Sample:
@@ -226,3 +226,63 @@ def tokens_of(sequence: Sequence) -> SequenceTokens:
     if sampled[0]:
         raise WorkflowError("a sequence's first token has loss_mask 1, but nothing predicts it: begin with the prompt")
     return made
+
+
+class Attempt:
+    """An attempt at sample number `sample` of a task, as work for a process (`user_code.host.Work`)."""
+
+    function = 0
+
+    def __init__(self, task: ReadyTask, sample: int, calls: SampleCalls, endpoint: OpenAIEndpoint) -> None:
+        self.calls = calls
+        self._task = task
+        self._sample = sample
+        self._endpoint = endpoint
+        self._under_way: dict[int | None, asyncio.Task[None]] = {}
+
+    def begin(self, slot: int) -> frames.BeginSample:
+        base_url = self._endpoint.open(self.calls)
+        return frames.BeginSample(slot, self._task.handle.task_id, self._sample, self._task.row, base_url)
+
+    def asked(self, message: frames.Asked, host: UserHost) -> None:
+        match message:
+            case frames.Chat() | frames.CompleteText():
+                self._start(message.call, self._answer(message, host))
+            case frames.Leave():
+                if message.call in self._under_way:
+                    self._under_way[message.call].cancel()
+            case frames.Ask():
+                self._start(None, self._send_captured(message.slot, host))
+
+    def end(self) -> None:
+        self.calls.closed = f"the sample {self.calls.name} has ended"
+        self._endpoint.close(self.calls)
+        for call in list(self._under_way.values()):
+            call.cancel()
+
+    def _start(self, call: int | None, work: Coroutine[Any, Any, None]) -> None:
+        task = self._under_way[call] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._under_way.pop(call, None))
+
+    async def _send_captured(self, slot: int, host: UserHost) -> None:
+        def framed(sequences: list[Sequence]) -> bytes:
+            return frames.frame(frames.Captured(slot, sequences), frames.TO_PROCESS_BYTES)
+
+        try:
+            host.write(await self.calls.captured(framed))
+        except asyncio.CancelledError:  # abandoned, but the whole process is waiting for this answer
+            host.write(framed([]))
+
+    async def _answer(self, asked: frames.Chat | frames.CompleteText, host: UserHost) -> None:
+        turn: Turn | None = None
+        refused = why = ""
+        try:
+            if isinstance(asked, frames.Chat):
+                turn = await self.calls.chat(asked.messages, asked.tools)
+            else:
+                turn = await self.calls.complete(asked.prompt)
+        except (ContextFull, WorkflowError) as error:
+            refused, why = type(error).__name__, str(error)
+        except Exception as error:  # an error of the call, raised in the workflow
+            why = f"{type(error).__name__}: {error}"
+        host.send(frames.Answered(asked.slot, asked.call, turn, refused, why))

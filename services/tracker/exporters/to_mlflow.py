@@ -24,9 +24,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
 from mlflow.exceptions import MlflowException
 
-from services.tracker.exporter import End, Note, Subject, TrackerRefused
+from services.tracker.exporter import LINE_CHARS, End, Note, Subject, TrackerRefused
 from services.tracker.redaction import flat
 from services.tracker.samples import SampleTable
+from shared.runfiles.logs import shorten
 from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor import Mlflow
 
@@ -56,9 +57,10 @@ class MlflowExporter:
             return self._open(subject)
         except MlflowException as error:
             if error.error_code in _REFUSED:
+                why = f"{self._section.uri}: {error.error_code}: {shorten(str(error), LINE_CHARS)}"
                 raise TrackerRefused(
-                    f"{self._section.uri}: {error.error_code}: {_line(error)} (MLFLOW_TRACKING_USERNAME and "
-                    "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, of a user who may write to the experiment)"
+                    f"{why} (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, of a "
+                    "user who may write to the experiment)"
                 ) from None
             raise
 
@@ -105,7 +107,7 @@ class MlflowExporter:
         except Exception as error:
             self._client.get_run(self._run)  # raises if the server does not answer, so the table is sent later
             self._has_artifacts = False
-            reason = f"none: artifacts cannot be stored: {type(error).__name__}: {_line(error)}"
+            reason = f"none: artifacts cannot be stored: {type(error).__name__}: {shorten(str(error), LINE_CHARS)}"
             structlog.get_logger("tracker").warning("samples are no longer sent", tracker="mlflow", exc_info=error)
             self._client.set_tag(self._run, "samples", reason[:TAG_CHARS])
 
@@ -139,10 +141,6 @@ class MlflowExporter:
             self._client.log_batch(self._run, metrics=batch)
 
 
-def make(section: Mlflow) -> MlflowExporter:
-    return MlflowExporter(section)
-
-
 def _metrics(row: CommittedRow) -> list[Metric]:
     at = int(time.time() * 1000)
     values = {_key(name): value for name, value in row.values.items()} | {"lineage": row.lineage, ROW: row.position}
@@ -152,7 +150,3 @@ def _metrics(row: CommittedRow) -> list[Metric]:
 def _key(name: str) -> str:
     """Return `name` in a form that MLflow accepts: `eval/math/pass@8` -> `eval/math/pass_at_8`."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -76,10 +76,6 @@ class TensorboardExporter:
         file.flush()
 
 
-def make(section: Tensorboard) -> TensorboardExporter:
-    return TensorboardExporter(section)
-
-
 def _cell(value: Cell) -> str:
     """Return a value as a Markdown table cell, without newlines or unescaped bars, which would end the cell."""
     return " ".join(str(value).split()).replace("|", "\\|")

@@ -124,7 +124,3 @@ def _metrics(row: CommittedRow) -> dict[str, float]:
     """Return the values of a row by name. trackio reserves the name `step` for its own step."""
     values = {STEP if name == "step" else name: value for name, value in row.values.items()}
     return {**values, "lineage": row.lineage}
-
-
-def make(section: Trackio) -> TrackioExporter:
-    return TrackioExporter(section)

@@ -18,8 +18,9 @@ os.environ.setdefault("WANDB_SILENT", "true")  # `wandb.init` prints a line befo
 import wandb
 from wandb.errors import AuthenticationError, CommError, UsageError
 
-from services.tracker.exporter import End, Note, Subject, TrackerRefused
+from services.tracker.exporter import LINE_CHARS, End, Note, Subject, TrackerRefused
 from services.tracker.samples import SampleTable
+from shared.runfiles.logs import shorten
 from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor import Wandb
 
@@ -64,12 +65,12 @@ class WandbExporter:
                 settings=settings,
             )
         except (AuthenticationError, UsageError) as error:
-            raise TrackerRefused(f"{_line(error)} ({_KEY_REMEDY})") from None
+            raise TrackerRefused(f"{shorten(str(error), LINE_CHARS)} ({_KEY_REMEDY})") from None
         except CommError as error:
             if _KEY_REFUSED.search(str(error)):
-                raise TrackerRefused(f"{_line(error)} ({_KEY_REMEDY})") from None
+                raise TrackerRefused(f"{shorten(str(error), LINE_CHARS)} ({_KEY_REMEDY})") from None
             if _PROJECT_REFUSED.search(str(error)):
-                raise TrackerRefused(f"{_line(error)} ({_PROJECT_REMEDY})") from None
+                raise TrackerRefused(f"{shorten(str(error), LINE_CHARS)} ({_PROJECT_REMEDY})") from None
             raise
         self._run.config.update(dict(subject.configuration), allow_val_change=True)
         self._run.define_metric("step", hidden=True)
@@ -94,11 +95,3 @@ class WandbExporter:
         if self._tables:
             self._run.summary["samples"] = self._tables[-1]
         self._run.finish(exit_code=0 if end.outcome in ("done", "stopped") else 1)
-
-
-def make(section: Wandb) -> WandbExporter:
-    return WandbExporter(section)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -13,7 +13,7 @@ export function h(tag, attributes = {}, ...children) {
 }
 
 // Makes control and invisible characters visible, including those that colour a terminal or reverse the direction of text.
-// They are the characters that `plain` in shared/samples/plain.py escapes.
+// They are the characters that `plain` in shared/samples/record.py escapes.
 const HIDDEN = /(?![\n\t])[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}]/gu;
 
 export function clean(text) {

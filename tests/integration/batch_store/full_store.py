@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -84,9 +83,3 @@ async def places(peer: Peer, tasks: list[TaskShards]) -> list[str]:
     located = await peer.store.call(request, Located, deadline_s=10)
     files = [located.files[first] for [first] in located.places]
     return ["disk" if "/spill/" in path else "memory" for path in files]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)

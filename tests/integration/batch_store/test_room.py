@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from proto.messages import Complete, CompleteAck, Outcome, TaskResult
-from services.rollout.results.assemble import Assembled, in_files, with_receipt
+from services.rollout.results.finish import Assembled, in_files, with_receipt
 from shared.dataplane.client import TaskShards
 from shared.topology import TopologyError, load, weight_bytes, worst_case_bytes
 from tests.integration.store_scheduler import (

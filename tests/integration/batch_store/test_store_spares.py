@@ -29,8 +29,7 @@ from proto.messages import (
     TaskHandle,
 )
 from proto.tensors import Array
-from services.batch_store.room import held_bytes
-from services.batch_store.spares import SPARE_BYTES
+from services.batch_store.room import SPARE_BYTES, held_bytes
 from shared.dataplane.client import TaskShards
 from shared.dataplane.mapping import lock_named
 from shared.rpc.errors import RpcError

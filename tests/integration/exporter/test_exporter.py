@@ -24,7 +24,7 @@ from shared.actor.telemetry import TelemetrySender
 from shared.rpc.client import Client
 from shared.rundir import RunDir
 from shared.topology import load
-from tests.integration.tiny.harness import QUICKSTART, ROOT, environment, wait_for
+from tests.integration.tiny.harness import QUICKSTART, ROOT, environment, free_port, wait_for
 from tests.unit.exporter.test_otlp import collector
 
 CALL_S = 30.0
@@ -51,12 +51,6 @@ def a_run(folder: Path, *settings: str) -> Iterator[RunDir]:
         yield made
     finally:
         made.remove_volatile()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def scrape(port: int, token: str = "", path: str = "/metrics", method: str = "GET") -> tuple[int, str]:

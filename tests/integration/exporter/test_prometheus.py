@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.exporter.test_exporter import free_port, scrape
-from tests.integration.tiny.harness import QUICKSTART, ROOT, environment, wait_for
-from tests.unit.exporter.test_dashboard import expressions
+from tests.integration.exporter.test_exporter import scrape
+from tests.integration.tiny.harness import QUICKSTART, ROOT, environment, free_port, wait_for
+from tests.unit.exporter.test_families import expressions
 from tests.unit.exporter.test_otlp import Collector, collector
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

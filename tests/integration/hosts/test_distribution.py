@@ -25,8 +25,7 @@ from tests.integration.hosts.test_host_agent import on
 from tests.integration.netns import two_hosts
 from tests.integration.store_process import make_run, small_mount
 from tests.integration.store_scheduler import Process
-from tests.integration.stream_line import free_port
-from tests.integration.tiny.harness import QUICKSTART, wait_for
+from tests.integration.tiny.harness import QUICKSTART, free_port, wait_for
 
 LIMIT_S = 240.0
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]

@@ -17,7 +17,6 @@ from launch.processes.plan import module_of
 from shared.topology import load
 from shared.topology.fields import Section
 from tests.golden.topology_keys import section_of
-from tests.integration.exporter.test_exporter import free_port
 from tests.integration.tiny.harness import (
     QUICKSTART,
     ROOT,
@@ -25,6 +24,7 @@ from tests.integration.tiny.harness import (
     Launched,
     assert_nothing_left,
     ctl,
+    free_port,
     launched,
     wait_for,
 )

@@ -101,9 +101,9 @@ def test_a_terminal_elsewhere_shows_the_run_and_only_operators_can_use_its_contr
         async with app.run_test(size=(100, 30), notifications=True) as pilot:
             async with asyncio.timeout(LIMIT_S):
                 await feed.connected.wait()
-                while "reward/mean" not in feed.view.metric_names():
+                while "reward/mean" not in feed.view.curves.names:
                     await asyncio.sleep(0.05)
-            assert [point[0] for point in feed.view.curves(["reward/mean"])["reward/mean"]] == list(range(1, 8))
+            assert [point[0] for point in feed.view.curves.points("reward/mean")] == list(range(1, 8))
             await pilot.press("2", "r")
             await pilot.pause()
             names = {each.name for each in feed.view.services(time.time())}

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from launch.processes.programs import child_environment
-from launch.spares.heavy import spare_kinds
+from launch.spares.processes import spare_kinds
 from shared.topology import load
 from tests.integration.tiny.harness import (
     QUICKSTART,

@@ -97,7 +97,7 @@ def test_every_view_shows_the_run(tmp_path: Path, size: tuple[int, int]) -> None
                     "reference/0 waited ",
                 ],
                 "log": ["monitor/0", "state=READY"],
-                "samples": ["train/0/1", "completion", "two"],
+                "samples": ["train/0/1", "colours", "two"],
                 "warnings": ["warnings: 1", "entropy falls", "lower the rate"],
             }
             sending = asyncio.create_task(send_always(played))

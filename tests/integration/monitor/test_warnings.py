@@ -1,5 +1,5 @@
 """Tests that each warning of a run is recorded once, whatever happens to the monitor, and that topics, console and
-status show it.
+status show it. Small real runs that go wrong cause the matching warnings and no others.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from proto.messages import TopicRow
-from services.monitor.warnings.files import WarningFile
+from services.monitor.warnings.desk import WarningFile
 from services.scheduler.metrics_file import MetricsFile
 from shared.rundir import RunDir
 from shared.runfiles import warnings
 from shared.topology import load
 from tests.integration.monitor.test_monitor import Monitor, Sender
 from tests.integration.tiny.harness import QUICKSTART, ctl, launched, wait_for
+from tests.integration.whole_cluster import cluster
 from tests.unit.monitor.recorded import FOLDER, Recording, read
 
 SILENT = "kl-blow-up"
@@ -123,3 +124,70 @@ def test_a_monitor_that_cannot_write_its_warnings_continues(run: RunDir) -> None
 def _answers(run: RunDir) -> bool:
     asyncio.run(topics(run))
     return run.log_file("monitor", 0).exists() and '"READY"' in run.log_file("monitor", 0).read_text()
+
+
+REWARDS = """
+import random, time
+
+def always_one(sample):
+    time.sleep(0.02)
+    if random.random() < 0.2:
+        raise ValueError("no number in the answer")
+    return 1.0
+"""
+SMALL = (
+    "run.steps=24",
+    "data.eval={}",
+    "algorithm.tasks_per_step=8",
+    "algorithm.mini_batch_tasks=8",
+    "algorithm.kl=null",
+    "services.reference=null",
+)
+LIMIT_S = 560.0
+
+
+def warned(folder: Path, *overrides: str) -> set[str]:
+    """Run the quickstart with overrides and return the kinds of its warnings; check that the console shows each warning
+    once.
+    """
+    (folder / "my_odd_rewards.py").write_text(REWARDS)
+    environment = {"PYTHONPATH": str(folder)}
+    with cluster(QUICKSTART, folder, *SMALL, *overrides, limit_s=LIMIT_S, environment=environment) as running:
+        assert running.end() == 0
+        told = warnings.read(running.run.warnings)
+        output = (running.path / "cluster.out").read_text().splitlines()
+    assert [line for line in output if line.startswith("warning at")] == [warnings.line_of(each) for each in told]
+    kinds = [each.kind for each in told]
+    assert len(kinds) == len(set(kinds))
+    return set(kinds)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_warns_about_a_reward_that_is_slow_often_fails_and_never_varies(tmp_path: Path) -> None:
+    kinds = warned(tmp_path, "reward.function=my_odd_rewards:always_one", "reward.processes=1")
+    assert (
+        {"reward-slow", "reward-failing", "reward-flat"}
+        <= kinds
+        <= {
+            "reward-slow",
+            "reward-failing",
+            "reward-flat",
+            "trainer-starved",
+        }
+    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_warns_about_a_short_length_limit_and_a_tiny_learning_rate(tmp_path: Path) -> None:
+    kinds = warned(tmp_path, "sampling.max_new_tokens=3", "optimizer.lr=1.0e-12", "algorithm.tasks_per_step=16")
+    assert {"truncation", "learning-rate"} <= kinds
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_same_run_gives_no_warnings_of_kinds_that_are_turned_off(tmp_path: Path) -> None:
+    off = "monitor.warnings.off=[truncation, learning-rate]"
+    kinds = warned(tmp_path, "sampling.max_new_tokens=3", "optimizer.lr=1.0e-12", "run.steps=12", off)
+    assert not {"truncation", "learning-rate"} & kinds

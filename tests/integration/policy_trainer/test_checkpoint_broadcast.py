@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.policy_trainer.worker.checkpoint import SavedState
-from services.policy_trainer.worker.checkpoint_broadcast import from_rank_0
+from services.policy_trainer.worker.checkpoint import SavedState, broadcast
 from shared.ranks.layout import Layout, RankPlace
 from tests.parity.groups import run_group
 
@@ -23,7 +22,7 @@ STATE = SavedState(
 def receive(place: RankPlace, folder: Path) -> None:
     """Receive the state that rank 0 has read from files."""
     read = [load_file(folder.parent / f"{name}.safetensors") for name in ("weights", "optimizer")]
-    state = from_rank_0(SavedState(STATE.step, *read) if place.rank == 0 else None)
+    state = broadcast(SavedState(STATE.step, *read) if place.rank == 0 else None)
     assert (state.step, state.earlier) == (STATE.step, {})
     save_file(state.weights, folder / f"rank-{place.rank}" / "weights.safetensors")
     save_file(state.optimizer, folder / f"rank-{place.rank}" / "optimizer.safetensors")

@@ -21,13 +21,12 @@ from proto.messages import LossSpec
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
-from services.policy_trainer.worker.colocation.residency import PARTS
+from services.policy_trainer.worker.loss import BatchLoss
 from services.reference.frozen import FrozenTorch
 from services.reference.scorer import FrozenScorer
 from services.rollout.engine import Prompt
 from services.rollout.engines.transformers_engine import TransformersEngine
-from shared.colocation.devices import ENGINE, WEIGHTS
+from shared.colocation.devices import ENGINE, PARTS, WEIGHTS
 from shared.ranks.layout import Layout, RankPlace
 from shared.topology.passes import FASTEST
 from tests.parity.groups import run_group

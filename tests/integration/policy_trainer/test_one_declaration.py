@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from proto.messages import BatchMeta, ErrorCode, ForwardBackward, LossSpec, TaskHandle
-from services.policy_trainer.worker.backend import LocalScores
-from services.policy_trainer.worker.batch_loss import BatchLoss
 from services.policy_trainer.worker.batch_reader import BatchReader
-from services.policy_trainer.worker.losses.own import user_loss
+from services.policy_trainer.worker.loss import BatchLoss
+from services.policy_trainer.worker.losses.policy import user_loss
 from services.policy_trainer.worker.losses.tokens import TokenData
-from services.rollout.results.assemble import task_shards
-from services.rollout.sampling.trajectory import Rolled, SequenceTokens
+from services.rollout.results.finish import task_shards
+from services.rollout.sampling.trajectory import SequenceTokens
 from shared import stages
 from shared.dataplane.client import TaskShards
 from shared.model.logprobs import Scores
@@ -38,11 +37,11 @@ TASKS = ("train/0/0", "train/0/1")
 LENGTHS = (3, 4)
 
 
-def sample(length: int, first: int) -> Rolled:
+def sample(length: int, first: int) -> list[SequenceTokens]:
     """Return a sample of one sequence. The routes of token n are n, n + 1 and n + 2, counted from `first`."""
     arrays = np.arange(length, dtype=np.int32), np.ones(length, np.uint8), np.full(length, -1.0, np.float32)
     routes = (np.arange(first, first + length)[:, None] + np.arange(3)).astype(np.int32)
-    return Rolled([SequenceTokens(*arrays, np.zeros(length, np.int32), {"routes": routes})], truncated=False)
+    return [SequenceTokens(*arrays, np.zeros(length, np.int32), {"routes": routes})]
 
 
 def test_a_key_of_width_three_is_declared_in_one_place_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,5 +89,5 @@ def test_a_key_of_width_three_is_declared_in_one_place_only(tmp_path: Path, monk
     ones = np.ones(len(flat["loss_mask"]), np.float32)
     loss = BatchLoss(LOSS, flat, ones, ones, "cpu", user_loss(own, {}))
     scores = Scores(torch.tensor([1, 9]), torch.zeros(2, requires_grad=True), None)
-    loss(LocalScores(scores, lambda sums: sums))
+    loss(scores, lambda sums: sums)
     assert [routes.tolist() for routes in seen] == [[[31, 32, 33], [32, 33, 34]]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle
-from services.policy_trainer.worker.step_shards import StepShards
+from services.policy_trainer.worker.batch_reader import StepShards
 from shared.batch import Batch
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError

@@ -181,10 +181,10 @@ def test_offload_between_gradient_and_update_does_not_change_a_bit(run: RunDir) 
         await workers.load_checkpoint(1)
         batch = await bench.batch(2)
         await workers.forward_backward(batch, ROLLOUT_ANCHOR)
-        moved = await workers.offload(["parameters", "gradients", "optimizer"])
+        moved = await workers.move(["parameters", "gradients", "optimizer"], to="host")
         model_bytes = sum(value.nbytes for value in undisturbed.values())
         assert moved.nbytes > 3.9 * model_bytes
-        assert (await workers.offload(["parameters"])).nbytes == 0
+        assert (await workers.move(["parameters"], to="host")).nbytes == 0
         await workers.optim_step(adamw())
         after = await weights(bench, workers, 2, fence=2)
         assert all(after[name].tobytes() == value.tobytes() for name, value in undisturbed.items())

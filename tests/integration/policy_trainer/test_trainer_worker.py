@@ -190,7 +190,7 @@ class Bench:
     async def train(self, workers: WorkerDispatch, step: int, loss: LossSpec = ROLLOUT_ANCHOR) -> dict[str, float]:
         batch = await self.batch(step)
         if loss.anchor == "proximal":
-            logprobs, _ = await workers.forward(batch, ["prox_logprobs"], 1.0)
+            logprobs = Batch((await workers.forward(batch, ["prox_logprobs"], 1.0)).meta)
             batch = batch.union(logprobs)
         gradient = workers.forward_backward(batch, loss)
         done, _ = await asyncio.gather(gradient, workers.optim_step(adamw()))
@@ -256,13 +256,13 @@ def test_published_weights_match_their_canary_and_a_new_driver_takes_over(run: R
             assert sums["clipped"] == 0  # At the first update the proximal policy is the current one.
             assert sums["tokens"] > 0
             batch = await bench.batch(9)
-            first, _ = await old.forward(batch, ["prox_logprobs"], 1.0)
+            first = Batch((await old.forward(batch, ["prox_logprobs"], 1.0)).meta)
             (key,) = first.keys
             mine = await bench.data.fetch(first.meta, [key], deadline_s=20)
             ref = await old.publish_weights(0, 1, store=STORE)
             await bench.train(old, 2)
             # The second pass computes different values under the same fences.
-            again, _ = await old.forward(batch, ["prox_logprobs"], 1.0)
+            again = Batch((await old.forward(batch, ["prox_logprobs"], 1.0)).meta)
             (other,) = again.keys
             theirs = await bench.data.fetch(again.meta, [other], deadline_s=20)
             assert all((one[key] != two[other]).any() for one, two in zip(mine, theirs, strict=True))
@@ -389,7 +389,10 @@ def test_concurrent_calls_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -
             batch = await bench.batch(1)
 
             def gradient(share: float) -> Any:
-                return workers.forward_backward(batch, ROLLOUT_ANCHOR, loss_weight=share)
+                weights = (batch.scalars["weights"] * np.float32(share)).astype(np.float32)
+                return workers.forward_backward(
+                    batch.with_scalars({**batch.scalars, "weights": weights}), ROLLOUT_ANCHOR
+                )
 
             *_, whole = await asyncio.gather(gradient(1.0), workers.optim_step(adamw()))
             first = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE, fence=1))

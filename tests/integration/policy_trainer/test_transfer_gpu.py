@@ -18,7 +18,7 @@ from proto.messages import DeviceMemory
 from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
 from shared.ranks.meeting import LOOPBACK
 from shared.weights.gloo import TransferLost
-from shared.weights.memory import exported, give_back, packed, withdraw
+from shared.weights.memory import exported, give_back, pack_into, room, withdraw
 from tests.integration.store_process import REPOSITORY
 
 pytestmark = pytest.mark.gpu
@@ -65,9 +65,15 @@ def tensors() -> dict[str, torch.Tensor]:
     return {"a": torch.arange(10.0), "b": torch.arange(3).to(torch.bfloat16), "none": torch.zeros(0, 2)}
 
 
+def packed() -> torch.Tensor:
+    copy = room(sum(tensor.nbytes for tensor in tensors().values()), DEVICE)
+    pack_into(copy, tensors().values())
+    return copy
+
+
 def test_another_process_reads_exported_memory_which_is_then_freed() -> None:
     before = torch.cuda.memory_allocated()
-    copy = packed(tensors(), DEVICE)
+    copy = packed()
     shown = msgspec.msgpack.encode(exported(copy))
     assert msgspec.msgpack.decode(shown, type=DeviceMemory).nbytes == copy.numel() == 46
     done = subprocess.run(
@@ -83,7 +89,7 @@ def test_another_process_reads_exported_memory_which_is_then_freed() -> None:
 @pytest.mark.parametrize("opened", [False, True], ids=["never opened", "reader killed"])
 def test_memory_that_its_reader_never_closes_is_freed_when_it_is_withdrawn(opened: bool) -> None:
     before = torch.cuda.memory_allocated()
-    copy = packed(tensors(), DEVICE)
+    copy = packed()
     memory = exported(copy)
     if opened:
         command = [sys.executable, "-c", OPENS_AND_HOLDS, msgspec.msgpack.encode(memory).hex()]

@@ -45,7 +45,7 @@ def test_tokens_and_logprobs_of_an_unmodified_agent_are_captured_for_each_sample
     for group in made:
         for each in group:
             assert each.score is None, each.score
-            (sequence,) = each.rolled.sequences
+            (sequence,) = each.sequences
             mask = sequence.loss_mask == 1
             assert logprob_error(sequence) < 1e-4
             assert set(sequence.versions[mask]) == {VERSION}
@@ -66,9 +66,9 @@ def test_each_choice_is_a_sequence_and_any_of_them_can_be_continued() -> None:
     made = only(run(f"{AGENTS}:choices", tasks=1, samples=1)[0])
     texts, indices = made.sample.state["texts"], made.sample.state["indices"]
     assert indices == [0, 1, 2]
-    assert len(made.rolled.sequences) == 3
-    assert all(logprob_error(sequence) < 1e-4 for sequence in made.rolled.sequences)
-    stretches = [int((np.diff(each.loss_mask.astype(int)) == 1).sum()) for each in made.rolled.sequences]
+    assert len(made.sequences) == 3
+    assert all(logprob_error(sequence) < 1e-4 for sequence in made.sequences)
+    stretches = [int((np.diff(each.loss_mask.astype(int)) == 1).sum()) for each in made.sequences]
     assert sorted(stretches) == [1, 1, 2]
     assert made.sample.messages[1]["content"] == texts[1]
 
@@ -77,7 +77,7 @@ def test_max_tokens_and_stop_shorten_an_answer_and_sampling_follows_the_topology
     made = only(run(f"{AGENTS}:shortened", tasks=1, samples=1)[0])
     assert made.sample.state == {"overridden": "temperature,top_p,seed", "tokens": len(made.sample.token_ids)}
     assert len(made.sample.token_ids) <= 2
-    assert logprob_error(made.rolled.sequences[0]) < 1e-4  # The tokens were sampled at the topology's temperature, 1.0.
+    assert logprob_error(made.sequences[0]) < 1e-4  # The tokens were sampled at the topology's temperature, 1.0.
 
 
 def test_an_agent_that_requests_other_sampling_is_reported_once() -> None:
@@ -165,4 +165,4 @@ def test_an_agent_that_abandons_its_calls_leaves_nothing_behind() -> None:
     # There is room for only one call, so the last call succeeds only once the abandoned calls have released their
     # space. The tokens of the abandoned calls are not trained on.
     made = only(run(f"{AGENTS}:goes_away", tasks=1, samples=1, max_tokens=40, timeout_s=10)[0])
-    assert len(made.rolled.sequences) == 1
+    assert len(made.sequences) == 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from shared.rpc.errors import RpcError
 from shared.weights.drill import perturb
 from tests.integration.rollout.vllm_case import REPOSITORY, TINY, Case
 from tests.integration.rollout.vllm_process import SEED, TOLERANCE, CancelLater, plain
+from tests.integration.tiny.harness import free_port
 from tests.integration.whole_cluster import cluster
 from tests.weights_refs import weights_ref
 
@@ -53,12 +53,6 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

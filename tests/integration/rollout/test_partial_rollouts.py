@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.sampling.partial import PartialJournal, ResumableNotes
+from services.rollout.sampling.answers import PartialJournal, ResumableNotes
 from services.rollout.sampling.trajectory import Completion
 from tests.integration.rollout.rollout_run import TOPOLOGY, Processes, cluster
 

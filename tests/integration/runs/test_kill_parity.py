@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.scheduler.journal import rewinds
+from services.scheduler.journal_files import rewinds
 from services.scheduler.recovery import TAIL_LOST
 from tests.integration import parity_run as parity
 from tests.integration.damage import flip, shards

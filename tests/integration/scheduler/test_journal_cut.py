@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from proto.messages import Complete, ErrorCode, LeaseGrant, Registered
-from services.scheduler.journal import rewinds
+from services.scheduler.journal_files import rewinds
 from services.scheduler.recovery import TAIL_LOST
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir

@@ -63,6 +63,7 @@ from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
 from shared.rundir import RunDir
+from tests.integration.store_scheduler import ask_again
 from tests.weights_refs import weights_ref
 
 STEPS = 6
@@ -142,12 +143,6 @@ def scheduler(run: RunDir) -> Iterator[Scheduler]:
     yield process
     with contextlib.suppress(Exception):
         process.kill()
-
-
-def ask_again(error: RpcError) -> None:
-    """Return normally if a long poll found nothing, so that the caller repeats it; raise any other refusal."""
-    if error.code not in (ErrorCode.NOT_READY, ErrorCode.DEADLINE):
-        raise error
 
 
 class World:

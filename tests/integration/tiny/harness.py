@@ -169,6 +169,12 @@ def ctl_process(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
+def free_port() -> int:
+    """Return a port on the loopback address that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 def free_ports() -> dict[str, int]:
     """Return the topology keys that name ports, with ports that are free now."""
     keys = ("scheduler_port", "supervisor_port", "monitor_port")

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Collection
 
 from launch import cluster
-from launch.spares.state import SpareKind
-from launch.supervisor import runner, watch
+from launch.spares.processes import SpareKind
+from launch.supervisor import runner
 from shared.topology import Topology
 
 TINY = frozenset(os.environ["TINY"].split(","))
@@ -28,7 +28,7 @@ def _kinds(topology: Topology, services: Collection[str]) -> list[SpareKind]:
 
 runner.module_of = _module_of
 cluster.spare_kinds = _kinds
-watch.PING_EVERY_S = float(os.environ.get("TINY_PING_EVERY_S", watch.PING_EVERY_S))
-watch.SILENCE_S = float(os.environ.get("TINY_SILENCE_S", watch.SILENCE_S))
+runner.PING_EVERY_S = float(os.environ.get("TINY_PING_EVERY_S", runner.PING_EVERY_S))
+runner.SILENCE_S = float(os.environ.get("TINY_SILENCE_S", runner.SILENCE_S))
 if __name__ == "__main__":
     sys.exit(cluster.app())

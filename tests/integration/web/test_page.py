@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, FloatRect, Page, expect
 
 from services.web.samples import MAX_RECORDS
 from services.web.saved import page
-from shared.samples.plain import plain
+from shared.samples.record import plain
 from tests.integration.tiny.harness import ROOT, environment
 from tests.integration.web.chromium import PHONE, chromium, visit
 from tests.integration.web.shown_run import HOSTILE, add_samples, ended_run, page_of, row, sample

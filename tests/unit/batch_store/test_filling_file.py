@@ -13,7 +13,7 @@ import xxhash
 
 from proto.blockfile import BlockLayout
 from proto.errors import WireError
-from services.batch_store.filling_file import CHUNK_BYTES, FillingFile
+from services.batch_store.relay import CHUNK_BYTES, FillingFile
 from shared.dataplane.write import write_block
 
 ROWS = {"a": np.arange(CHUNK_BYTES // 2, dtype=np.int32), "b": np.arange(CHUNK_BYTES // 4 + 50, dtype=np.int32)}

@@ -18,15 +18,14 @@ import pytest
 
 from proto.blockfile import BlockLayout, parse
 from proto.messages import ErrorCode, PutTask
-from services.batch_store import spares as spares_module
+from services.batch_store import room
 from services.batch_store.files import StoreFiles
 from services.batch_store.retirement import Retirement
-from services.batch_store.room import Tier, held_bytes
-from services.batch_store.spares import IDLE_S, Spares
+from services.batch_store.room import IDLE_S, Spares, Tier, held_bytes
 from services.batch_store.state import StoreState
-from shared.dataplane import lent_pages
-from shared.dataplane.lent_pages import POPULATE_BYTES, ReadMappingPool, WriteMappingPool
+from shared.dataplane import reused_pages
 from shared.dataplane.mapping import BlockMapping, TableCache, lock_named
+from shared.dataplane.reused_pages import POPULATE_BYTES, ReadMappingPool, WriteMappingPool
 from shared.dataplane.write import copy_block, write_block
 from shared.rpc.errors import RpcError
 
@@ -35,8 +34,8 @@ VALUES = np.arange(40_000, dtype=np.float32)
 
 @pytest.fixture(autouse=True)
 def _small_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spares_module, "SPARE_BYTES", 1)
-    monkeypatch.setattr(lent_pages, "MIN_BYTES", 1)
+    monkeypatch.setattr(room, "SPARE_BYTES", 1)
+    monkeypatch.setattr(reused_pages, "MIN_BYTES", 1)
 
 
 @pytest.fixture
@@ -150,7 +149,7 @@ def test_only_as_many_spares_as_needed_are_deleted_starting_with_the_longest_idl
     assert stats.spare_bytes == 2 * nbytes
     assert stats.bytes == 2 * nbytes + held_bytes(larger.file_bytes)
     assert len(list((tmp_path / "s").glob("*.dead"))) == 2
-    assert [name.partition(".")[0] for name in store.index.room._spares.all_but(None)] == [f"{2:032x}", f"{3:032x}"]
+    assert [name.partition(".")[0] for name in store.index.room.spares.all_but(None)] == [f"{2:032x}", f"{3:032x}"]
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -159,7 +158,7 @@ def test_a_file_collected_during_its_copy_to_disk_is_copied_completely(
 ) -> None:
     store = Store(tmp_path / "s", spill=tmp_path / "disk")
     if not kept:
-        monkeypatch.setattr(spares_module, "SPARE_BYTES", 1 << 30)
+        monkeypatch.setattr(room, "SPARE_BYTES", 1 << 30)
     put_id = Path(store.put("train/0/0", VALUES)).stem
     send = os.sendfile
 
@@ -181,7 +180,7 @@ def test_a_put_that_takes_a_spare_needs_room_only_for_the_difference(tmp_path: P
     layout = BlockLayout([("train/0/0", 1, {"w": VALUES})])
     more = np.resize(VALUES, len(VALUES) + 1024)
     store = Store(tmp_path / "s", limit=held_bytes(layout.file_bytes) + 4096)
-    store.index.room._spares._max_bytes = store.index.room.limits[Tier.MEMORY]
+    store.index.room.spares._max_bytes = store.index.room.limits[Tier.MEMORY]
     store.put("train/0/0", VALUES)
     store.clear("train/0/0")
     assert not store.index.lacks_room("f" * 32, layout.file_bytes)

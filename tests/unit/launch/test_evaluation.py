@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.commands.evaluation import add_model, check_checkpoint, table, with_model, without_training
+from launch.commands.evaluation import check_checkpoint, table, with_model, without_training
 from proto.tensors import Array
 from shared.checkpoint_files import LAYOUT, MODEL, OPTIMIZER, STATE, digest
+from shared.model_folder import from_checkpoint
 from shared.rpc.errors import RpcError
 from shared.topology import TopologyError, load
 from tests.unit.shared.topology.small_topology import make, write
@@ -112,7 +113,7 @@ def test_a_model_made_from_a_checkpoint_outlives_it_and_states_its_data_type(tmp
     bits = (step / MODEL).read_bytes()
     made = tmp_path / "made"
     for _ in range(2):  # The second result replaces the first.
-        add_model(step, topology, made)
+        from_checkpoint(step, Path(topology.policy.model), made, topology.policy.dtype)
     for each in step.iterdir():
         each.unlink()
     assert (made / MODEL).read_bytes() == bits

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from launch.placement.book import HostBook
-from launch.placement.desk import HostDesk, OtherHosts
+from launch.placement.desk import HostDesk
 from launch.placement.facts import facts, refusals
 from proto.messages import Ack, ErrorCode, HostCheck, HostFacts
 from shared.rpc.client import Client
@@ -24,7 +24,6 @@ def answers(folder: Path, checks: list[HostCheck]) -> tuple[list[str], list[str]
     """Return the answer to each check ("" if the host may join), and the lines that the user sees."""
     topology = load(write(make(folder)), ["placement.hosts={b: {gpus: 2}}", "transport.listen=10.0.0.1"])
     told: list[str] = []
-    hosts = OtherHosts(HostBook(topology), partial(refusals, topology, facts()))
 
     async def ask(client: Client, check: HostCheck) -> str:
         try:
@@ -36,11 +35,12 @@ def answers(folder: Path, checks: list[HostCheck]) -> tuple[list[str], list[str]
     async def scene() -> list[str]:
         async with serving(f"ipc://{folder}/desk") as (mailbox, bound), asking(bound) as client:
             desk = HostDesk(
-                hosts,
+                HostBook(topology),
+                partial(refusals, topology, facts()),
                 mailbox,
                 lambda: client,
                 lambda name, endpoint: client,
-                on_notice=lambda notice: told.append(notice.text),
+                on_notice=told.append,
                 on_unable=lambda cause: None,
             )
             desk.begin()

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.placement.facts import CLOCK_LIMIT_S, clock_ahead, code_digest, compare, room_problem
+from launch.placement.facts import CLOCK_LIMIT_S, clock_ahead, code_digest, refusals
 from proto.messages import HostFacts
-from shared.topology import load
+from shared.topology import Topology, load
 from tests.unit.shared.topology.small_topology import make, write
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,8 +20,16 @@ HOME = HostFacts(
 )
 
 
-def test_identical_hosts_and_hosts_with_a_different_patch_release_of_python_are_accepted() -> None:
-    assert compare(HOME, msgspec.structs.replace(HOME, name="b", python="3.11.9", gpus=8), gpus=4) == []
+@pytest.fixture(scope="module")
+def topology(tmp_path_factory: pytest.TempPathFactory) -> Topology:
+    """A topology that gives two GPUs to host b."""
+    hosts = ["placement.hosts={b: {gpus: 2}}", "transport.listen=10.0.0.1"]
+    return load(write(make(tmp_path_factory.mktemp("hosts"))), hosts)
+
+
+def test_identical_hosts_and_hosts_with_a_different_patch_release_of_python_are_accepted(topology: Topology) -> None:
+    there = msgspec.structs.replace(HOME, name="b", python="3.11.9", gpus=8)
+    assert refusals(topology, HOME, "b", there) == []
 
 
 @pytest.mark.parametrize(
@@ -41,9 +49,11 @@ def test_identical_hosts_and_hosts_with_a_different_patch_release_of_python_are_
         ("clock_s", 4.5, "its clock is 4.5 s ahead of home's (limit 2 s); synchronise them (chrony, ntp)"),
     ],
 )
-def test_a_host_that_differs_is_refused_with_a_one_line_error(key: str, value: object, line: str) -> None:
+def test_a_host_that_differs_is_refused_with_a_one_line_error(
+    topology: Topology, key: str, value: object, line: str
+) -> None:
     there = msgspec.structs.replace(HOME, **{"gpus": 2, key: value})
-    assert compare(HOME, there, gpus=2) == [line]
+    assert refusals(topology, HOME, "b", there) == [line]
 
 
 @pytest.mark.parametrize(
@@ -56,11 +66,11 @@ def test_a_host_that_differs_is_refused_with_a_one_line_error(key: str, value: o
     ],
 )
 def test_a_clock_counts_as_wrong_only_as_far_as_the_round_trip_cannot_explain_the_difference(
-    there_at: float, ahead: float
+    topology: Topology, there_at: float, ahead: float
 ) -> None:
     assert clock_ahead(100.0, there_at, 105.0) == ahead
-    limit = msgspec.structs.replace(HOME, clock_s=CLOCK_LIMIT_S)
-    assert compare(HOME, limit, gpus=0) == []
+    limit = msgspec.structs.replace(HOME, gpus=2, clock_s=CLOCK_LIMIT_S)
+    assert refusals(topology, HOME, "b", limit) == []
 
 
 @pytest.mark.slow
@@ -80,8 +90,8 @@ def test_a_host_that_copies_the_model_and_the_data_from_home_needs_only_space_fo
     there = _checked(topology.to_yaml().replace(str(tmp_path), "/elsewhere"))
     assert there.problems == []
     needed = sum(file.stat().st_size for file in (tmp_path / "model").iterdir())
-    assert room_problem(topology, msgspec.structs.replace(there, free_bytes=2 * needed)) == ""
-    line = room_problem(topology, msgspec.structs.replace(there, free_bytes=needed // 2))
+    assert refusals(topology, there, "b", msgspec.structs.replace(there, free_bytes=2 * needed)) == []
+    [line] = refusals(topology, there, "b", msgspec.structs.replace(there, free_bytes=needed // 2))
     assert line.startswith("policy.distribute: ")
     assert line.endswith("make room there")
 

@@ -14,7 +14,7 @@ from launch.checks import model_proof, preflight
 from launch.checks.preflight import Findings
 from shared.topology import Topology, load
 from shared.topology.memory_plan import uses
-from shared.topology.passes import FASTEST, Passes
+from shared.topology.passes import FASTEST, Passes, Verdict
 
 pytestmark = pytest.mark.slow
 
@@ -73,17 +73,8 @@ def test_a_model_is_proved_once_in_a_process_of_its_own(
 
 
 def test_a_damaged_result_is_computed_again(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(folder: Path, longest: int | None) -> dict[str, Any]:
-        return {
-            "sequences": "padded",
-            "head": "whole",
-            "decoder": "modules",
-            "refused": "",
-            "reasons": ["packed: why"],
-        } | {
-            "model": "M",
-            "cpu_s": 1.5,
-        }
+    def compute(folder: Path, longest: int | None) -> Verdict:
+        return Verdict(sequences="padded", reasons=["packed: why"], model="M", cpu_s=1.5)
 
     monkeypatch.setattr(model_proof, "compute", compute)
     assert model_proof.prove(topology(model)).cpu_s == 1.5
@@ -120,7 +111,7 @@ def test_without_a_proof_in_time_the_run_is_plain_and_says_so(
 def test_what_is_not_proved_is_refused_in_one_line(
     model: Path, monkeypatch: pytest.MonkeyPatch, refused: str, wanted: tuple[str, ...], line: str
 ) -> None:
-    proof = model_proof.ModelProof(Passes(sequences="padded"), refused, [], "Some", None)
+    proof = Verdict(sequences="padded", refused=refused, model="Some")
     monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
     findings = Findings("t.yaml")
     preflight.prove(topology(model, *wanted), findings)
@@ -129,14 +120,14 @@ def test_what_is_not_proved_is_refused_in_one_line(
 
 
 def test_slower_passes_may_be_chosen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proof = model_proof.ModelProof(FASTEST, "", [], "Some", None)
+    proof = Verdict(sequences="packed", head="blocks", decoder="written-out", model="Some")
     monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
     chosen = preflight.prove(topology(model, "policy.passes.sequences=padded"), Findings("t.yaml"))
     assert chosen.policy.passes == Passes(sequences="padded")
 
 
 def test_whole_logits_are_part_of_the_memory_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proof = model_proof.ModelProof(Passes(sequences="padded"), "", [], "Some", None)
+    proof = Verdict(sequences="padded", model="Some")
     monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
     findings = Findings("t.yaml")
     found = preflight.prove(topology(model, "algorithm.kl.coef=0.1"), findings)

@@ -38,11 +38,12 @@ def write_row(path: Path, **row: float) -> None:
 
 def test_progress_is_updated_as_rows_are_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path, steps=10)
-    assert not metrics.poll(0.0)
+    metrics = Metrics(tmp_path, steps=10)
+    metrics.poll(0.0)
+    assert metrics.last == {}
     write_row(path, **{"step": 0, "eval/heldout/accuracy": 0.25})
     write_row(path, **{"step": 1, "reward/mean": 0.5})
-    assert metrics.poll(1.0)
+    metrics.poll(1.0)
     write_row(path, **{"step": 2, "reward/mean": 0.75, "throughput/tokens_per_s": 1234.0})
     metrics.poll(3.0)
     write_row(path, **{"step": 3, "reward/mean": 0.75, "throughput/tokens_per_s": 1234.0})
@@ -65,7 +66,7 @@ def test_summary_compares_first_and_last_evaluation(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step, accuracy in ((0, 0.4), (5, 0.5), (10, 0.7)):
         write_row(path, **{"step": step, "eval/heldout/accuracy": accuracy})
-    (line,) = accuracy_lines(Metrics(path, steps=10))
+    (line,) = accuracy_lines(Metrics(tmp_path, steps=10))
     assert "0.400 (step 0) -> 0.700 (step 10), +0.300" in line
 
 
@@ -73,12 +74,12 @@ def test_progress_goes_back_when_the_run_is_rewound(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in range(8):
         write_row(path, **{"step": step, "eval/heldout/accuracy": step / 10})
-    metrics = Metrics(path, steps=10)
+    metrics = Metrics(tmp_path, steps=10)
     kept = path.read_text().splitlines(keepends=True)[:3]
     path.write_text("".join(kept))
     metrics.poll(1.0)
     assert metrics.step == 2
-    assert metrics.accuracy == {"heldout": (2, 0.2)}
+    assert metrics.accuracy == {"heldout": [(0, 0.0), (1, 0.1), (2, 0.2)]}
 
 
 @pytest.mark.parametrize(

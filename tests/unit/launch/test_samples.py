@@ -16,9 +16,8 @@ from launch.viewers.samples import STYLES, Color, choose, completion, show
 from services.recorder.files import SampleFiles
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
-from shared.samples.plain import plain, shortened
-from shared.samples.record import SampleRecord, SampleState
-from shared.samples.selection import Order, SampleSelection
+from shared.samples.reader import Order, SampleSelection
+from shared.samples.record import SampleRecord, SampleState, plain, shortened
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202eevil\u2066\r\x00\ud800[bold]markup[/bold]"
 

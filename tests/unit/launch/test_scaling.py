@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from launch.processes.plan import Resources
-from launch.supervisor import scaling
-from launch.supervisor.scaling import THREADS_PER_CPU, Scaling
+from launch.supervisor import requests
+from launch.supervisor.requests import THREADS_PER_CPU, resize
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.topology import load
@@ -36,19 +36,19 @@ def make(tmp_path: Path) -> Make:
 def test_number_of_rollouts_is_written_into_the_topology_of_the_run(make: Make) -> None:
     run = make("services.rollout.threads=1")
     block = load(run.topology).services.rollout.block_tasks
-    resized = Scaling(run, load(run.topology)).resize("rollout", 2)
+    resized = resize(run.topology, "rollout", 2)
     assert [*resized] == [("rollout", 0), ("rollout", 1)]
     assert set(resized.values()) == {Resources(1, "")}
     after = load(run.topology).services.rollout
     assert (after.instances, after.block_tasks) == (2, block)
-    assert [*Scaling(run, load(run.topology)).resize("rollout", 1)] == [("rollout", 0)]
+    assert [*resize(run.topology, "rollout", 1)] == [("rollout", 0)]
     assert load(run.topology).services.rollout.instances == 1
 
 
 def test_references_on_cpus_are_scaled_without_a_change_to_the_topology(make: Make) -> None:
     run = make()
     before = run.topology.read_text()
-    assert [*Scaling(run, load(run.topology)).resize("reference", 2)] == [("reference", 0), ("reference", 1)]
+    assert [*resize(run.topology, "reference", 2)] == [("reference", 0), ("reference", 1)]
     assert run.topology.read_text() == before
 
 
@@ -74,18 +74,18 @@ def test_a_refusal_gives_one_line_and_writes_nothing(
     run = make(*overrides)
     before = run.topology.read_text()
     with pytest.raises(RpcError) as refused:
-        Scaling(run, load(run.topology)).resize(service, instances)
+        resize(run.topology, service, instances)
     assert why in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
     assert run.topology.read_text() == before
 
 
 def test_too_many_gpus_are_refused_with_both_numbers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "own_gpus", lambda: ["0", "1", "2"])
+    monkeypatch.setattr(requests, "own_gpus", lambda: ["0", "1", "2"])
     run = make("services.rollout.gpus=1")
-    assert [each.gpus for each in Scaling(run, load(run.topology)).resize("rollout", 3).values()] == ["0", "1", "2"]
+    assert [each.gpus for each in resize(run.topology, "rollout", 3).values()] == ["0", "1", "2"]
     with pytest.raises(RpcError, match=r"4 GPUs wanted \(rollout 4\), but there are 3"):
-        Scaling(run, load(run.topology)).resize("rollout", 4)
+        resize(run.topology, "rollout", 4)
     assert load(run.topology).services.rollout.instances == 3
 
 

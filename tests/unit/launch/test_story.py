@@ -9,9 +9,10 @@ import pytest
 
 from launch.viewers.story import StoryEntry, as_lines, replayed
 from proto.messages import CheckpointSaved, CommitStep, NextBatch, Outcome, StepBatch
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import ClearDone, Persist, SaveStep, SendClear, Tick
-from services.scheduler.journal import Journal, reading
+from services.scheduler.journal import Journal
+from services.scheduler.journal_files import reading
 from services.scheduler.run_state import RunState
 from shared.rpc.errors import RpcError
 from tests.unit.scheduler.bench import LEASE_S, Bench
@@ -42,7 +43,7 @@ class Recording:
 
     def compact(self) -> None:
         self.write()
-        self.journal.write_snapshot(snapshot.dump(self.bench.machine.run))
+        self.journal.write_snapshot(run_state.dump(self.bench.machine.run))
 
     def acknowledge_clears(self) -> None:
         for effect in [each for each in self.bench.effects if isinstance(each, SendClear) and each.tracked]:
@@ -52,7 +53,7 @@ class Recording:
         self.write()
         with reading(self.path) as recorded:
             parts = recorded.snapshot()
-            state = snapshot.load(self.bench.plan, parts) if parts else RunState(self.bench.plan)
+            state = run_state.load(self.bench.plan, parts) if parts else RunState(self.bench.plan)
             return replayed(state, task_id, recorded)[0]
 
 

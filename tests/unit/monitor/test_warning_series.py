@@ -42,7 +42,7 @@ SICK: dict[str, list[tuple[int, str]]] = {
 """Warnings of each recording, with their steps."""
 NOT_RECORDED = {"learning-rate"}
 """Kinds that occur in no recorded run. A small real run causes the warning
-(tests/integration/monitor/test_warned_runs.py)."""
+(tests/integration/monitor/test_warnings.py)."""
 
 
 def by_name(recording: Recording) -> str:

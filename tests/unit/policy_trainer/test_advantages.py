@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from proto.tensors import Array
-from services.policy_trainer import advantages, reward_shaping
+from services.policy_trainer import advantages
 from services.policy_trainer.advantages import Estimator
+from shared.rpc.errors import BadInput
 from shared.topology import load
 from shared.topology.algorithm import ADVANTAGES, GROUP_ADVANTAGES, INVARIANT_ADVANTAGES, Advantage
 from tests.unit.shared.topology.small_topology import make, write
@@ -130,7 +131,7 @@ def test_a_user_estimator_is_called_with_its_params() -> None:
 def test_an_estimator_that_cannot_be_called_is_refused_at_the_start(
     name: str, params: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(BadInput, match=message) as caught:
         Estimator(Advantage(name=name, params=params))
     assert "\n" not in str(caught.value)
 
@@ -152,14 +153,14 @@ def test_advantages_beyond_float32_are_left_for_the_caller_to_detect() -> None:
 
 
 def test_overlong_penalty_falls_linearly_over_the_last_tokens() -> None:
-    found = reward_shaping.overlong_penalty(np.array([1, 6, 7, 8, 9, 10]), max_new_tokens=10, tokens=4)
+    found = advantages.overlong_penalty(np.array([1, 6, 7, 8, 9, 10]), max_new_tokens=10, tokens=4)
     np.testing.assert_allclose(found, [0, 0, -0.25, -0.5, -0.75, -1.0])
 
 
 def test_normalised_rewards_have_mean_0_and_deviation_1() -> None:
-    found = reward_shaping.normalised(REWARDS)
+    found = advantages.normalised(REWARDS)
     np.testing.assert_allclose([found.mean(), found.std()], [0, 1], atol=1e-7)
-    assert not reward_shaping.normalised(np.full(3, 5.0)).any()
+    assert not advantages.normalised(np.full(3, 5.0)).any()
 
 
 def test_rewards_are_shaped_in_the_documented_order(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_rewards_are_shaped_in_the_documented_order(tmp_path: Path) -> None:
         "length": np.array([6, 8]),
         "kl": np.array([0.2, -0.4], np.float32),
     }
-    np.testing.assert_allclose(reward_shaping.shaped(topology, scalars), [-1 - 2 * 0.5 - 0.1, 1 - 2 + 0.2], rtol=1e-6)
+    np.testing.assert_allclose(advantages.shaped(topology, scalars), [-1 - 2 * 0.5 - 0.1, 1 - 2 + 0.2], rtol=1e-6)
     del scalars["kl"]
     with pytest.raises(ValueError, match="no per-sample KL"):
-        reward_shaping.shaped(topology, scalars)
+        advantages.shaped(topology, scalars)

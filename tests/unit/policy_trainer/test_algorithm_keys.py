@@ -32,8 +32,8 @@ from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import StepTasks
 from services.policy_trainer.worker.loss import check, token_loss
-from services.policy_trainer.worker.losses.own import own_policy_loss
-from services.reference.kl_sums import kl_sums
+from services.policy_trainer.worker.losses.policy import own_policy_loss
+from services.reference.service import kl_sums
 from services.scheduler.planning import make_plan
 from shared.batch import Batch
 from shared.stages import PROXIMAL, ROLLOUT

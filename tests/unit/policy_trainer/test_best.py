@@ -106,18 +106,15 @@ class World:
             best = self.best = BestCheckpoint(self.run, self.topology, scheduler, METRIC)
             for step in checkpoint_steps(self.run.checkpoints):
                 best.add(step)
+            standing = ResumePoint(self.committed, self.committed, 0, newest, checkpoint_now=False)
             publisher = Publisher(
+                self.topology,
                 scheduler,
                 workers,
-                checkpoint=self.topology.checkpoint,
-                lineage=0,
-                store="batch-store/0",
-                checkpoints=Checkpoints([self.run.checkpoints], keep_last=1, keep_every=None),
-                newest_checkpoint=newest,
-                last_step=STEPS,
+                standing,
+                Checkpoints([self.run.checkpoints], keep_last=1, keep_every=None),
                 best=best,
             )
-            standing = ResumePoint(self.committed, self.committed, 0, newest, checkpoint_now=False)
             try:
                 driver = Driver(
                     self.topology, scheduler, workers, publisher, standing, lambda row: None, export=self.run.export

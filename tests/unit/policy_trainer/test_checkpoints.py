@@ -154,14 +154,11 @@ def test_nothing_is_deleted_before_the_workers_have_answered(tmp_path: Path) -> 
     async def work() -> None:
         topology = load(edited(make(tmp_path / "topology"), "  kl:\n    coef: 0.001\n", ""))
         publisher = Publisher(
+            topology,
             cast(SchedulerCalls, Scheduler()),
             cast(WorkerDispatch, Workers()),
-            checkpoint=topology.checkpoint,
-            lineage=0,
-            store="batch-store/0",
-            newest_checkpoint=2,
-            last_step=9,
-            checkpoints=one(tmp_path, 1),
+            ResumePoint(2, 2, 0, 2, checkpoint_now=False),
+            one(tmp_path, 1),
         )
         await publisher.stop(4)
         await publisher.stop(4)

@@ -35,7 +35,6 @@ from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.service import PolicyTrainerService
-from services.policy_trainer.stop import Stop
 from shared import topology as topologies
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
@@ -124,7 +123,9 @@ def _answer(request: Request) -> Message:
     return messages.Ack()
 
 
-def train(topology: Topology, recorder: Recorder, standing: ResumePoint, stop: Stop | None = None) -> list[int]:
+def train(
+    topology: Topology, recorder: Recorder, standing: ResumePoint, stop: asyncio.Event | None = None
+) -> list[int]:
     """Run the driver once; return the steps that it announced it would save because of a stop."""
     said: list[int] = []
 
@@ -133,15 +134,12 @@ def train(topology: Topology, recorder: Recorder, standing: ResumePoint, stop: S
         scheduler, workers = SchedulerCalls(client, 1), WorkerDispatch([client], Layout(1), 1)
         workers._step = standing.version
         publisher = Publisher(
+            topology,
             scheduler,
             workers,
-            checkpoint=topology.checkpoint,
-            lineage=standing.lineage,
-            store="batch-store/0",
-            newest_checkpoint=standing.checkpoint,
-            last_step=topology.run.steps,
+            standing,
+            Checkpoints([Path("no checkpoints")], keep_last=1, keep_every=None),
             on_stop=said.append,
-            checkpoints=Checkpoints([Path("no checkpoints")], keep_last=1, keep_every=None),
         )
         try:
             driver = Driver(
@@ -187,8 +185,8 @@ def test_replayed_steps_are_not_committed_published_or_saved_again(topology: Top
 
 
 def test_a_stop_finishes_the_open_step_and_saves_it(topology: Topology) -> None:
-    stop = Stop()
-    recorder = Recorder(lambda request: stop.ask() if isinstance(request, messages.OptimStep) else None)
+    stop = asyncio.Event()
+    recorder = Recorder(lambda request: stop.set() if isinstance(request, messages.OptimStep) else None)
     assert train(topology, recorder, fresh(), stop) == [1]
     assert recorder.steps(CommitStep) == [1]
     assert recorder.steps(SaveCheckpoint) == [1]
@@ -198,8 +196,8 @@ def test_a_stop_finishes_the_open_step_and_saves_it(topology: Topology) -> None:
 
 
 def test_a_stop_while_the_driver_waits_for_a_batch_saves_the_committed_step_at_once(topology: Topology) -> None:
-    stop = Stop()
-    recorder = Recorder(lambda request: stop.ask() if request == NextBatch(driver=1, step=4) else None)
+    stop = asyncio.Event()
+    recorder = Recorder(lambda request: stop.set() if request == NextBatch(driver=1, step=4) else None)
     assert train(topology, recorder, fresh(), stop) == [3]
     assert recorder.steps(CommitStep) == [1, 2, 3]
     assert recorder.steps(SaveCheckpoint) == [2, 3]
@@ -209,16 +207,16 @@ def test_a_stop_while_the_driver_waits_for_a_batch_saves_the_committed_step_at_o
 
 @pytest.mark.parametrize("standing", [fresh(), fresh(2, 2, checkpoint=2)], ids=["nothing trained", "saved before"])
 def test_a_stop_with_nothing_to_save_ends_the_driver_at_once(topology: Topology, standing: ResumePoint) -> None:
-    stop = Stop()
-    stop.ask()
+    stop = asyncio.Event()
+    stop.set()
     recorder = Recorder()
     assert train(topology, recorder, standing, stop) == []
     assert not [request for _, request in recorder.calls if isinstance(request, NextBatch | SaveCheckpoint)]
 
 
 def test_a_stop_during_a_replay_saves_the_committed_step(topology: Topology) -> None:
-    stop = Stop()
-    stop.ask()
+    stop = asyncio.Event()
+    stop.set()
     recorder = Recorder()
     assert train(topology, recorder, fresh(version=0, committed=3), stop) == [3]
     assert recorder.steps(NextBatch) == [1, 2, 3]
@@ -228,8 +226,8 @@ def test_a_stop_during_a_replay_saves_the_committed_step(topology: Topology) -> 
 
 def test_a_stop_waits_for_the_checkpoint_that_is_being_saved(topology: Topology) -> None:
     """Step 2 is saved as scheduled, and the stop arrives before the scheduler has heard of the checkpoint."""
-    stop = Stop()
-    recorder = Recorder(lambda request: stop.ask() if request == NextBatch(driver=1, step=3) else None)
+    stop = asyncio.Event()
+    recorder = Recorder(lambda request: stop.set() if request == NextBatch(driver=1, step=3) else None)
     assert train(topology, recorder, fresh(), stop) == [2]
     [saved] = [request for moment, request in recorder.calls if moment == "answered" and _is_save(request)]
     assert saved == CheckpointSaved(driver=1, step=2, kept=[])

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from proto.messages import LossSpec
-from services.policy_trainer.merging import add_up
-from services.policy_trainer.worker.backend import LocalScores, totals_of
+from services.policy_trainer.metrics import add_up
+from services.policy_trainer.worker.backend import totals_of
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.loss import BatchLoss
 from shared.model import attention, logprobs
 from shared.weights.digests import digests_of
 from tests.unit.policy_trainer.training import accumulate, one_rank
@@ -87,7 +87,7 @@ def test_progress_is_counted_for_every_micro_batch(
     backend = one_rank(tmp_path, dtype, max_tokens=16)
     losses, calls = [], []
     own = BatchLoss.__call__
-    monkeypatch.setattr(BatchLoss, "__call__", lambda loss, local: losses.append(1) or own(loss, local))
+    monkeypatch.setattr(BatchLoss, "__call__", lambda loss, *arguments: losses.append(1) or own(loss, *arguments))
     backend.called.register_forward_hook(lambda *_: calls.append(1))
     gradient(backend)
     assert len(calls) == len(losses) > 2
@@ -99,9 +99,9 @@ def test_no_operation_of_a_micro_batch_waits_for_the_device(tmp_path: Path, monk
     calls: list[int] = []
     own = BatchLoss.__call__
 
-    def counted(loss: BatchLoss, local: Any) -> Any:
+    def counted(loss: BatchLoss, *arguments: Any) -> Any:
         calls.append(1)
-        return own(loss, local)
+        return own(loss, *arguments)
 
     monkeypatch.setattr(BatchLoss, "__call__", counted)
     monkeypatch.setattr(logprobs, "MAX_LOGITS", 128)
@@ -135,7 +135,7 @@ def test_a_micro_batch_moves_to_the_device_in_two_copies(packs: bool, monkeypatc
     for batch in batches:
         with Transfers() as transfers:
             scores = scorer.score(batch, spec.temperature, loss.entropy)
-            total, _ = loss(LocalScores(scores, lambda values: values))
+            total, _ = loss(scores, lambda values: values)
             total.backward()
         assert len(transfers.seen) == 2, transfers.seen
 

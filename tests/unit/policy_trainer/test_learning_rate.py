@@ -12,8 +12,8 @@ from msgspec import structs
 
 from proto.messages import ErrorCode
 from services.policy_trainer.driver import Driver
-from services.policy_trainer.learning_rate import committed_rates, optimizer_numbers
-from services.policy_trainer.resume import ResumePoint
+from services.policy_trainer.resume import ResumePoint, committed_rates
+from services.policy_trainer.update import optimizer_numbers
 from services.policy_trainer.worker.calls.training import check_optimizer
 from shared.rpc.errors import RpcError
 from shared.topology import load

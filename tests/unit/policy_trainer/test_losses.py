@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from proto.messages import ForwardBackwardDone, LossSpec
-from services.policy_trainer.merging import add_up
-from services.policy_trainer.metrics import StepMetrics
-from services.policy_trainer.token_weights import sample_weights
+from services.policy_trainer.metrics import StepMetrics, add_up
+from services.policy_trainer.update import sample_weights
 from services.policy_trainer.worker.loss import check, token_loss
-from services.policy_trainer.worker.losses import kl
-from services.policy_trainer.worker.losses.own import own_policy_loss
-from services.policy_trainer.worker.losses.policy import POLICY_LOSSES
+from services.policy_trainer.worker.losses import divergence
+from services.policy_trainer.worker.losses.policy import POLICY_LOSSES, own_policy_loss
 from services.policy_trainer.worker.losses.tokens import TokenData
 from shared.rpc.errors import RpcError
 from shared.topology.algorithm import LOSSES, Loss
@@ -280,7 +278,7 @@ def test_ratio_mask_counts_the_dropped_tokens_and_does_not_change_the_kl() -> No
     with_kl = spec("ppo_clip", anchor="proximal", ratio_mask="token", mask_high=1e-9, kl_estimator="k3", kl_coef=0.1)
     total, sums = token_loss(with_kl, cur, tokens, torch.zeros(M))
     assert tokens.ref is not None
-    expected = 0.1 * (tokens.weights * kl.k3(cur, tokens.ref)).sum().item()
+    expected = 0.1 * (tokens.weights * divergence.k3(cur, tokens.ref)).sum().item()
     assert total.item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -292,10 +290,10 @@ def test_k2_and_k3_follow_their_formulas_and_k1_is_not_offered() -> None:
     ref = tokens.ref
     assert ref is not None
     delta = ref - cur
-    torch.testing.assert_close(kl.k2(cur, ref), delta**2 / 2)
-    torch.testing.assert_close(kl.k3(cur, ref), delta.exp() - delta - 1)
-    torch.testing.assert_close(gradient(kl.k2(cur, ref).sum(), cur), (cur - ref).detach())
-    assert set(kl.KL_LOSSES) == {"k2", "k3"}
+    torch.testing.assert_close(divergence.k2(cur, ref), delta**2 / 2)
+    torch.testing.assert_close(divergence.k3(cur, ref), delta.exp() - delta - 1)
+    torch.testing.assert_close(gradient(divergence.k2(cur, ref).sum(), cur), (cur - ref).detach())
+    assert set(divergence.KL_LOSSES) == {"k2", "k3"}
     with pytest.raises(RpcError, match="KL k1"):
         check(spec("ppo_clip", kl_estimator="k1"))
 
@@ -309,7 +307,7 @@ def test_kl_estimators_estimate_the_kl_and_k1_has_no_gradient(estimator: str, re
     cur = logits.log_softmax(0)
     p = cur.detach().exp()
     true_kl = (cur.exp() * (cur - ref)).sum()
-    found = (p * kl.KL_LOSSES[estimator](cur, ref)).sum()
+    found = (p * divergence.KL_LOSSES[estimator](cur, ref)).sum()
     assert float(found) == pytest.approx(float(true_kl), rel=rel)
     k1_gradient = gradient((p * (cur - ref)).sum(), logits)
     assert float(k1_gradient.abs().max()) < 1e-15

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,12 +18,10 @@ from proto.messages import (
     StepBatch,
     TaskHandle,
 )
-from proto.tensors import Array
-from services.policy_trainer.bad_steps import MAX_IN_A_ROW, BadSteps
-from services.policy_trainer.batch_checks import check_advantages, check_rewards, check_tasks
+from services.policy_trainer.bad_data import MAX_IN_A_ROW, BadSteps, check_batch, check_finite
 from services.policy_trainer.metrics import StepMetrics, batch_row, staleness_counts
 from services.policy_trainer.scheduler_calls import StepTasks
-from services.policy_trainer.token_weights import sample_weights, trained_tokens
+from services.policy_trainer.update import sample_weights, trained_tokens
 from shared.rpc.errors import RpcError
 
 SYNC_KEYS = {"sync/canary_error", "sync/bytes", "time/sync", "sync/sent"}
@@ -86,14 +84,14 @@ def step_batch(rewards: list[float]) -> StepBatch:
     )
 
 
-@pytest.mark.parametrize("check", [check_rewards, check_advantages])
+@pytest.mark.parametrize("what", ["rewards", "advantages"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_number_is_refused_and_its_task_is_named(
-    bad: float, check: Callable[[StepTasks, Array], None]
+    bad: float, what: Literal["rewards", "advantages"]
 ) -> None:
-    check(StepTasks.of(step_batch([1, 0, 1, 0])), np.array([1, 0, 1, 0]))
+    check_finite(StepTasks.of(step_batch([1, 0, 1, 0])), what, np.array([1, 0, 1, 0]))
     with pytest.raises(RpcError, match="train/0/9") as caught:
-        check(StepTasks.of(step_batch([1, 0, 1, 0])), np.array([1, 0, bad, 0]))
+        check_finite(StepTasks.of(step_batch([1, 0, 1, 0])), what, np.array([1, 0, bad, 0]))
     assert (caught.value.code, caught.value.names) == (ErrorCode.BAD_DATA, ["train/0/9"])
     assert "\n" not in str(caught.value)
 
@@ -101,7 +99,7 @@ def test_a_non_finite_number_is_refused_and_its_task_is_named(
 def test_a_step_whose_tasks_are_all_dropped_counts_as_bad_data_and_still_has_a_row() -> None:
     empty = StepBatch(step=5, batch=BatchMeta(tasks=[]), scalars={}, reward_mean_unfiltered=0.0, dropped=2)
     with pytest.raises(RpcError, match="step 5 refused, weights untouched: all 2 of its tasks were dropped") as caught:
-        check_tasks(StepTasks.of(empty))
+        check_batch(StepTasks.of(empty))
     assert caught.value.code == ErrorCode.BAD_DATA
     metrics = StepMetrics(step=5)
     metrics.skipped = 1

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from proto.messages import LossSpec
-from services.policy_trainer.worker.backend import BackendOptions, LocalScores, Sequences
+from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.loss import BatchLoss
 from shared.ranks.layout import Layout
 from shared.topology.passes import FASTEST
 from shared.topology.services import Recompute
@@ -68,11 +68,11 @@ def gradient(folder: Path, dtype: str, recompute: Recompute) -> tuple[dict[str, 
     kept = 0
     with Kept() as memory, Operations() as operations:
 
-        def measured(local: LocalScores) -> Any:
+        def measured(*arguments: Any) -> Any:
             nonlocal kept
             kept += memory.live_bytes()
             operations.names.clear()
-            return loss(local)
+            return loss(*arguments)
 
         backend.forward_backward(Sequences(ids, lengths, mask), 1.0, measured, entropy="none")
     masters = backend._trained.masters.items()

@@ -4,8 +4,10 @@ that each call needs.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 from services.policy_trainer.worker.calls.state import StateCalls
 from services.policy_trainer.worker.calls.training import TrainingCalls
 from services.policy_trainer.worker.calls.weights import WeightsCalls
-from services.policy_trainer.worker.colocation.residency import NEEDS, PARTS, Part, Residency, parts_named
+from services.policy_trainer.worker.devices import NEEDS, Devices, parts_named
+from shared.colocation.devices import PARTS, Part
 from shared.rpc.errors import RpcError
 
 SETS = st.frozensets(st.sampled_from(sorted(PARTS)))
@@ -23,15 +26,32 @@ MOVES = st.lists(st.tuples(st.sampled_from(["offload", "backload"]), SETS))
 
 @given(MOVES)
 def test_a_part_moves_only_when_it_is_elsewhere(moves: list[tuple[str, frozenset[Part]]]) -> None:
-    residency = Residency()
-    device: set[str] = set(PARTS)
-    for name, parts in moves:
-        moving = residency.offload(parts) if name == "offload" else residency.backload(parts)
-        assert moving == (parts & device if name == "offload" else parts - device)
-        device = device - moving if name == "offload" else device | moving
-        assert residency.on_host == PARTS - device
-    residency.forget()
-    assert not residency.on_host
+    moved: list[frozenset[Part]] = []
+
+    def move(parts: frozenset[Part]) -> int:
+        moved.append(parts)
+        return len(parts)
+
+    async def on_compute(work: Callable[[], Any]) -> Any:
+        return work()
+
+    async def scene() -> None:
+        devices = Devices("policy", on_compute, AsyncMock())
+        devices.loaded(MagicMock(**{"shelves.offload": move, "shelves.backload": move}))
+        device = PARTS
+        for name, parts in moves:
+            assert await (devices.offload(parts) if name == "offload" else devices.backload(parts)) == sum(
+                map(len, moved)
+            )
+            wanted = parts & device if name == "offload" else parts - device
+            assert moved == ([wanted] if wanted else [])
+            device = device - parts if name == "offload" else device | parts
+            moved.clear()
+        devices.loaded_anew()
+        await devices.backload(PARTS)
+        assert not moved
+
+    asyncio.run(scene())
 
 
 def test_the_needs_of_every_call_are_declared() -> None:

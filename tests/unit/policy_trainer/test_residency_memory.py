@@ -18,7 +18,8 @@ from proto.messages import LossSpec, WorkerRequest
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.colocation.residency import NEEDS, PARTS
+from services.policy_trainer.worker.devices import NEEDS
+from shared.colocation.devices import PARTS
 from tests.unit.policy_trainer.training import accumulate, adamw, one_rank
 from tests.unit.tiny_models import make_model, ragged
 
@@ -52,7 +53,7 @@ def logprobs(made: TorchBackend) -> dict[str, Tensor]:
 
 
 def updated(made: TorchBackend, folder: Path) -> dict[str, Tensor]:
-    return {"norm": torch.tensor(made.step(2, adamw(2, lr=1e-2)).grad_norm)}
+    return {"norm": torch.tensor(made.step(2, adamw(2, lr=1e-2)))}
 
 
 def exported(made: TorchBackend, folder: Path) -> dict[str, Tensor]:

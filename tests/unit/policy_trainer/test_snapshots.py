@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from proto.messages import ErrorCode, HeldSnapshot
-from services.policy_trainer.snapshot_pace import BURST_S, SHARE, SnapshotPace
+from services.policy_trainer.checkpoints import BURST_S, SHARE, SnapshotPace
 from services.policy_trainer.worker import snapshots
-from services.policy_trainer.worker.rank_state import random_states, rank_state, set_random_states
+from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.snapshots import Snapshots
 from services.policy_trainer.worker.weights.publish import EarlierVersions
 from shared.ranks.layout import Layout
@@ -149,9 +150,10 @@ def test_ranks_in_a_different_layout_do_not_see_a_snapshot(tmp_path: Path) -> No
 def test_the_random_number_sequence_continues_after_a_restore() -> None:
     torch.manual_seed(5)
     torch.rand(3)
-    kept = random_states()
+    loaded = Loaded(MagicMock(**{"own_state.return_value": {}}), MagicMock(), EarlierVersions(0))
+    kept = loaded.state(1)
     first = torch.rand(9)
-    set_random_states(kept)
+    loaded.load_state(kept)
     assert torch.equal(torch.rand(9), first)
 
 
@@ -187,7 +189,7 @@ def test_files_are_not_larger_than_the_topology_assumes(folder: Path, tmp_path: 
     made, kept = backend(folder, dtype), Snapshots(tmp_path / "s", PLACE)
     for step in (1, 2):
         train(made, step)
-        kept.take(0, step, rank_state(made, EarlierVersions(0), step))
+        kept.take(0, step, Loaded(made, MagicMock(), EarlierVersions(0)).state(step))
     needed, found = snapshot_bytes(topology), sum(file.stat().st_size for file in (tmp_path / "s").iterdir())
     assert found <= needed <= 1.5 * found + (1 << 20)
     assert snapshot_bytes(load(path, ["checkpoint.memory_every=null", "services.batch-store.memory=1GiB"])) == 0

@@ -33,8 +33,8 @@ from services.policy_trainer.worker import checkpoint
 from services.policy_trainer.worker.backend import TrainingState
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.call_queue import CallQueue
+from services.policy_trainer.worker.calls.weights import export
 from services.policy_trainer.worker.checkpoint import SavedState
-from services.policy_trainer.worker.export import export
 from services.policy_trainer.worker.samples import PROX_KEY, stored_keys
 from services.scheduler.events import Configure, Fail
 from shared.batch import Batch
@@ -254,7 +254,7 @@ class AskBench:
 def resumed(bench: Bench, workers: Workers, checkpoints: Sequence[int]) -> ResumePoint:
     client: Any = AskBench(bench)
     group: Any = workers
-    return asyncio.run(resume(SchedulerCalls(client, 1), group, checkpoints, store=STORE))
+    return asyncio.run(resume(SchedulerCalls(client, 1), group, checkpoints))
 
 
 def collecting_at_commit(announced: Sequence[int]) -> Bench:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from proto.messages import AdamW, LossSpec
 from proto.tensors import Array
-from services.policy_trainer.learning_rate import optimizer_numbers
+from services.policy_trainer.update import optimizer_numbers
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.batch_loss import BatchLoss
+from services.policy_trainer.worker.loss import BatchLoss
 from services.policy_trainer.worker.losses.tokens import TokenData
-from services.policy_trainer.worker.samples import trained
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
 from shared.topology.passes import FASTEST
@@ -47,6 +46,6 @@ def accumulate(
 ) -> dict[str, float]:
     """Accumulate the gradient of the loss over all sequences of `flat`; `advantages` and `weights` are [T]."""
     loss = BatchLoss(spec, flat, advantages, weights, "cpu")
-    mask = trained(flat["loss_mask"], weights)
+    mask = flat["loss_mask"] * (weights != 0)
     sequences = Sequences(flat["token_ids"], flat["lengths"], mask)
     return made.forward_backward(sequences, spec.temperature, loss, entropy=loss.entropy)

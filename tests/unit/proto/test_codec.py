@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from proto import codec, dtypes, envelope, inline, tensors
+from proto import codec, dtypes, envelope, tensors
 from proto.errors import WireError
 from proto.ids import check_key, check_task_id, make_task_id, new_incarnation, split_task_id
 from proto.limits import CONTROL, MAX_INLINE_BYTES, Limits
@@ -251,7 +251,7 @@ def decode_inline(packed: bytes) -> Any:
 def test_inline_arrays_are_exchanged_with_msgpack_numpy_in_both_directions() -> None:
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     np.testing.assert_array_equal(decode_inline(msgpack.packb(msgpack_numpy.encode(array))), array)
-    ours = msgspec.msgpack.encode(inline.to_map(array))
+    ours = msgspec.msgpack.encode(codec.to_map(array))
     np.testing.assert_array_equal(msgpack.unpackb(ours, object_hook=msgpack_numpy.decode), array)
 
 
@@ -315,8 +315,8 @@ def test_inline_array_outside_the_closed_list_is_refused_at_the_sender() -> None
         (np.zeros((0, 2**40), np.uint8), "put it as a shard"),
     ]:
         with pytest.raises(WireError, match=match):
-            inline.to_map(array)
-    assert inline.to_map(np.zeros(MAX_INLINE_BYTES, np.uint8))[b"shape"] == (MAX_INLINE_BYTES,)
+            codec.to_map(array)
+    assert codec.to_map(np.zeros(MAX_INLINE_BYTES, np.uint8))[b"shape"] == (MAX_INLINE_BYTES,)
 
 
 def test_decoded_tensors_are_read_only_views_of_their_frame() -> None:
@@ -329,9 +329,9 @@ def test_decoded_tensors_are_read_only_views_of_their_frame() -> None:
 
 def test_remaining_time_is_replaced_and_its_checksum_recomputed() -> None:
     first, body = codec.encode(Ping(), request_id=7, incarnation=8, remaining_s=3.0)
-    again = codec.decode([codec.with_remaining(first, 1.5), body]).envelope
+    again = codec.decode([envelope.with_remaining(first, 1.5), body]).envelope
     assert again == msgspec.structs.replace(codec.decode([first, body]).envelope, remaining_ms=1500)
-    assert codec.decode([codec.with_remaining(first, -1.0), body]).envelope.remaining_ms == 1
+    assert codec.decode([envelope.with_remaining(first, -1.0), body]).envelope.remaining_ms == 1
 
 
 def test_dtype_table_is_closed_and_uses_torchs_names() -> None:

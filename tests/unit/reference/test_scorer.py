@@ -21,7 +21,7 @@ from services.reference.frozen import FrozenTorch
 from services.reference.scorer import BEGINNING, FrozenScorer
 from services.reference.scoring import Scoring
 from services.rollout.engine import Generation
-from services.rollout.results.assemble import task_shards
+from services.rollout.results.finish import task_shards
 from services.rollout.sampling.trajectory import BlockVersions, answers_of, single_turns
 from shared.colocation.turns import OwnDevices
 from shared.lease import Lease, LeaseLost

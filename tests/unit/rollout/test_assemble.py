@@ -5,21 +5,26 @@ from __future__ import annotations
 import numpy as np
 
 from proto.messages import DropReason, LossReason, Outcome, TaskHandle, TaskResult
-from services.rollout.engine import Generation
-from services.rollout.results.assemble import MOST_NAMES, Assembled, NamedValues, assemble, in_files, named, task_shards
+from services.rollout.engine import FinishReason, Generation
+from services.rollout.results.finish import MOST_NAMES, Assembled, NamedValues, assemble, in_files, task_shards
 from services.rollout.rewards.score import Score
 from services.rollout.sampling.tasks import ReadyTask
-from services.rollout.sampling.trajectory import BlockVersions, Rolled, SequenceTokens, answers_of, single_turns
+from services.rollout.sampling.trajectory import BlockVersions, Made, SequenceTokens, answers_of, single_turns
+from shared.sample import Sample
 from shared.stages import ROLLOUT
 
 FAILED = Score(None, "my:fn: raised ValueError: no")
 
 
-def answer(*ids: int, reason: str = "stop", prompt: tuple[int, ...] = (1,), version: int = 3) -> Rolled:
+SAMPLE = Sample("train/0/0", {}, [], "", [], FinishReason.STOP)
+
+
+def answer(*ids: int, reason: str = "stop", prompt: tuple[int, ...] = (1,), version: int = 3, **metrics: float) -> Made:
     generation = Generation(
         np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), reason, np.zeros(len(ids), np.int32)
     )
-    return single_turns(prompt, answers_of([[generation]], BlockVersions(version, 0))[0])[0]
+    (sequences,) = single_turns(prompt, answers_of([[generation]], BlockVersions(version, 0))[0])
+    return Made(sequences, reason == FinishReason.LENGTH, SAMPLE, metrics=metrics)
 
 
 def task(index: int, *prompt: int) -> ReadyTask:
@@ -27,7 +32,7 @@ def task(index: int, *prompt: int) -> ReadyTask:
 
 
 def test_shards_are_ragged_and_mark_the_sampled_tokens() -> None:
-    shards = task_shards([answer(5, 2, prompt=(7, 8)), answer(6, prompt=(7, 8))])
+    shards = task_shards([answer(5, 2, prompt=(7, 8)).sequences, answer(6, prompt=(7, 8)).sequences])
     assert tuple(shards) == ROLLOUT.makes
     assert shards["token_ids"].tolist() == [7, 8, 5, 2, 7, 8, 6]
     assert shards["lengths"].tolist() == [4, 3]
@@ -85,7 +90,7 @@ def test_a_sample_of_several_sequences_and_versions_counts_once() -> None:
             np.array(versions, np.int32),
         )
 
-    two = Rolled([part([0, 1, 0, 1], [-1, 4, -1, 5]), part([0, 1], [-1, 6])], truncated=True)
+    two = Made([part([0, 1, 0, 1], [-1, 4, -1, 5]), part([0, 1], [-1, 6])], True, SAMPLE)
     block = assemble([task(0, 1)], [[two, answer(5, 2)]], [[Score(1.0), Score(0.0)]], min_survivors=2)
     (shards,) = block.shards
     assert shards["lengths"].tolist() == [4, 2, 3]
@@ -119,8 +124,7 @@ def test_lost_samples_and_dropped_tasks_are_recorded_with_their_reasons() -> Non
 
 def test_named_values_of_samples_follow_the_order_of_survivors_and_their_number_is_limited() -> None:
     scores = [[Score(1.0, parts={"form": 0.5}), FAILED, Score(0.0, parts={"form": 1.0, "sum": 2.0})]]
-    values = [[named(score.parts, {"turns": float(at)}) for at, score in enumerate(group)] for group in scores]
-    block = assemble([task(0, 1)], [[answer(5, 2)] * 3], scores, min_survivors=2, named=values)
+    block = assemble([task(0, 1)], [[answer(5, 2, turns=float(at)) for at in range(3)]], scores, min_survivors=2)
     names = NamedValues()
     columns = names.columns(block.named)
     assert list(columns) == ["reward/part/form", "workflow/turns", "reward/part/sum"]

@@ -19,8 +19,7 @@ from services.rollout.engine import Generation, Prompt, SamplingParams
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.trajectory import BlockVersions
 from services.rollout.workflows.calls import SampleCalls
-from services.rollout.workflows.conversation import Conversation
-from services.rollout.workflows.messages import same
+from services.rollout.workflows.conversation import Conversation, same
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from shared.workflow import Sequence
 from tests.unit.rollout.rollout_engine import MODEL

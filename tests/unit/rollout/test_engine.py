@@ -15,7 +15,7 @@ from services.rollout.engine import GenerationCancelled, Prompt
 from services.rollout.engines import transformers_engine
 from services.rollout.engines.slots import MAX_ROWS, pick
 from services.rollout.engines.transformers_engine import TransformersEngine, eos_ids
-from services.rollout.results.assemble import task_shards
+from services.rollout.results.finish import task_shards
 from services.rollout.sampling.trajectory import BlockVersions, answers_of, single_turns
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs

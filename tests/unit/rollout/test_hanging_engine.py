@@ -17,9 +17,8 @@ from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from services.rollout.sampling.trajectory import BlockVersions, Made
 from services.rollout.user_code.frames import Failed
-from services.rollout.workflows.attempt import Attempt
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
-from services.rollout.workflows.runner import WATCH_S, WorkflowRunner
+from services.rollout.workflows.runner import WATCH_S, Attempt, WorkflowRunner
 from shared.lease import Lease, LeaseBook, LeaseLost
 from shared.pipeline import LeasePipeline
 from shared.rpc.errors import RpcError

@@ -104,7 +104,7 @@ def test_every_token_carries_the_version_that_sampled_it() -> None:
     second = Generation(np.array([5, 2], np.int32), np.zeros(2, np.float32), "stop", swaps[2:])
     (answers,) = answers_of([[first, second]], versions)
     samples = single_turns([3, 4], answers)
-    assert [each.sequences[0].versions.tolist() for each in samples] == [[-1, -1, 7, 7, 8, 10], [-1, -1, 8, 10]]
+    assert [sequence.versions.tolist() for (sequence,) in samples] == [[-1, -1, 7, 7, 8, 10], [-1, -1, 8, 10]]
 
 
 def test_a_block_counts_swaps_since_the_engine_started(prompts: list[Prompt]) -> None:

@@ -16,9 +16,8 @@ import pytest
 from proto.messages import BatchMeta, LeaseGrant, TaskHandle
 from proto.tensors import Array
 from services.rollout.engines.transformers_engine import TransformersEngine
-from services.rollout.sampling import partial
-from services.rollout.sampling.answers import AnswerSampler
-from services.rollout.sampling.partial import PartialJournal, ResumableNotes
+from services.rollout.sampling import answers as sampling_answers
+from services.rollout.sampling.answers import AnswerSampler, PartialJournal, ResumableNotes
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from services.rollout.sampling.trajectory import BlockVersions, Completion
 from shared.lease import Lease, LeaseLost
@@ -190,7 +189,7 @@ def test_only_the_newest_note_of_a_task_waits_for_a_slow_disk(tmp_path: Path, mo
 
 
 def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "CLOSE_S", 0.05)
+    monkeypatch.setattr(sampling_answers, "CLOSE_S", 0.05)
     journal = PartialJournal(tmp_path, 0.0)
     disk = StuckDisk(journal, monkeypatch)
     journal.note({"train/0/0": numbered(1)}, 0, HOT)
@@ -207,7 +206,11 @@ def test_a_stale_note_of_a_completed_task_is_deleted(tmp_path: Path) -> None:
     for task_id in ("train/0/0", "train/0/1", "train/0/2"):
         journal.note({task_id: numbered(2)}, 0, HOT)
     journal.close()
-    for name, age_s in (("train-0-0", 2 * partial.STALE_S), ("train-0-1", partial.STALE_S / 2), ("train-0-2", 0.0)):
+    for name, age_s in (
+        ("train-0-0", 2 * sampling_answers.STALE_S),
+        ("train-0-1", sampling_answers.STALE_S / 2),
+        ("train-0-2", 0.0),
+    ):
         at = time.time() - 1e6 - age_s  # Notes do not age while the run is stopped.
         os.utime(tmp_path / f"{name}.msgpack", (at, at))
     PartialJournal(tmp_path, 0.0).close()

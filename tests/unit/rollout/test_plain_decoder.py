@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.rollout.engines.passes import ModelPasses, PlainPasses, make_passes
 from shared.model import linear
 from shared.model.linear import MIN_PRODUCTS
-from shared.model.passes import allow
+from shared.model.load import allow
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.topology.passes import FASTEST, Passes
 

@@ -10,7 +10,6 @@ import time
 import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from proto.messages import LossReason, Trouble, TroubleKind
-from services.rollout.rewards.judge import Judge, unavailable
+from services.rollout.rewards.judge import Judge, RewardCall, unavailable
 from services.rollout.rewards.pool import RewardPool
 from shared.sample import Sample
 from shared.topology.schema import RewardRetry
@@ -58,15 +57,6 @@ def raises(sample):
     return 1 / 0
 """
 QUICK = RewardRetry(limit_s=60.0, backoff_s=0.05, max_backoff_s=0.2)
-
-
-@dataclass
-class Refused:
-    """A call whose judge does not answer."""
-
-    tries: int = 0
-    refusals: int = 0
-    answers: int = -1
 
 
 class Server:
@@ -172,8 +162,8 @@ def test_a_judge_that_returns_5xx_is_probed_by_one_call_at_a_time_until_it_answe
 
 def test_pauses_between_tries_follow_the_topology() -> None:
     """The pause doubles from `backoff_s` up to `max_backoff_s`."""
-    call = Refused()
-    judge: Judge[Refused] = Judge(RewardRetry(limit_s=60.0, backoff_s=0.5, max_backoff_s=3.0))
+    call = RewardCall(0, [], [])
+    judge = Judge(RewardRetry(limit_s=60.0, backoff_s=0.5, max_backoff_s=3.0))
     pauses = []
     for now in range(5):
         assert judge.refused(call, "refused", float(now), after_s=0.0, probe=True)

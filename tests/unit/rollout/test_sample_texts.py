@@ -16,10 +16,9 @@ from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.rewards.score import Score
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
-from services.rollout.sampling.trajectory import Made, Rolled, SequenceTokens
+from services.rollout.sampling.trajectory import Made, SequenceTokens
 from shared.sample import Sample
-from shared.samples.choice import Choice
-from shared.samples.text import SampleText, TaskText, unpack
+from shared.samples.text import Choice, SampleText, TaskText, unpack
 from tests.unit.rollout.rollout_engine import MODEL, sampling
 from tests.unit.rollout.versions_rig import lease
 
@@ -47,7 +46,7 @@ def made(prompts: PromptBuilder, *parts: tuple[str, bool], **fields: Any) -> Mad
     sample = Sample(
         "train/0/1", {}, **{"messages": [], "completion": "", "token_ids": [], "finish_reason": "stop", **fields}
     )
-    return Made(Rolled([sequence], False), sample, None)
+    return Made([sequence], False, sample)
 
 
 def recorded(

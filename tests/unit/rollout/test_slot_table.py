@@ -14,12 +14,10 @@ import torch
 
 from services.rollout.engine import Generation, GenerationCancelled, GenerationWatch, Prompt, SamplingParams
 from services.rollout.engines import passes
-from services.rollout.engines.compute import ComputeThread
-from services.rollout.engines.side_by_side import EngineCall, SideBySide
+from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
 from services.rollout.engines.slots import SlotTable, generator_of, pick
-from shared.model.load import load_model
+from shared.model.load import allow, load_model
 from shared.model.logprobs import token_logprobs
-from shared.model.passes import allow
 from shared.topology.passes import FASTEST
 from tests.unit.rollout.rollout_engine import MODEL, sampling
 

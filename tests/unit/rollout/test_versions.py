@@ -14,7 +14,7 @@ import pytest
 
 from proto.messages import ErrorCode
 from services.rollout.engine import GenerationWatch
-from services.rollout.sampling.partial import PartialJournal, ResumableNotes
+from services.rollout.sampling.answers import PartialJournal, ResumableNotes
 from services.rollout.sampling.tasks import PreparedTasks
 from services.rollout.sampling.trajectory import BlockVersions, Completion
 from shared.lease import Lease
@@ -146,7 +146,7 @@ def test_a_lease_of_one_exact_version_is_sampled_by_that_version_to_the_end(exac
             await announce_always(made)
             sampled = await worker_of(made)._sample(lease([FRESH], exact=exact), tasks([FRESH]))
             assert sampled is not None
-            (sequence,) = sampled.made[0][0].rolled.sequences
+            (sequence,) = sampled.made[0][0].sequences
             assert sequence.versions[3:].tolist() == sequence.token_ids[3:].tolist()
             return set(sequence.versions[3:].tolist())
 

@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from proto.messages import ErrorCode, WeightsRef
-from services.rollout.sampling.partial import PartialJournal
+from services.rollout.sampling.answers import PartialJournal
 from services.rollout.sampling.tasks import PreparedTasks
 from services.rollout.sampling.trajectory import Completion
 from services.rollout.weights.source import Arrays, LoadedWeights, LoadEntry

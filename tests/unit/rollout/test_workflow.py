@@ -17,9 +17,9 @@ import pytest
 from proto.messages import ErrorCode
 from services.rollout.sampling.prompts import PromptBuilder, tool_calls
 from services.rollout.sampling.trajectory import Made
+from services.rollout.user_code.builtin import compute
 from services.rollout.user_code.frames import Purpose
 from services.rollout.user_code.load import load
-from services.rollout.workflows.builtin import compute
 from shared.lease import LeaseLost
 from shared.rpc.errors import RpcError
 from tests.unit.rollout.rollout_engine import MODEL
@@ -73,7 +73,7 @@ def test_two_turns_are_one_sequence_of_the_tokens_as_they_were_sampled(bench: Be
     made = bench.run("two_turns")
     for group in made:
         for each in group:
-            (sequence,) = each.rolled.sequences
+            (sequence,) = each.sequences
             first, second = each.sample.state["texts"]
             mask = sequence.loss_mask == 1
             sampled = re.sub("<(eos|unk|pad|bos)>", "", shown(prompts, sequence))
@@ -109,7 +109,7 @@ def test_calls_of_many_samples_share_blocks(bench: Bench) -> None:
 
 def test_a_history_that_is_not_a_prefix_opens_a_new_sequence(bench: Bench) -> None:
     made = only(bench.run("no_prefix", tasks=1, samples=1))
-    one, other = made.rolled.sequences
+    one, other = made.sequences
     assert logprob_error(one) < 1e-4
     assert logprob_error(other) < 1e-4
     # The first and the third call share a sequence, which has two stretches of sampled tokens; the second call's
@@ -119,12 +119,12 @@ def test_a_history_that_is_not_a_prefix_opens_a_new_sequence(bench: Bench) -> No
 
 
 def test_concurrent_calls_each_get_their_own_sequence(bench: Bench) -> None:
-    assert len(only(bench.run("three_at_once", tasks=1, samples=1)).rolled.sequences) == 3
+    assert len(only(bench.run("three_at_once", tasks=1, samples=1)).sequences) == 3
 
 
 def test_raw_text_is_completed_unchanged(bench: Bench, prompts: PromptBuilder) -> None:
     made = only(bench.run("raw_text", tasks=1, samples=1))
-    (sequence,) = made.rolled.sequences
+    (sequence,) = made.sequences
     assert shown(prompts, sequence).startswith(made.sample.row["prompt"])
     assert logprob_error(sequence) < 1e-4
     assert made.score is not None
@@ -138,7 +138,7 @@ def test_the_calculator_corrects_wrong_answers(bench: Bench, prompts: PromptBuil
     calls = [each.metrics["calculator_calls"] for each in flat]
     assert sum(calls) > 0
     for each, used in zip(flat, calls, strict=True):
-        (sequence,) = each.rolled.sequences
+        (sequence,) = each.sequences
         row = each.sample.row
         assert each.sample.turns == 1 + used
         assert (f"tool: {row['prompt']}{row['answer']}\n" in shown(prompts, sequence)) == bool(used)
@@ -201,7 +201,7 @@ def check_lost_alone(made: list[list[Made]], says: dict[str, str]) -> None:
         assert said.messages[-1] == {"role": "assistant", "content": said.completion}, kind
         assert said.turns == 1
         assert said.token_ids
-        assert all(logprob_error(sequence) < 1e-4 for each in good for sequence in each.rolled.sequences)
+        assert all(logprob_error(sequence) < 1e-4 for each in good for sequence in each.sequences)
 
 
 def test_only_the_invalid_sample_is_lost(bench: Bench) -> None:
@@ -234,7 +234,7 @@ def test_samples_that_shared_a_process_with_a_bad_one_are_repeated_until_they_su
     assert len(list(tmp_path.iterdir())) == 3
     assert bench.rig.lost_processes >= 1
     # A broken attempt is not trained on, so there is one call and one sequence.
-    assert all(len(each.rolled.sequences) == 1 for each in made[0])
+    assert all(len(each.sequences) == 1 for each in made[0])
 
 
 def test_workflows_are_spread_across_processes_without_torch_that_end_with_the_pool(bench: Bench) -> None:
@@ -266,7 +266,7 @@ def test_a_sample_has_at_most_max_tokens(bench: Bench) -> None:
     made = only(bench.run("until_full", tasks=1, samples=1, max_tokens=100))
     assert "workflow.max_tokens (100)" in made.sample.state["why"]
     assert made.metrics["calls"] >= 2
-    assert sum(len(each.token_ids) for each in made.rolled.sequences) <= 100
+    assert sum(len(each.token_ids) for each in made.sequences) <= 100
 
 
 def test_a_lost_lease_ends_the_block_while_it_waits_for_tools() -> None:

@@ -78,7 +78,7 @@ def test_slow_leases_keep_no_more_versions_alive_than_the_staleness_allows() -> 
             bench.step(newest + 1)
     assert [grant.weights.step for grant in slow if grant.weights is not None] == [0, 1, 2, 3, 4]
     assert bench.ask(NextBatch(driver=1, step=5)) is None
-    assert len(bench.machine.run.history.versions) == live_versions(4) == 5
+    assert len(bench.machine.run.history.versions.refs) == live_versions(4) == 5
     bench.complete(slow[0])
     bench.ask(CommitStep(driver=1, step=5, metrics={}))
-    assert len(bench.machine.run.history.versions) + 1 == 5  # Version 5 is being written.
+    assert len(bench.machine.run.history.versions.refs) + 1 == 5  # Version 5 is being written.

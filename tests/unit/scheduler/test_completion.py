@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from proto.messages import CommitStep, Complete, LeaseGrant, NextBatch, Outcome, StepBatch, TaskResult
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import WriteRow
 from services.scheduler.run_state import RunState
 from tests.unit.scheduler.bench import STORE, Bench, ids, plan
@@ -89,12 +89,12 @@ def test_a_version_is_collected_once_no_result_of_its_leases_can_be_trained_on()
     slow = overtaken(bench)
     newer = bench.granted()
     assert (
-        bench.machine.run.history.versions.get((0, 0)) is not None
+        bench.machine.run.history.versions.refs.get((0, 0)) is not None
     )  # Step 2 may still take tasks from the slow lease.
     complete(bench, newer, (1, 1))
     assert batched(bench, 2) == ids(newer)
     assert bench.machine.run.ledger.leases.get(slow.lease_id) is not None
-    assert bench.machine.run.history.versions.get((0, 0)) is None
+    assert bench.machine.run.history.versions.refs.get((0, 0)) is None
 
 
 def test_a_task_that_becomes_too_old_while_it_waits_is_dropped_before_the_next_step() -> None:
@@ -123,9 +123,9 @@ def test_journal_and_snapshot_restore_the_same_state() -> None:
     complete(bench, fast, (0, 0))
     assert batched(bench, 1) == [ids(slow)[0], *ids(fast)[:3]]
     trained(bench, 1)
-    packed = snapshot.dump(bench.machine.run)
+    packed = run_state.dump(bench.machine.run)
     again = RunState(bench.plan)
     for event in bench.journal:
         again.apply(event)
-    assert snapshot.dump(again) == packed
-    assert snapshot.dump(snapshot.load(bench.plan, packed)) == packed
+    assert run_state.dump(again) == packed
+    assert run_state.dump(run_state.load(bench.plan, packed)) == packed

@@ -8,7 +8,7 @@ import numpy as np
 
 from proto.messages import Complete, ErrorCode, LeaseGrant, NextBatch, Outcome, Refusal, StepBatch, TaskResult
 from proto.tensors import Array
-from services.scheduler import snapshot, steps
+from services.scheduler import run_state, steps
 from services.scheduler.events import Fail
 from services.scheduler.run_state import RunState
 from shared.stages import REFERENCE, ROLLOUT
@@ -107,8 +107,8 @@ def test_a_repeated_request_gets_the_same_unfiltered_mean_even_after_a_restart()
     found = steps.batch(replayed.ledger, NextBatch(driver=1, step=1))
     assert found is not None
     assert found.reward_mean_unfiltered == first.reward_mean_unfiltered
-    loaded = snapshot.load(bench.plan, snapshot.dump(bench.machine.run))
-    assert snapshot.dump(loaded) == snapshot.dump(bench.machine.run)
+    loaded = run_state.load(bench.plan, run_state.dump(bench.machine.run))
+    assert run_state.dump(loaded) == run_state.dump(bench.machine.run)
 
 
 # --------------------------------------------------------------------------- values of a later stage
@@ -141,8 +141,8 @@ def test_values_with_a_wrong_sample_count_or_an_unknown_name_are_refused() -> No
     refused: list[Refusal] = complete(bench, grant, {"kl": np.zeros(3, np.float32)}, samples=3).refused
     assert [each.code for each in refused] == [ErrorCode.CONFLICT]
     grant = bench.granted("reference", most=1)
-    before = snapshot.dump(bench.machine.run)
+    before = run_state.dump(bench.machine.run)
     reply = complete(bench, grant, {"reward": np.zeros(2, np.float32)})
     assert isinstance(reply, Fail)
     assert "it does not produce the scalar 'reward'" in str(reply)
-    assert snapshot.dump(bench.machine.run) == before
+    assert run_state.dump(bench.machine.run) == before

@@ -13,7 +13,7 @@ import pytest
 
 from proto.ids import make_task_id
 from proto.messages import CheckpointSaved, GetRunInfo
-from services.scheduler import snapshot, steps, tables
+from services.scheduler import journal_files, run_state, steps
 from services.scheduler.events import (
     Configure,
     DiscardRows,
@@ -23,7 +23,8 @@ from services.scheduler.events import (
     SaveStep,
     WriteRow,
 )
-from services.scheduler.journal import FORGOTTEN_AT_ONCE, Journal, reading
+from services.scheduler.journal import FORGOTTEN_AT_ONCE, Journal
+from services.scheduler.journal_files import reading
 from services.scheduler.metrics_file import MetricsFile, traces
 from services.scheduler.plan import EvalPlan
 from services.scheduler.server import rebuild
@@ -114,7 +115,7 @@ def test_steps_that_no_recovery_needs_are_forgotten_and_the_metrics_file_keeps_t
     assert run.stored("rows") == run.stored("steps") == [17, 18, 19, 20, 21]
     assert steps_in(run.metrics) == list(range(22))
     state = run.reopened()
-    assert snapshot.dump(state.run) == snapshot.dump(run.bench.machine.run)
+    assert run_state.dump(state.run) == run_state.dump(run.bench.machine.run)
     assert (run.journal.forgotten, state.run.history.committed_step) == (16, 21)
     assert traces(run.metrics, run.journal.rows_after(-1))[1] == 21
     with reading(run.path) as recorded:
@@ -157,10 +158,10 @@ def test_a_journal_of_an_earlier_release_is_cut_down_in_parts(run: Run) -> None:
     run.steps(1, 2)
     count = FORGOTTEN_AT_ONCE + 500
     with contextlib.closing(sqlite3.connect(run.path)) as db:
-        db.create_function("checksum", -1, tables.checksum)
-        db.executemany(tables.SAVE_ROW, [(step, json.dumps({"step": step})) for step in range(3, count)])
+        db.create_function("checksum", -1, journal_files.checksum)
+        db.executemany(journal_files.SAVE_ROW, [(step, json.dumps({"step": step})) for step in range(3, count)])
         given = [(step, "TRAINED", '["train/0/0"]', 1.0, '{"loss": 1.0}') for step in range(3, count)]
-        db.executemany(tables.SAVE_STEP, given)
+        db.executemany(journal_files.SAVE_STEP, given)
         db.commit()
     for forgotten in (FORGOTTEN_AT_ONCE - 1, count - 10, count - 10):
         run.journal.save(ForgetSteps(count - 10), 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, LeaseGrant, NextBatch, RunInfo, StepBatch, WaitEvals
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import Configure, SaveStep, WriteRow
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
@@ -295,7 +295,7 @@ def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_old_and_
     copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)
-    assert snapshot.dump(copy) == snapshot.dump(bench.machine.run)
+    assert run_state.dump(copy) == run_state.dump(bench.machine.run)
 
 
 def test_an_evaluation_overtaken_by_a_replay_ends_on_the_version_it_began_with() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler import tables
+from services.scheduler import journal_files
 from services.scheduler.events import Cleared, Rewound
 from services.scheduler.journal import Journal
 
@@ -78,13 +78,13 @@ def test_a_journal_of_the_format_before_is_converted(tmp_path: Path) -> None:
     journal.commit()
     journal.close()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.create_function("checksum", -1, tables.checksum)
+        db.create_function("checksum", -1, journal_files.checksum)
         db.execute(
             "CREATE TABLE evals (\n    name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL, "
             "samples INTEGER NOT NULL,\n    dropped INTEGER NOT NULL, at REAL NOT NULL, sum BLOB NOT NULL, "
             "PRIMARY KEY (name, version))"
         )
-        db.execute(tables.SAVE_META, ("format", "rlbus-scheduler-14"))
+        db.execute(journal_files.SAVE_META, ("format", "rlbus-scheduler-14"))
     again = Journal(path, "plan")
     assert list(again.events()) == [Cleared("batch-store/0", 1)]
     again.close()

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from proto.messages import CheckpointSaved, GetRunInfo
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import Cleared, Configure, DiscardRows, Persist, Rewound, SaveStep, WriteRow
 from services.scheduler.journal import Journal
-from services.scheduler.mark import SLOT_BYTES, Mark, Reached
+from services.scheduler.journal_files import SLOT_BYTES, Mark, Reached
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
 from services.scheduler.server import rebuild
@@ -86,7 +86,7 @@ class Recorder:
             elif isinstance(effect, SaveStep | WriteRow | Rewound | DiscardRows):
                 self.journal.save(effect, 2.5)
         self.journal.commit()
-        self.history.states[self.journal.seq] = snapshot.dump(self.bench.machine.run)
+        self.history.states[self.journal.seq] = run_state.dump(self.bench.machine.run)
         self.history.tables[self.journal.seq] = contents(self.path)
 
     def evaluate(self) -> None:
@@ -115,7 +115,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def take_snapshot(journal: Journal, run: Any) -> None:
-    journal.write_snapshot(snapshot.dump(run))
+    journal.write_snapshot(run_state.dump(run))
 
 
 def copy_log(path: Path, mode: str) -> None:
@@ -174,8 +174,8 @@ def found(history: History, folder: Path) -> str:
         return "named" if named else f"not named: {error}"
     seq, lost, read = journal.seq, journal.lost, contents(path)
     journal.close()
-    expected = history.states[seq] if seq else snapshot.dump(RunState(PLAN))
-    if snapshot.dump(state.run) != expected:
+    expected = history.states[seq] if seq else run_state.dump(RunState(PLAN))
+    if run_state.dump(state.run) != expected:
         return f"another state at event {seq}"
     if seq and read != history.tables[seq]:
         return f"other tables at event {seq}"

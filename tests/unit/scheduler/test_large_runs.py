@@ -12,7 +12,8 @@ from proto.messages import Heartbeat, LeaseGrant, NextBatch, PutTask, Trouble
 from services.scheduler import audits, shards
 from services.scheduler.events import CheckShards, Configure, Fail, Listed, Tick
 from services.scheduler.planning import heartbeat_s
-from services.scheduler.state import ANSWERED_AT_ONCE, Scheduler
+from services.scheduler.state import Scheduler
+from services.scheduler.waiting import ANSWERED_AT_ONCE
 from shared.topology import load
 from tests.opcodes import opcodes
 from tests.unit.scheduler.bench import STORE, Bench, plan
@@ -134,7 +135,7 @@ def test_a_problem_that_ends_the_run_has_no_effect_once_its_service_withdraws_it
     assert "rollout/1: no judge" in bench.effects[-1].message
     beat(bench, 1)
     assert bench.ask(NextBatch(driver=1, step=1)) is None
-    assert bench.machine.run.shards.clears.stores[0] == STORE
+    assert next(iter(bench.machine.run.shards.clears.queues)) == STORE
 
 
 def test_stores_send_a_heartbeat_each_second_in_runs_of_any_size() -> None:

@@ -17,7 +17,7 @@ from proto.messages import (
     Outcome,
     TaskResult,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import (
     Asked,
     Fail,
@@ -34,10 +34,10 @@ def test_a_repeated_result_is_a_no_op_and_a_different_result_is_a_conflict() -> 
     bench = Bench().start()
     grant = bench.granted()
     assert bench.complete(grant, content=5) == []
-    before = snapshot.dump(bench.machine.run)
+    before = run_state.dump(bench.machine.run)
     assert bench.complete(grant, content=5) == []
     assert {refusal.code for refusal in bench.complete(grant, content=6)} == {ErrorCode.CONFLICT}
-    assert snapshot.dump(bench.machine.run) == before
+    assert run_state.dump(bench.machine.run) == before
 
 
 def test_loss_of_a_lease_raises_the_fence_deletes_the_old_result_and_refuses_a_late_one() -> None:
@@ -136,7 +136,7 @@ def test_expired_leases_count_as_attempts_unless_their_tasks_are_untouched(untou
     replayed = Scheduler(bench.plan, lease_s=LEASE_S, incarnation=100)
     for event in bench.journal:
         replayed.replay(event)
-    assert snapshot.dump(replayed.run) == snapshot.dump(bench.machine.run)
+    assert run_state.dump(replayed.run) == run_state.dump(bench.machine.run)
 
 
 def test_a_task_is_dropped_after_its_attempts_and_the_next_step_continues_without_it() -> None:
@@ -199,13 +199,13 @@ def test_a_retried_request_gets_the_same_grant() -> None:
 def test_scalars_that_do_not_match_the_samples_are_refused_and_change_nothing() -> None:
     bench = Bench().start()
     grant = bench.granted(most=1)
-    before = snapshot.dump(bench.machine.run)
+    before = run_state.dump(bench.machine.run)
     result = TaskResult(ids(grant)[0], 1, Outcome.DONE, STORE, 1, 2, 0, 0)
     bad = {"reward": np.zeros(3, np.float32)}
     reply = bench.ask(Complete(lease_id=grant.lease_id, stage="rollout", incarnation=7, results=[result], scalars=bad))
     assert isinstance(reply, Fail)
     assert reply.code == ErrorCode.BAD_REQUEST
-    assert snapshot.dump(bench.machine.run) == before
+    assert run_state.dump(bench.machine.run) == before
 
 
 def test_a_reference_lease_carries_the_handles_of_accepted_rollouts_only() -> None:

@@ -25,12 +25,13 @@ from proto.messages import (
     WaitEvals,
 )
 from proto.tensors import Array
-from services.monitor.cluster import rows_of
-from services.scheduler import scalars, snapshot, steps
+from services.monitor.state import rows_of
+from services.scheduler import run_state, steps
+from services.scheduler.ended import Losses
 from services.scheduler.events import Fail
-from services.scheduler.losses import Losses
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
+from services.scheduler.tasks import Tasks
 from tests.unit.scheduler.bench import STORE, Bench, ids, plan
 
 
@@ -82,8 +83,8 @@ def test_dropped_tasks_and_lost_samples_are_counted_by_reason_in_status_and_batc
     again = steps.batch(replayed.ledger, NextBatch(driver=1, step=1))
     assert again is not None
     assert (again.drops, again.lost) == (batch.drops, batch.lost)
-    loaded = snapshot.load(bench.plan, snapshot.dump(bench.machine.run))
-    assert snapshot.dump(loaded) == snapshot.dump(bench.machine.run)
+    loaded = run_state.load(bench.plan, run_state.dump(bench.machine.run))
+    assert run_state.dump(loaded) == run_state.dump(bench.machine.run)
     assert loaded.ledger.losses.dropped == status.dropped
 
 
@@ -166,11 +167,14 @@ def test_reward_parts_that_some_tasks_lack_are_nan_and_other_columns_that_some_l
         "own": np.ones(2, np.int32),
     }
     plain = {"reward": np.ones(1, np.float32)}
-    layouts = [scalars.layout_of(both), scalars.layout_of(plain)]
-    packed = [(0, 2, scalars.pack(both, 0, 2)), (1, 1, scalars.pack(plain, 0, 1))]
-    for order in (packed, packed[::-1]):
-        found = scalars.flatten(layouts, order)
+    tasks = Tasks(1)
+    first, second = tasks.add("train/0/0", 0), tasks.add("train/0/1", 1)
+    for task, columns in ((first, both), (second, plain)):
+        task.samples = len(columns["reward"])
+        tasks.keep_scalars(task, columns)
+    for order in ([first, second], [second, first]):
+        found = tasks.merged_scalars(order)
         assert set(found) == {"reward", "reward/part/a"}
         assert sorted(found["reward/part/a"][:3], key=lambda each: (np.isnan(each), each))[:2] == [1, 2]
         assert np.isnan(found["reward/part/a"]).sum() == 1
-        assert np.isnan(found["reward/part/a"][0]) == (order[0][0] == 1)
+        assert np.isnan(found["reward/part/a"][0]) == (order[0] is second)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from proto.messages import CheckpointSaved, GetRunInfo, LeaseGrant, PublishWeights, RunInfo, StepBatch
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import Answer, Configure, DiscardRows, Rewound, TailLost
 from services.scheduler.metrics_file import traces
 from services.scheduler.plan import EvalPlan, Plan
@@ -112,9 +112,9 @@ def test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_late
         replayed = RunState(made)
         for event in short.journal:
             replayed.apply(event)
-        packed = snapshot.dump(short.machine.run)
-        assert snapshot.dump(replayed) == packed
-        assert snapshot.dump(snapshot.load(made, packed)) == packed
+        packed = run_state.dump(short.machine.run)
+        assert run_state.dump(replayed) == packed
+        assert run_state.dump(run_state.load(made, packed)) == packed
 
 
 def test_the_rewind_is_reported_with_its_cause_even_if_the_journal_has_no_later_step() -> None:

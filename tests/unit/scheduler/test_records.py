@@ -18,11 +18,12 @@ from proto.messages import (
     TakeSamples,
     TaskState,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
+from services.scheduler.ended import HOLD_S, RECORD_S
 from services.scheduler.events import Configure, Fail, Recording, Tick
 from services.scheduler.plan import EvalPlan
-from services.scheduler.state import HOLD_S, RECORD_S
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
+from tests.sim.invariants import check_invariants
 from tests.unit.scheduler.bench import STORE, Bench, plan
 
 ALL = Recording(Choice(every=1, per_step=4, tasks_per_step=4), hold_tasks=4)
@@ -77,7 +78,7 @@ def test_a_filtered_task_is_cleared_only_after_the_recorder_has_taken_it() -> No
     assert due(b, ended) == []
     assert b.acknowledge() == {(ended.task_id, 1)}
     assert b.machine.run.ledger.tasks.find(ended.task_id) is None
-    b.machine.run.validate()
+    check_invariants(b.machine.run)
 
 
 def test_a_task_dropped_without_shards_is_not_kept_but_its_reason_is_due() -> None:
@@ -103,10 +104,10 @@ def test_the_text_of_a_task_that_the_rollout_dropped_is_kept_until_the_recorder_
     ended = answered.tasks[0]
     assert (ended.state, ended.samples, ended.store) == (state, 0, STORE)
     assert b.complete(grant, outcome=Outcome.DROP, samples=0, failed=2) == []  # the rollout repeats its request
-    b.machine.run.validate()
+    check_invariants(b.machine.run)
     due(b, ended)
     assert b.acknowledge() == {(ended.task_id, 1)}
-    b.machine.run.validate()
+    check_invariants(b.machine.run)
 
 
 def test_a_task_that_has_ended_is_kept_only_for_a_limited_time() -> None:
@@ -121,7 +122,7 @@ def test_a_task_that_has_ended_is_kept_only_for_a_limited_time() -> None:
     b.event(Tick(), after_s=0.2)
     assert b.acknowledge() == {("train/0/0", 1)}
     assert ask(b, final=True).lost == 1
-    b.machine.run.validate()
+    check_invariants(b.machine.run)
 
 
 def test_the_scheduler_does_not_wait_for_a_recorder_that_is_away() -> None:
@@ -141,7 +142,7 @@ def test_the_oldest_tasks_are_released_when_they_take_up_room_that_others_need()
     assert b.acknowledge() == {("train/0/0", 1)}
     assert b.machine.run.ledger.records.lost == 1
     assert [each.task_id for each in due(b)] == ["train/0/1", "train/0/2"]
-    b.machine.run.validate()
+    check_invariants(b.machine.run)
 
 
 def test_trained_tasks_collected_at_their_commit_wait_for_the_recorder() -> None:
@@ -153,7 +154,7 @@ def test_trained_tasks_collected_at_their_commit_wait_for_the_recorder() -> None
     assert [each.step for each in tasks] == [1, 1, 1, 1]
     due(b, *tasks)
     assert {task for task, _ in b.acknowledge()} >= {f"train/0/{row}" for row in range(4)}
-    b.machine.run.validate()
+    check_invariants(b.machine.run)
 
 
 def test_answers_to_the_recorder_are_seconds_apart_if_no_collection_waits_for_it() -> None:
@@ -192,7 +193,7 @@ def test_samples_of_rolled_back_steps_are_not_due_and_the_recorder_is_told_once_
     assert answer.tasks == []
     assert answer.rewinds == [TakenBack(0, 0)]
     assert ask(b, rewinds=1, final=True).rewinds == []
-    run.validate()
+    check_invariants(run)
 
 
 def test_a_replayed_journal_and_a_snapshot_give_the_same_due_tasks() -> None:
@@ -200,13 +201,13 @@ def test_a_replayed_journal_and_a_snapshot_give_the_same_due_tasks() -> None:
     assert ask(b) is None
     b.complete(b.granted(most=1), reward=1.0)
     b.step(1) if b.machine.run.ledger.window.finished else None
-    again = snapshot.load(b.plan, snapshot.dump(b.machine.run))
+    again = run_state.load(b.plan, run_state.dump(b.machine.run))
     assert again.ledger.records.due == b.machine.run.ledger.records.due
     assert again.ledger.records.held_bytes == b.machine.run.ledger.records.held_bytes > 0
     other = Bench(b.plan, b.config)
     for event in b.journal[1:]:
         other.machine.replay(event)
-    assert snapshot.dump(other.machine.run) == snapshot.dump(b.machine.run)
+    assert run_state.dump(other.machine.run) == run_state.dump(b.machine.run)
 
 
 @pytest.mark.parametrize("step", [1])

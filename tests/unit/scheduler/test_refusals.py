@@ -87,7 +87,7 @@ def test_a_surplus_set_of_scalars_is_refused_and_its_lease_stays_open() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     granted = bench.granted()
-    layouts = bench.machine.run.ledger.layouts
+    layouts = bench.machine.run.ledger.tasks.layouts
     layouts += [((f"y{number}", "<f4"),) for number in range(MOST_LAYOUTS - len(layouts))]
     lease = bench.machine.run.ledger.leases.get(granted.lease_id)
     assert lease is not None

@@ -12,7 +12,7 @@ from proto.messages import (
     NextBatch,
     Outcome,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import (
     Configure,
     Persist,
@@ -67,7 +67,7 @@ def test_replay_restores_the_same_state() -> None:
     replayed = Scheduler(bench.plan, lease_s=LEASE_S, incarnation=100)
     for event in bench.journal:
         replayed.replay(event)
-    assert snapshot.dump(replayed.run) == snapshot.dump(bench.machine.run)
+    assert run_state.dump(replayed.run) == run_state.dump(bench.machine.run)
     assert bench.machine.run.history.committed_step == 3
 
 
@@ -78,10 +78,10 @@ def test_replay_continues_from_a_snapshot(part: float) -> None:
     run = RunState(bench.plan)
     for event in bench.journal[:cut]:
         run.apply(event)
-    run = snapshot.load(bench.plan, snapshot.dump(run))
+    run = run_state.load(bench.plan, run_state.dump(run))
     for event in bench.journal[cut:]:
         run.apply(event)
-    assert snapshot.dump(run) == snapshot.dump(bench.machine.run)
+    assert run_state.dump(run) == run_state.dump(bench.machine.run)
 
 
 def test_leases_get_their_full_time_again_after_a_restart() -> None:

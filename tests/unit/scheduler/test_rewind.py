@@ -16,7 +16,7 @@ from proto.messages import (
     Outcome,
     StepBatch,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import Configure, DiscardRows, Rewound, Tick, WriteRow
 from services.scheduler.plan import Plan
 from services.scheduler.run_state import RunState
@@ -219,7 +219,7 @@ def test_replaying_a_rewind_gives_the_same_state() -> None:
     copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)
-    packed = snapshot.dump(bench.machine.run)
-    assert snapshot.dump(copy) == packed
-    assert snapshot.dump(snapshot.load(bench.plan, packed)) == packed
+    packed = run_state.dump(bench.machine.run)
+    assert run_state.dump(copy) == packed
+    assert run_state.dump(run_state.load(bench.plan, packed)) == packed
     assert copy.ledger.reopened

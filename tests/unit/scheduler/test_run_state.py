@@ -8,6 +8,7 @@ import pytest
 
 from proto.messages import NextBatch, Outcome, TaskState
 from services.scheduler.tasks import TRANSITIONS, Tasks
+from tests.sim.invariants import check_invariants
 from tests.unit.scheduler.bench import Bench, ids
 
 
@@ -35,7 +36,7 @@ def test_story_includes_every_change_to_a_task_with_its_cause() -> None:
     bench.complete(bench.granted())
     bench.complete(bench.granted())
     bench.ask(NextBatch(driver=1, step=1))
-    story = bench.machine.run.story(ids(first)[0])
+    story = bench.machine.run.ledger.tasks.story(ids(first)[0])
     assert [(each.fence, each.before, each.after, each.cause) for each in story] == [
         (1, None, TaskState.PENDING, "Configure"),
         (1, TaskState.PENDING, TaskState.LEASED, "Leased"),
@@ -58,11 +59,11 @@ def test_story_includes_every_change_to_a_task_with_its_cause() -> None:
 )
 def test_validate_names_an_inconsistent_task_and_includes_its_story(field: str, value: object, problem: str) -> None:
     run = Bench().start().machine.run
-    run.validate()
+    check_invariants(run)
     task = next(iter(run.ledger.tasks))
     setattr(task, field, value)
     with pytest.raises(AssertionError, match=f"^{task.task_id}, fence 1, {task.state}: {problem}; None -> PENDING"):
-        run.validate()
+        check_invariants(run)
 
 
 def test_validate_finds_wrong_counts_and_a_task_that_no_lease_can_get() -> None:
@@ -70,4 +71,4 @@ def test_validate_finds_wrong_counts_and_a_task_that_no_lease_can_get() -> None:
     run.ledger.tasks.counts[TaskState.READY] += 1
     run.ledger.leave_line(0, run.ledger.tasks["train/0/0"])
     with pytest.raises(AssertionError, match=r"^step 0: counts, tasks that wait for stage 0"):
-        run.validate()
+        check_invariants(run)

@@ -22,7 +22,7 @@ from proto.messages import (
     StepBatch,
     TaskHandle,
 )
-from services.scheduler import audits, snapshot
+from services.scheduler import audits, run_state
 from services.scheduler.events import Checked, CheckShards, Effect, Fail, Listed, RequestInventory, Tick, WriteRow
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
@@ -61,8 +61,8 @@ def replays_alike(bench: Bench) -> bool:
     copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)
-    packed = snapshot.dump(bench.machine.run)
-    return snapshot.dump(copy) == packed == snapshot.dump(snapshot.load(bench.plan, packed))
+    packed = run_state.dump(bench.machine.run)
+    return run_state.dump(copy) == packed == run_state.dump(run_state.load(bench.plan, packed))
 
 
 def fences(batch: StepBatch | LeaseGrant) -> dict[str, int]:
@@ -88,9 +88,9 @@ def test_a_report_that_the_store_does_not_confirm_changes_nothing() -> None:
     bench = Bench().start()
     grant = bench.granted()
     bench.complete(grant)
-    before = snapshot.dump(bench.machine.run)
+    before = run_state.dump(bench.machine.run)
     assert isinstance(report(bench, named(grant.batch.tasks)), Ack)
-    assert snapshot.dump(bench.machine.run) == before
+    assert run_state.dump(bench.machine.run) == before
 
 
 def test_a_report_is_answered_once_the_store_has_checked_its_shards_and_fails_if_the_store_is_away() -> None:

@@ -8,7 +8,7 @@ from proto.messages import (
     GetRunInfo,
     NextBatch,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import (
     Fail,
     SaveStep,
@@ -32,9 +32,9 @@ def test_a_repeated_request_for_a_batch_gets_the_same_batch_and_a_step_out_of_or
 def test_a_repeated_commit_is_carried_out_only_once() -> None:
     bench = Bench().start()
     bench.step(1)
-    before = snapshot.dump(bench.machine.run)
+    before = run_state.dump(bench.machine.run)
     bench.ask(CommitStep(driver=1, step=1, metrics={"loss/policy": 9.0}))
-    assert snapshot.dump(bench.machine.run) == before
+    assert run_state.dump(bench.machine.run) == before
     saved = [effect for effect in bench.effects if isinstance(effect, SaveStep)]
     assert [(effect.step, effect.state) for effect in saved] == [(1, "BATCHED"), (1, "TRAINED")]
 

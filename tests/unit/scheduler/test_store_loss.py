@@ -12,7 +12,7 @@ from proto.messages import (
     Register,
     StepBatch,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import Configure, Tell, WriteRow
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
@@ -104,7 +104,7 @@ def test_replaying_a_loss_of_data_gives_the_same_state() -> None:
     for event in bench.journal:
         copy.apply(event)
     assert copy.history.committed_step == bench.machine.run.history.committed_step == 1
-    assert snapshot.dump(copy) == snapshot.dump(bench.machine.run)
+    assert run_state.dump(copy) == run_state.dump(bench.machine.run)
 
 
 def test_a_driver_that_does_not_resume_after_the_loss_is_refused() -> None:

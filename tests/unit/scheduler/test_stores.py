@@ -18,7 +18,7 @@ from proto.messages import (
     PutTask,
     StepBatch,
 )
-from services.scheduler import snapshot
+from services.scheduler import run_state
 from services.scheduler.events import (
     Asked,
     Checked,
@@ -32,10 +32,11 @@ from services.scheduler.events import (
     Tick,
 )
 from services.scheduler.planning import make_plan
+from services.scheduler.registry import ABSENT_S, GONE_S
 from services.scheduler.run_state import RunState
-from services.scheduler.state import ABSENT_S, GONE_S
 from shared.stages import REFERENCE, ROLLOUT
 from shared.topology import load
+from tests.sim.invariants import check_invariants
 from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, ids, plan
 from tests.unit.shared.topology.small_topology import make, write
 
@@ -115,18 +116,16 @@ def test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both(tmp
     assert run.shards.uncovered == {AWAY: 280, STORE: 80}
     bench.step(2, STORE)
     assert run.shards.uncovered == {AWAY: 280 + 80, STORE: 80 + 280}
-    run.validate()
-    again = snapshot.load(bench.plan, snapshot.dump(run))
+    check_invariants(run)
+    again = run_state.load(bench.plan, run_state.dump(run))
     assert again.shards.trainer_stores == run.shards.trainer_stores == (STORE, AWAY)
     bench.ask(CheckpointSaved(driver=1, step=2, kept=[2]))
-    clears = {
-        store: {entry[0] for entry in entries if entry[2]} for store, entries in run.shards.clears.entries().items()
-    }
+    clears = {store: {entry[0] for entry in entries if entry[2]} for store, entries in run.shards.clears.queues.items()}
     assert clears[AWAY] == clears[STORE]
     assert len(clears[AWAY]) == 8
     bench.ask(HostGone(host="b", incarnations=[22, 5], cause="power cut"))
     assert run.shards.trainer_stores == (STORE,)
-    run.validate()
+    check_invariants(run)
 
 
 def test_results_of_each_stage_are_counted_in_the_store_where_they_were_put() -> None:
@@ -144,7 +143,7 @@ def test_results_of_each_stage_are_counted_in_the_store_where_they_were_put() ->
     assert run.shards.uncovered == {}
     told = bench.sent()
     assert len(told[AWAY]) == len(told[STORE]) == 4
-    assert snapshot.dump(snapshot.load(bench.plan, snapshot.dump(run))) == snapshot.dump(run)
+    assert run_state.dump(run_state.load(bench.plan, run_state.dump(run))) == run_state.dump(run)
 
 
 def test_a_task_is_admitted_only_if_every_store_could_hold_it() -> None:
@@ -199,11 +198,9 @@ def test_a_store_that_never_answers_does_not_delay_the_others() -> None:
         assert isinstance(bench.step(step, STORE), StepBatch)
         bench.acknowledges(STORE)
     assert bench.counts()["COLLECTED"] == 32
-    assert bench.machine.run.shards.clears.pending_at(STORE) == 0
-    assert [task for task, _, _ in bench.machine.run.shards.clears.entries()[AWAY]] == [
-        f"weights/0/{i}" for i in range(8)
-    ]
-    assert len(bench.machine.run.ledger.tasks) == bench.machine.run.ledger.window.live
+    assert len(bench.machine.run.shards.clears.queues[STORE]) == 0
+    assert [task for task, _, _ in bench.machine.run.shards.clears.queues[AWAY]] == [f"weights/0/{i}" for i in range(8)]
+    assert len(list(bench.machine.run.ledger.tasks)) == bench.machine.run.ledger.window.live
 
 
 # ------------------------------------------------------------------------------------------------ gone for good
@@ -222,7 +219,7 @@ def replays_alike(bench: TwoHosts) -> bool:
     copy = RunState(bench.plan)
     for event in bench.journal:
         copy.apply(event)
-    return snapshot.dump(copy) == snapshot.dump(bench.machine.run)
+    return run_state.dump(copy) == run_state.dump(bench.machine.run)
 
 
 def test_a_joined_store_that_is_silent_for_a_long_time_loses_its_queue_of_clears_and_its_limit() -> None:
@@ -233,7 +230,7 @@ def test_a_joined_store_that_is_silent_for_a_long_time_loses_its_queue_of_clears
     quiet(bench)
     assert bench.counts()["COLLECTED"] == 4
     assert bench.machine.run.shards.limit_bytes == 1 << 30
-    assert bench.machine.run.shards.clears.stores == [STORE]
+    assert list(bench.machine.run.shards.clears.queues) == [STORE]
     assert [effect.store for effect in bench.effects if isinstance(effect, StopClear)] == [AWAY]
     assert bench.event(ClearDone(AWAY, 4)) == []  # This acknowledges the message that was in transit.
     assert [row.service for row in bench.ask(GetStatus()).services].count("batch-store") == 1
@@ -244,7 +241,7 @@ def test_a_joined_store_that_is_silent_for_a_long_time_loses_its_queue_of_clears
 def test_the_trainers_store_is_waited_for_indefinitely() -> None:
     bench = TwoHosts().begin()
     quiet(bench, alive=(("batch-store", 1, 5),))
-    assert bench.machine.run.shards.clears.stores == [STORE, AWAY]
+    assert list(bench.machine.run.shards.clears.queues) == [STORE, AWAY]
 
 
 def test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_are_sampled_again(
@@ -257,7 +254,7 @@ def test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_
     grant = bench.granted(most=1, instance=1, life=8)
     bench.complete(grant, store=AWAY, life=8)
     quiet(bench)
-    assert bench.machine.run.shards.clears.stores == [STORE]
+    assert list(bench.machine.run.shards.clears.queues) == [STORE]
     again = bench.granted(most=1)
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(grant)]
 
@@ -308,7 +305,7 @@ def test_a_host_with_another_store_keeps_its_leases() -> None:
         lost = bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, progress))
         bench.event(Tick())
     assert not lost
-    assert bench.machine.run.shards.clears.stores == [STORE, "batch-store/2"]
+    assert list(bench.machine.run.shards.clears.queues) == [STORE, "batch-store/2"]
     assert bench.machine.run.ledger.leases.get(there.lease_id) is not None
 
 
@@ -365,7 +362,7 @@ def test_a_store_that_comes_back_late_is_reconciled_without_pending_clears() -> 
     quiet(bench)
     bench.acknowledges(STORE)
     bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="data of away")
-    assert bench.machine.run.shards.clears.pending_at(AWAY) == 0
+    assert len(bench.machine.run.shards.clears.queues[AWAY]) == 0
     strays = bench.event(Listed(AWAY, [PutTask(old.task_id, old.fence)]))
     assert [effect.tasks for effect in strays if isinstance(effect, SendClear)] == [[PutTask(old.task_id, old.fence)]]
     bench.step(2, AWAY)
@@ -434,7 +431,7 @@ def test_the_leases_of_a_lost_host_are_reassigned_and_its_store_is_declared_gone
     effects = bench.event(Asked(99, HostGone(host="b", incarnations=[5, 8], cause="test"), bench.now + 5))
     assert isinstance(bench.answer(effects, 99), Ack)
     assert bench.answer(effects, waiting).code == "lost"
-    assert bench.machine.run.shards.clears.stores == [STORE]
+    assert list(bench.machine.run.shards.clears.queues) == [STORE]
     again = bench.granted(most=4)
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(there)]
     assert bench.machine.run.ledger.leases.get(here.lease_id) is not None
@@ -447,9 +444,9 @@ def test_a_store_that_returns_after_its_host_was_lost_is_not_registered_again() 
     assert isinstance(bench.ask(HostGone(host="b", incarnations=[5, 8], cause="test")), Ack)
     again = bench.register("batch-store", 1, 5, limit_bytes=1 << 30, host_id="away", data_id="data of away")
     assert again.code == "lost"
-    assert bench.machine.run.shards.clears.stores == [STORE]
+    assert list(bench.machine.run.shards.clears.queues) == [STORE]
     bench.register("batch-store", 2, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
-    assert bench.machine.run.shards.clears.stores == [STORE, "batch-store/2"]
+    assert list(bench.machine.run.shards.clears.queues) == [STORE, "batch-store/2"]
     assert replays_alike(bench)
 
 
@@ -457,7 +454,7 @@ def test_the_leases_of_a_lost_process_are_reassigned_although_a_store_on_its_hos
     bench = TwoHosts().begin()
     there = bench.granted(most=2, instance=1, life=8)
     assert isinstance(bench.ask(HostGone(host="b", incarnations=[8], cause="test")), Ack)
-    assert bench.machine.run.shards.clears.stores == [STORE, AWAY]
+    assert list(bench.machine.run.shards.clears.queues) == [STORE, AWAY]
     assert bench.machine.run.ledger.leases.get(there.lease_id) is None
     assert [(task.task_id, task.fence) for task in bench.granted(most=2).batch.tasks] == [
         (name, 2) for name in ids(there)
@@ -515,7 +512,7 @@ def test_a_version_is_cleared_with_its_copies() -> None:
     bench = TwoHosts(config=AT_COMMIT).begin()
     bench.step(1, STORE)
     for store in (STORE, AWAY):
-        assert ("weights/0/0", 1, False) in bench.machine.run.shards.clears.entries()[store]
+        assert ("weights/0/0", 1, False) in bench.machine.run.shards.clears.queues[store]
 
 
 def test_copies_of_a_version_that_its_store_has_lost_are_cleared() -> None:

@@ -18,7 +18,7 @@ from proto.bulk import Head, Kind
 from proto.messages import PutTask
 from services.batch_store.stream_server import StreamServer
 from services.batch_store.stream_source import SealedFile, StreamSource, pin
-from shared.dataplane.bulk_seal import TO_READER, TO_STORE, Seal
+from shared.dataplane.bulk_connection import TO_READER, TO_STORE, Seal
 from shared.dataplane.mapping import MappingCache
 from shared.dataplane.write import write_block
 

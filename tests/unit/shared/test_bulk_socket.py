@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proto.errors import WireError
-from shared.dataplane.bulk_socket import connect, listen
+from shared.dataplane.bulk_connection import connect, listen
 
 
 def test_endpoints_are_tcp_or_ipc_and_a_stale_socket_file_is_replaced(tmp_path: object) -> None:

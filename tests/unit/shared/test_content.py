@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shared.data import Source, SourceChanged, open_source
-from shared.data import content as c
-from shared.data.content import RowCheck, RowDigests, read_rows
+from shared.data import source as c
+from shared.data.source import RowCheck, RowDigests, read_rows
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(10)]
 BAD = {"answer": "1"}

@@ -52,7 +52,10 @@ def test_the_parts_of_all_ranks_equal_attention_over_whole_sequences(
     expected = 0
     for rank, (cut, mine) in enumerate(zip(cuts, held, strict=True)):
         everyone = [
-            [context._rows(torch.cat([key, value], 3)[0][:, nodes_of].transpose(0, 1), block) for block in each.blocks]
+            [
+                context.in_rows(torch.cat([key, value], 3)[0][:, nodes_of].transpose(0, 1), block.gather, block.rows)
+                for block in each.blocks
+            ]
             for each, nodes_of in zip(cuts, held, strict=True)
         ]
         by_block = iter([torch.stack(block) for block in zip(*everyone, strict=True)])

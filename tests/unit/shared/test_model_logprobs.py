@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shared.model import attention, linear, logprobs
+from shared.model.load import allow
 from shared.model.logprobs import token_logprobs
-from shared.model.passes import allow
 from shared.model.proof import prove
 from tests.unit.tiny_models import make_model, plain_logprobs, ragged
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from services.rollout.engines.passes import SinglePasses, gathered, make_passes
 from shared.model import attention, logprobs
+from shared.model.load import allow
 from shared.model.logprobs import token_logprobs
-from shared.model.passes import allow
 from shared.model.proof import Verdict, prove
 from shared.model.reduced import MAX_PARAMETERS
 from shared.topology.passes import FASTEST, Passes

@@ -24,7 +24,7 @@ from services.batch_store.stream_server import StreamServer
 from services.batch_store.stream_source import SealedFile, StreamSource, pin
 from shared.dataplane import stream_line
 from shared.dataplane.mapping import MappingCache
-from shared.dataplane.memory import Regions
+from shared.dataplane.reused_pages import Regions
 from shared.dataplane.stream_arrival import Arrival
 from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamGroup, StreamLine, StreamOutcome
 from shared.dataplane.write import write_block

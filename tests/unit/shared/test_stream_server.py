@@ -15,7 +15,7 @@ from proto.messages import ErrorCode
 from services.batch_store import stream_server
 from services.batch_store.stream_server import READER_BYTES, StreamServer
 from services.batch_store.stream_source import StreamSource
-from shared.dataplane.bulk_seal import TO_READER, Seal
+from shared.dataplane.bulk_connection import TO_READER, Seal
 from shared.rpc.errors import RpcError
 from tests.unit.shared.stream_rig import CHUNK, Reader, connected, ended, serving, until
 

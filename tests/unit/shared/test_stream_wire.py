@@ -17,8 +17,8 @@ from proto.errors import WireError
 from proto.excerpt import Picks
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import Array, as_wire
-from shared.dataplane.bulk_seal import TO_READER, TO_STORE, Seal
-from shared.dataplane.memory import Regions
+from shared.dataplane.bulk_connection import TO_READER, TO_STORE, Seal
+from shared.dataplane.reused_pages import Regions
 from shared.dataplane.stream_arrival import Arrival
 
 SECRET, LINE = bytes(range(32)), b"line-id-16-bytes"

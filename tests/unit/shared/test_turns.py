@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from proto.messages import DeviceOrder, Forward, ForwardBackward, HoldDevices, OptimStep
-from services.policy_trainer.worker.colocation import devices
+from services.policy_trainer.worker import devices
 from shared.actor.service import UNUSABLE_STATUS, Service
 from shared.colocation.devices import GRADIENTS, OPTIMIZER, PARAMETERS, PARTS_OF, Parts
 from shared.colocation.turns import OwnDevices, SharedDevices, take_turns

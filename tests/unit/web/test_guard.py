@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.responses import PlainTextResponse
 
-from services.web.guard import Guard
+from services.web.application import Guard
 from shared.guest_server import Secret
 
 TOKEN = "a-token-of-24-characters"

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from services.web import samples
+from shared.samples.reader import Order
 from shared.samples.record import SampleRecord
-from shared.samples.selection import Order
 
 
 def write(run: Path, step: int, *records: SampleRecord, split: str = "train") -> None:

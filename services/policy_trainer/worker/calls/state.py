@@ -20,12 +20,11 @@ from proto.messages import (
 )
 from services.policy_trainer.worker import checkpoint
 from services.policy_trainer.worker.backend import TrainingState
-from services.policy_trainer.worker.calls.loaded import Loaded
 from services.policy_trainer.worker.checkpoint import SavedState
-from services.policy_trainer.worker.checkpoint_broadcast import from_rank_0
-from services.policy_trainer.worker.colocation.residency import Part, parts_named
+from services.policy_trainer.worker.devices import parts_named
+from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
-from services.policy_trainer.worker.rank_state import load_rank_state
+from shared.colocation.devices import Part
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 
@@ -78,12 +77,12 @@ class StateCalls:
             await rank.weights_settled()
             if request.snapshot_lineage >= 0:
                 state = await asyncio.to_thread(rank.snapshots.read, request.snapshot_lineage, request.step)
-                return lambda: load_rank_state(state, loaded.backend, loaded.earlier, loaded.canaries)
+                return lambda: loaded.load_state(state)
             reads = rank.place.rank == 0 or not self._several_hosts
             mine = await asyncio.to_thread(checkpoint.load, self._folder, request.step) if reads else None
 
             def load() -> None:
-                saved = from_rank_0(mine) if mine is None or self._several_hosts else mine
+                saved = checkpoint.broadcast(mine) if mine is None or self._several_hosts else mine
                 loaded.backend.load_state(TrainingState(saved.weights, saved.optimizer))
                 loaded.earlier.restore(saved.earlier, loaded.canaries)
 
@@ -116,10 +115,7 @@ class StateCalls:
         """Gather the state in call order and write it during the next step."""
         rank, loaded = self._rank, self._loaded
 
-        async def may_save() -> None:
-            rank.require_step(request.step, "checkpoint")
-
-        await rank.ready(request, may_save())
+        await rank.ready(request, rank.require_step(request.step, "checkpoint"))
         state = await rank.together("SaveCheckpoint", loaded.backend.state)
         if rank.place.rank != 0:
             return Saved(path="", seconds=0.0)

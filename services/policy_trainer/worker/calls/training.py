@@ -27,20 +27,19 @@ from proto.messages import (
     WorkerRequest,
 )
 from proto.tensors import Array
-from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS
+from services.policy_trainer.update import ADVANTAGES, WEIGHTS
 from services.policy_trainer.worker import samples
-from services.policy_trainer.worker.backend import OptimizerUpdate, Sequences
-from services.policy_trainer.worker.batch_loss import BatchLoss
-from services.policy_trainer.worker.calls.loaded import Loaded
-from services.policy_trainer.worker.losses.own import own_policy_loss
+from services.policy_trainer.worker.backend import Sequences
+from services.policy_trainer.worker.loaded import Loaded
+from services.policy_trainer.worker.loss import BatchLoss
+from services.policy_trainer.worker.losses.policy import own_policy_loss
 from services.policy_trainer.worker.rank import Rank, Runner
-from services.policy_trainer.worker.rank_state import rank_state
 from services.policy_trainer.worker.sample_records import SampleRecords
 from shared.dataplane.client import TaskShards
 from shared.ranks.group import GroupEnded
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
-from shared.samples.choice import Choice
+from shared.samples.text import Choice
 from shared.stages import PROXIMAL, Stage
 from shared.topology.models import Head
 
@@ -110,7 +109,8 @@ class TrainingCalls:
             def spread() -> BatchLoss:
                 advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
                 weights = samples.spread(tokens, counts, _scalar(request.batch, WEIGHTS))
-                tokens.flat["loss_mask"] = samples.trained(tokens.flat["loss_mask"], weights)
+                # Tokens of weight 0 belong to masked-out samples and do not need to be scored.
+                tokens.flat["loss_mask"] = tokens.flat["loss_mask"] * (weights != 0)
                 device = rank.model.settings.device
                 # With anchor rollout the trainer's log-probs are current; after an update they belong to no version.
                 version = -1 if rank.dirty and request.loss.anchor == "rollout" else rank.step
@@ -136,7 +136,7 @@ class TrainingCalls:
         rank = self._rank
 
         async def may_change() -> None:
-            rank.require_next(request.step, "take an optimizer step for")
+            await rank.require_next(request.step, "take an optimizer step for")
             check_optimizer(request.optimizer)
             await rank.weights_settled()
 
@@ -144,7 +144,7 @@ class TrainingCalls:
         began = time.perf_counter()
         was_dirty, rank.dirty = rank.dirty, True
         try:
-            update = await rank.together("OptimStep", lambda: self._update(request))
+            grad_norm = await rank.together("OptimStep", lambda: self._update(request))
         except GroupEnded:
             raise
         except RpcError as error:
@@ -159,26 +159,21 @@ class TrainingCalls:
             rank.reader.end_step()
         seconds, snapshot_s = time.perf_counter() - began, 0.0
         if request.last and request.snapshot_lineage >= 0:
-            state = partial(rank_state, self._backend, self._loaded.earlier, request.step)
-            take = partial(rank.snapshots.take, request.snapshot_lineage, request.step, state)
-            snapshot_s = await rank.on_compute_thread(take)
-        return OptimStepDone(
-            grad_norm=update.grad_norm, lr=request.optimizer.lr, seconds=seconds, snapshot_s=snapshot_s
-        )
+            state = partial(self._loaded.state, request.step)
+            keep = partial(rank.snapshots.keep, request.snapshot_lineage, request.step, state)
+            snapshot_s = await rank.on_compute_thread(keep)
+        return OptimStepDone(grad_norm=grad_norm, lr=request.optimizer.lr, seconds=seconds, snapshot_s=snapshot_s)
 
-    def _update(self, request: OptimStep) -> OptimizerUpdate:
-        update = self._backend.step(request.step, request.optimizer)
+    def _update(self, request: OptimStep) -> float:
+        grad_norm = self._backend.step(request.step, request.optimizer)
         if request.last:
             self._loaded.record(request.step)
-        return update
+        return grad_norm
 
     async def _skip_update(self, request: SkipUpdate, _: Call) -> WorkerReady:
         rank = self._rank
 
-        async def may_count() -> None:
-            rank.require_next(request.step, "skip the update of")
-
-        await rank.ready(request, may_count())
+        await rank.ready(request, rank.require_next(request.step, "skip the update of"))
 
         def work() -> None:
             self._backend.drop_gradients()

@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 
 from proto.messages import Canary, ErrorCode, Publish, Published, Saved, SaveModel, WorkerRequest
-from services.policy_trainer.worker.backend import PublishedWeights
-from services.policy_trainer.worker.calls.loaded import Loaded
-from services.policy_trainer.worker.export import export
-from services.policy_trainer.worker.publishing import Publishing
+from services.policy_trainer.worker.backend import Backend, PublishedWeights
+from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.weights.publish import Staging, put_and_digested, put_weights, weights_ref
+from shared import model_folder
 from shared.dataplane.client import Receipt
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
@@ -20,7 +19,7 @@ from shared.weights.weight_set import WeightSet
 
 
 class WeightsCalls:
-    """Reads the weights of one rank. Every rank takes part in gathering them; one of them has a `Publishing`."""
+    """Reads the weights of one rank. Every rank takes part in gathering them; one of them publishes them."""
 
     def __init__(self, rank: Rank, loaded: Loaded) -> None:
         self._rank, self._loaded, self._staging = rank, loaded, Staging()
@@ -32,14 +31,14 @@ class WeightsCalls:
     async def _publish(self, request: Publish, call: Call) -> Published | Deferred:
         """Gather the weights and run the canary in call order. Send the bytes while the canary and the next gradient
         are computed."""
-        rank, loaded, publishing = self._rank, self._loaded, self._rank.publishing
+        rank, loaded = self._rank, self._loaded
         is_earlier = request.step < rank.step and rank.model.deterministic and not rank.dirty
         version = loaded.earlier.get(request.step) if is_earlier else None
 
         async def may_publish() -> None:
             if not is_earlier:
-                rank.require_step(request.step, "publish")
-            elif publishing is not None and version is None:
+                await rank.require_step(request.step, "publish")
+            elif rank.publishes and version is None:
                 raise RpcError(
                     ErrorCode.CONFLICT, f"version {request.step} is not kept; the worker is at step {rank.step}"
                 )
@@ -52,7 +51,7 @@ class WeightsCalls:
             weights = version.weights
         elif not is_earlier:
             weights = await rank.together("Publish", loaded.backend.published)
-        if publishing is None:
+        if not rank.publishes:
             if not is_earlier:
                 await rank.together("Publish", loaded.canaries.current)
             return Published(seconds=time.perf_counter() - began)
@@ -63,12 +62,11 @@ class WeightsCalls:
         except BaseException:
             await asyncio.wait([put, record])
             raise
-        publishing.begin(self._answer(publishing, request, call, weights, put, record, canary, began))
+        rank.begin_publication(self._answer(request, call, weights, put, record, canary, began))
         return DEFERRED
 
     async def _answer(
         self,
-        publishing: Publishing,
         request: Publish,
         call: Call,
         weights: PublishedWeights,
@@ -85,7 +83,8 @@ class WeightsCalls:
             # The weights have not changed, so later calls may proceed.
             self._rank.refuse(request, call, error)
         else:
-            publishing.published(ref, weights.tensors)
+            if self._rank.sender is not None:
+                self._rank.sender.published(ref, weights.tensors)
             call.reply(Published(ref=ref, seconds=time.perf_counter() - began))
 
     async def _save_model(self, request: SaveModel, _: Call) -> Saved:
@@ -94,3 +93,15 @@ class WeightsCalls:
         target = Path(request.path)
         await rank.together("SaveModel", lambda: export(self._loaded.backend, rank.model.folder, target))
         return Saved(path=request.path, seconds=time.perf_counter() - began)
+
+
+def export(backend: Backend, policy_dir: Path, target: Path) -> None:
+    """Write the model, the configuration and the tokenizer files of `policy_dir` and move them to `target`, replacing
+    any earlier export.
+
+    Every rank must call this; rank 0 writes. Raises OSError (no space, no permission).
+    """
+    leads = backend.place.rank == 0
+    backend.export(model_folder.begin(target) if leads else target)
+    if leads:
+        model_folder.finish(policy_dir, target)

@@ -1,5 +1,7 @@
-"""Provides the policy losses by name. Each returns unweighted `(loss [M], whether the ratio was clipped [M])` for M
-tokens.
+"""Provides the policy losses by name or by import path. Each returns unweighted `(loss [M], whether the ratio was
+clipped [M])` for M tokens.
+
+User-defined losses are imported once, when a worker starts. Import paths in messages are not followed.
 
 `cur` [M] are the current log-probs (with a gradient), `anchor` [M] are those in the denominator of the ratio
 r = exp(cur - anchor), and A are the advantages.
@@ -9,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from proto.messages import LossSpec
+from proto.messages import ErrorCode, LossSpec
 from services.policy_trainer.worker.losses.tokens import TokenData, ratio
+from shared.rpc.errors import BadInput, RpcError
+from shared.topology.algorithm import Loss, is_function
+from shared.user_function import find_function
 
 Terms = tuple[Tensor, Tensor]
 PolicyLoss = Callable[[LossSpec, Tensor, Tensor, TokenData], Terms]
@@ -97,6 +103,40 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
         "cross_entropy": cross_entropy,
     }
 )
+
+
+def own_policy_loss(options: Loss) -> PolicyLoss | None:
+    """Return the function that `options` names by import path, or None for a builtin loss.
+
+    Raises RpcError(bad_request) with a one-line message if it cannot be imported or called as
+    `fn(cur, anchor, tokens, **params)`.
+    """
+    if not is_function(options.name):
+        return None
+    try:
+        return user_loss(find_function(options.name, "algorithm.loss.name", 3, options.params), options.params)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+
+
+def user_loss(function: Callable[..., Any], params: Mapping[str, Any]) -> PolicyLoss:
+    """Wrap `function` as a policy loss. `fn(cur, anchor, tokens, **params)` with `tokens: TokenData` returns [M].
+
+    The result is weighted, masked and truncated like any other loss. The loss raises RpcError(bad_request) if the
+    result is not a tensor of shape [M].
+    """
+
+    def loss(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
+        values = function(cur, anchor, data, **params)
+        if not isinstance(values, Tensor) or values.shape != cur.shape:
+            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                f"loss {spec.name} returned {shape}; it must return one value per token, {list(cur.shape)}",
+            )
+        return values, torch.zeros_like(cur, dtype=torch.bool)
+
+    return loss
 
 
 def _clipped(spec: LossSpec, r: Tensor, advantages: Tensor) -> Terms:

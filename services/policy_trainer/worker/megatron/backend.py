@@ -17,8 +17,7 @@ from proto.messages import AdamW
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
-    LocalScores,
-    OptimizerUpdate,
+    PartShelves,
     PublishedWeights,
     Sequences,
     TokenLoss,
@@ -27,9 +26,8 @@ from services.policy_trainer.worker.backend import (
     refused_gradient,
     totals_of,
 )
-from services.policy_trainer.worker.colocation.residency import Part
-from services.policy_trainer.worker.colocation.shelves import PartShelves
 from services.policy_trainer.worker.megatron.trained import Trained
+from shared.colocation.devices import Part
 from shared.megatron import files
 from shared.megatron.cpu_shims import in_megatron
 from shared.megatron.pieces import Pieces
@@ -64,15 +62,10 @@ class MegatronBackend:
         return self._pieces.converter.elements
 
     @property
-    def model(self) -> nn.Module:
+    def called(self) -> nn.Module:
         """Megatron's wrapper around this rank's pieces."""
         wrapped: nn.Module = self._trained.model
         return wrapped
-
-    @property
-    def called(self) -> nn.Module:
-        """The same as `model`."""
-        return self.model
 
     @property
     def vocab_size(self) -> int:
@@ -128,7 +121,7 @@ class MegatronBackend:
         if self.place.counts:
             leaves = [output.detach().requires_grad_() for output in outputs]
             local = Scores(scores.tokens, leaves[0], leaves[1] if len(leaves) > 1 else scores.entropy)
-            total, sums = loss(LocalScores(local, self._groups.sum_over_sequence_ranks))
+            total, sums = loss(local, self._groups.sum_over_sequence_ranks)
             parts.append(sums)
             if total.requires_grad:
                 computed = torch.autograd.grad(total, leaves, allow_unused=True)
@@ -141,8 +134,8 @@ class MegatronBackend:
     # ---- updates
 
     @in_megatron
-    def step(self, step: int, optimizer: AdamW) -> OptimizerUpdate:
-        """Sum the gradients over ranks, clip, step, and zero the gradients.
+    def step(self, step: int, optimizer: AdamW) -> float:
+        """Sum the gradients over ranks, clip, step, zero the gradients, and return their norm.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then remain unchanged.
         """
@@ -153,7 +146,7 @@ class MegatronBackend:
             raise refused_gradient(step, grad_norm)
         self._trained.update(grad_norm, optimizer)
         self.drop_gradients()
-        return OptimizerUpdate(grad_norm)
+        return grad_norm
 
     @in_megatron
     def drop_gradients(self) -> None:

@@ -117,13 +117,13 @@ class Trained:
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """Return full gradients on rank 0 and {} elsewhere. Call it after `reduce`."""
-        return self._whole(lambda name: self._filled(name, self._grad_part(name), self._grad_dtype), self._grad_dtype)
 
-    def _grad_part(self, name: str) -> Tensor | None:
-        param = self._params[name]
-        part = self._part(param)
-        grad: Tensor = cast(Any, param).main_grad
-        return None if part is None else grad.view(-1)[part]
+        def read(name: str) -> Tensor:
+            part = self._part(self._params[name])
+            grad: Tensor = cast(Any, self._params[name]).main_grad
+            return self._filled(name, None if part is None else grad.view(-1)[part], self._grad_dtype)
+
+        return self._whole(read, self._grad_dtype)
 
     @torch.no_grad()
     def state(self) -> TrainingState:

@@ -26,7 +26,7 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, PublishedWeights, Sequences
 from services.policy_trainer.worker.weights.channels import SideStream
 from services.policy_trainer.worker.weights.drill import make_drill
-from shared.colocation.locked import LockedMemory
+from shared.colocation.shelf import LockedMemory
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
@@ -127,7 +127,7 @@ class EarlierVersions:
     """The newest version and at most `depth` versions before it. Ranks other than 0 hold none."""
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
+        self.depth = depth
         self._versions: dict[int, EarlierVersion] = {}
 
     def get(self, step: int) -> EarlierVersion | None:
@@ -138,10 +138,10 @@ class EarlierVersions:
 
         Drop versions from `step` onwards and those before `step - depth`.
         """
-        if weights.tensors and self._depth:
+        if weights.tensors:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.tensors.items()}
             self._versions = {
-                old: version for old, version in self._versions.items() if step - self._depth <= old < step
+                old: version for old, version in self._versions.items() if step - self.depth <= old < step
             }
             self._versions[step] = EarlierVersion(replace(weights, tensors=copies), canary)
 

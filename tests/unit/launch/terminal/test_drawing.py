@@ -9,7 +9,7 @@ import pytest
 from rich.text import Text
 
 from launch.viewers.samples import STYLES, Color
-from launch.viewers.terminal import panes, sample_pane
+from launch.viewers.terminal import panes
 from launch.viewers.terminal.plot import LABEL, Series, bar, number, plot
 from launch.viewers.terminal.visible import visible, visible_text
 from proto.messages import TopicRow
@@ -136,7 +136,7 @@ def test_only_tokens_with_unusual_values_are_coloured() -> None:
     )  # fmt: skip
 
     def styles(color: Color) -> dict[str, str]:
-        text = sample_pane.page(record, color)
+        text = panes.sample_page(record, color)
         return {text.plain[span.start : span.end]: str(span.style) for span in text.spans if span.style in STYLES[1:]}
 
     assert styles(Color.LOGPROB) == {"lo": STYLES[4], "!": STYLES[1]}
@@ -146,6 +146,6 @@ def test_only_tokens_with_unusual_values_are_coloured() -> None:
 
 def test_a_sample_of_ten_megabytes_is_truncated() -> None:
     record = SampleRecord(task="train/0/1", prompt="p" * (10 << 20), completion="c" * (10 << 20))
-    text = sample_pane.page(record, Color.LOGPROB).plain
-    assert len(text) < 3 * sample_pane.MAX_SHOWN_CHARS
+    text = panes.sample_page(record, Color.LOGPROB).plain
+    assert len(text) < 3 * panes.MAX_SHOWN_CHARS
     assert "10,465,760 more characters" in text

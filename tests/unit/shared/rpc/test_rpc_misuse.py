@@ -28,8 +28,8 @@ from proto.messages import (
 from shared.rpc.client import UNSENT_MESSAGES
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from shared.rpc.mailbox import DEFERRED, Call
-from shared.rpc.offenders import STRIKES
 from shared.rpc.replies import CACHED_REPLY_BYTES
+from shared.rpc.senders import STRIKES
 from shared.security.roles import Role
 from tests.unit.shared.rpc.rpc_actors import (
     DEADLINE_S,

@@ -7,7 +7,7 @@ import threading
 import pytest
 import zmq
 
-from shared.rpc.sender import Sender, sender
+from shared.rpc.senders import Sender
 from shared.rpc.unread import GUEST_BYTES, GUESTS_BYTES, SERVICE_BYTES, Unread
 from shared.security.roles import Role
 
@@ -15,7 +15,7 @@ ANSWER_BYTES = 200_000
 
 
 def guest(host: int, connection: int, role: Role = Role.OBSERVER) -> Sender:
-    return sender(0, role, f"{role}-{host}-{connection}".encode(), f"10.0.0.{host}".encode())
+    return Sender(0, role, f"{role}-{host}-{connection}".encode(), f"10.0.0.{host}".encode())
 
 
 def left_unread(unread: Unread, who: Sender, nbytes: int = ANSWER_BYTES) -> int:
@@ -41,7 +41,7 @@ def test_guests_that_never_read_leave_room_for_the_next_guest(hosts: int, connec
 
 def test_a_service_has_its_own_limit_and_can_get_any_answer_once_it_has_read_all_others() -> None:
     unread = Unread()
-    one, other = (sender(0, Role.SERVICE, name, b"10.0.0.1") for name in (b"one", b"other"))
+    one, other = (Sender(0, Role.SERVICE, name, b"10.0.0.1") for name in (b"one", b"other"))
     assert SERVICE_BYTES - 2 * ANSWER_BYTES < left_unread(unread, one) <= SERVICE_BYTES
     assert unread.takes(other, SERVICE_BYTES)
     read = threading.Event()

@@ -95,7 +95,7 @@ def test_logs_of_all_services_are_read_from_their_ends_and_long_lines_are_cut(tm
     write(tmp_path / "logs" / "rollout-1.jsonl", {**line, "task": "train/0/1"}, {**line, "event": "x" * 9000})
     files = RunFiles(tmp_path)
     read(files)
-    first, second = files.view.log()
+    first, second = files.view.log.lines()
     assert (first.service, first.text) == ("rollout/1", "began  task=train/0/1")
     assert len(second.text) == MAX_LOG_TEXT
 

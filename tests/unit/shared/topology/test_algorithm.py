@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.policy_trainer.loss_spec import loss_spec
+from services.policy_trainer.update import loss_spec
 from shared.topology import Topology, load
 from tests.unit.shared.topology.small_topology import problems, write
 

@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch.processes.gpus import visible_gpus
-from launch.processes.plan import SUPERVISOR, listen_endpoint, threads_of
+from launch.processes.plan import SUPERVISOR, listen_endpoint, threads_of, visible_gpus
 from proto.messages import BatchMeta, LeaseGrant
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
@@ -148,7 +147,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "unit/launch/test_supervisor_server.py::test_a_service_that_is_not_ready_in_time_is_killed_and_started_again",
     ),
     "run.spares": (
-        "launch/spares/heavy.py",
+        "launch/spares/processes.py",
         "topology.run.spares",
         "integration/launch/test_spares.py::test_no_spare_is_kept_if_spares_are_disabled",
     ),
@@ -196,7 +195,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         f"services.monitor.{tracker}.samples_every": (
             "services/tracker/outlet.py",
             "self._section.samples_every",
-            "unit/tracker/test_samples.py::test_the_first_recorded_step_of_each_interval_is_due",
+            "unit/tracker/test_outlet.py::test_the_first_recorded_step_of_each_interval_is_due",
         )
         for tracker in ("wandb", "tensorboard", "mlflow", "trackio")
     },
@@ -426,7 +425,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.traces.file_limit": (
         EXPORTER,
         "settings.file_limit",
-        "unit/exporter/test_perfetto.py::test_the_file_is_valid_after_every_write_and_stays_within_its_limit",
+        "unit/exporter/test_spans.py::test_the_file_is_valid_after_every_write_and_stays_within_its_limit",
     ),
     "services.monitor.traces.share": (
         ROLLOUT,

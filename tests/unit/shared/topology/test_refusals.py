@@ -13,8 +13,8 @@ from proto import codec
 from proto.errors import WireError
 from proto.messages import BatchMeta, StepBatch
 from shared.topology import load, task_bytes, weight_bytes, worst_case_bytes
-from shared.topology.algorithm_checks import MOST_LIVE_TASKS, MOST_SAMPLES
 from shared.topology.capacity import weight_versions
+from shared.topology.checks import MOST_LIVE_TASKS, MOST_SAMPLES
 from tests.unit.shared.topology.small_topology import BASE, WEIGHTS, edited, problems, write
 
 LISTEN = ["transport.listen=10.0.0.1"]
@@ -240,7 +240,7 @@ def test_error_for_a_value_out_of_range_names_the_value_and_the_limit(
         (
             "  lr: 1e-3",
             "  lr: 1e-3\n  betas: [0.9, 1.0]",
-            "t.yaml:21: optimizer.betas.1: 1.0 is out of range: it must be from 0 to below 1, such as 0.9",
+            "t.yaml:21: optimizer.betas.1: 1.0 is out of range: it must be below 1",
         ),
         (
             "    held: {",

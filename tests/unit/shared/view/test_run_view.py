@@ -37,7 +37,7 @@ def test_progress_contains_the_steps_and_the_remaining_time() -> None:
     view = RunView()
     view.apply(row("cluster/status", {"reachable": 1.0, "run": "r", "step": 4, "steps": 10, "version": 3}))
     for step in range(1, 5):
-        view.add_metrics(metrics(step, seconds=step))
+        view.curves.add(metrics(step, seconds=step))
     seen = view.progress()
     assert (seen.run, seen.step, seen.steps, seen.version, seen.lineage) == ("r", 4, 10, 3, None)
     assert seen.step_s == 2.5
@@ -98,36 +98,36 @@ def test_panels_select_the_names_that_exist() -> None:
 def test_metrics_from_the_stream_are_used_only_if_the_view_asks_for_them() -> None:
     file_reader, far_away = RunView(), RunView(metrics_from_stream=True)
     for view in (file_reader, far_away):
-        view.load_metrics([metrics(1)])
+        view.curves.add(metrics(1))
         view.apply(row("step", {"step": 2, "reward/mean": 0.5}))
-    assert file_reader.curves(["reward/mean"]) == {"reward/mean": [(1, 0.0)]}
-    assert far_away.curves(["reward/mean"]) == {"reward/mean": [(1, 0.0), (2, 0.5)]}
+    assert file_reader.curves.points("reward/mean") == [(1, 0.0)]
+    assert far_away.curves.points("reward/mean") == [(1, 0.0), (2, 0.5)]
     assert not far_away.history_is_old
 
 
 def test_a_gap_or_a_rewind_in_the_stream_makes_the_history_outdated() -> None:
     view = RunView(metrics_from_stream=True)
-    view.load_metrics([metrics(1)])
+    view.curves.add(metrics(1))
     view.apply(row("step", {"step": 3, "reward/mean": 0.5}))
     assert view.history_is_old
     view.load_history(history([1, 2, 3]))
     assert not view.history_is_old
-    assert view.curves(["reward/mean"])["reward/mean"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert view.curves.points("reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
     view.apply(row("scheduler/rewound", {"step": 1, "committed": 3}))
     assert view.history_is_old
     assert [(each.step, each.committed) for each in view.rewinds()] == [(1, 3)]
     view.load_history(history([1]))
     view.apply(row("step", {"step": 2, "reward/mean": 0.5}))
-    assert view.curves(["reward/mean"])["reward/mean"] == [(1, 1.0), (2, 0.5)]
+    assert view.curves.points("reward/mean") == [(1, 1.0), (2, 0.5)]
     assert not view.history_is_old
 
 
 def test_the_history_adds_the_timeline_to_a_view_that_reads_the_metrics_file() -> None:
     view = RunView()
-    view.add_metrics(metrics(1))
+    view.curves.add(metrics(1))
     span = row("span", {"what": "generate", "seconds": 1.0}, name="rollout/0")
     view.load_history(msgspec.structs.replace(history([1, 2]), spans=[span]))
-    assert view.curves(["reward/mean"])["reward/mean"] == [(1, 0.0)]
+    assert view.curves.points("reward/mean") == [(1, 0.0)]
     assert [lane.name for lane in view.timeline(NOW, 10)] == ["rollout/0"]
 
 
@@ -322,12 +322,12 @@ def test_warnings_about_two_services_are_kept_separately() -> None:
 
 def test_log_lines_are_filtered_by_level_and_text() -> None:
     view = RunView()
-    view.add_log(
+    view.log.add(
         [
             LogLine("2026-01-01T00:00:02", "warning", "rollout/0", "samples failed"),
             LogLine("2026-01-01T00:00:01", "info", "scheduler/0", "state READY"),
         ]
     )
-    assert [line.service for line in view.log()] == ["scheduler/0", "rollout/0"]
-    assert [line.text for line in view.log(level="warning")] == ["samples failed"]
-    assert [line.text for line in view.log(containing="SCHED")] == ["state READY"]
+    assert [line.service for line in view.log.lines()] == ["scheduler/0", "rollout/0"]
+    assert [line.text for line in view.log.lines(level="warning")] == ["samples failed"]
+    assert [line.text for line in view.log.lines(containing="SCHED")] == ["state READY"]

@@ -1,0 +1,114 @@
+"""Translates the topology into what the calls of an update carry: the specification of the loss, a weight for the
+tokens of each sample, and the numbers of the optimizer step. Workers know nothing of them until they are sent.
+
+A token's weight W is one number per sample, derived from the whole optimizer batch before it is split, times the
+token's mask. Every rank sums W * loss over its tokens, and nothing is normalised afterwards. Gradients thus do not
+depend on ranks or micro-batches (docs/architecture.md, promise 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from proto.messages import AdamW, LossSpec
+from proto.tensors import Array
+from shared.topology.algorithm import Optimizer
+from shared.topology.schema import Topology
+
+ADVANTAGES, WEIGHTS = "advantages", "weights"
+"""Names of the per-sample scalars that `forward_backward` reads."""
+
+
+def loss_spec(topology: Topology) -> LossSpec:
+    """Return the per-token settings in `algorithm`. Absent settings are off.
+
+    A step with a single update does not need a separate forward pass for the proximal policy, because the training pass
+    computes its log-probs.
+    """
+    algorithm = topology.algorithm
+    loss, kl, mask = algorithm.loss, algorithm.kl, algorithm.loss.ratio_mask
+    in_loss = kl is not None and kl.place == "loss" and kl.coef > 0
+    clip_low, clip_high = loss.clip or (0.0, 0.0)
+    gate_positive, gate_negative = loss.temperatures or (0.0, 0.0)
+    return LossSpec(
+        name=loss.name,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        anchor="present" if algorithm.ratio_is_one else loss.anchor,
+        temperature=topology.sampling.temperature,
+        tis_cap=loss.tis_cap or 0.0,
+        kl_estimator=kl.estimator if kl is not None and in_loss else "",
+        kl_coef=kl.coef if kl is not None and in_loss else 0.0,
+        entropy_coef=algorithm.entropy_coef,
+        dual_clip=loss.dual_clip or 0.0,
+        clamp=loss.clamp or "",
+        gate_positive=gate_positive,
+        gate_negative=gate_negative,
+        ratio_mask=mask.level if mask is not None else "",
+        mask_low=mask.low if mask is not None else 0.0,
+        mask_high=mask.high if mask is not None else 0.0,
+    )
+
+
+def trained_tokens(overlong: str, scalars: Mapping[str, Array]) -> Array:
+    """Return int [N]: for each sample, the number of its tokens that count in the loss.
+
+    It is 0 for truncated samples if `overlong` is "mask". Such samples are masked before sum(n) and B of
+    `sample_weights` are computed, so that they do not dilute the other samples. Source: overlong filtering in DAPO
+    (arXiv 2503.14476), section 3.4.
+    """
+    tokens = scalars["loss_tokens"]
+    return np.where(scalars["truncated"] != 0, 0, tokens) if overlong == "mask" else tokens
+
+
+def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int) -> Array:
+    """Return token weights, float32 [N], for the N samples of an optimizer batch.
+
+    `loss_tokens` int [N] is the number of tokens of each sample that count in the loss.
+
+    With n_i = loss_tokens, B = number of samples with n_i > 0, M = number of all samples, L = `max_new_tokens`:
+
+    | aggregation | weight of a token of sample i |
+    |---|---|
+    | token_mean | 1 / sum(n) (DAPO, arXiv 2503.14476, equation 12) |
+    | seq_mean_token_mean | 1 / (n_i B) (DeepSeekMath, arXiv 2402.03300, equation 3) |
+    | seq_mean_token_sum | 1 / B |
+    | dr_grpo | 1 / (M L) (arXiv 2503.20783, section 3.2) |
+
+    Raises ValueError for any other name.
+    """
+    counts = loss_tokens.astype(np.float64)
+    filled = counts > 0
+    sequences = max(int(filled.sum()), 1)
+    if aggregation == "token_mean":
+        weights = filled / max(counts.sum(), 1.0)
+    elif aggregation == "seq_mean_token_mean":
+        weights = filled / (np.maximum(counts, 1.0) * sequences)
+    elif aggregation == "seq_mean_token_sum":
+        weights = filled / sequences
+    elif aggregation == "dr_grpo":
+        weights = filled / (max(len(counts), 1) * max_new_tokens)
+    else:
+        raise ValueError(
+            f"aggregation {aggregation!r}: use token_mean, seq_mean_token_mean, seq_mean_token_sum or dr_grpo"
+        )
+    return np.asarray(weights, dtype=np.float32)
+
+
+def optimizer_numbers(options: Optimizer, step: int) -> AdamW:
+    """Return the numbers of an update of training step `step`, counted from 1.
+
+    The learning rate rises linearly from lr / warmup_steps at step 1 to lr at warmup_steps, and is then constant.
+    """
+    warmup = min(1.0, step / options.warmup_steps) if options.warmup_steps else 1.0
+    beta1, beta2 = options.betas
+    return AdamW(
+        lr=options.lr * warmup,
+        beta1=beta1,
+        beta2=beta2,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        clip_norm=options.clip_norm,
+    )

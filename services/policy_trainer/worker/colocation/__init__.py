@@ -1,1 +1,0 @@
-"""Residency of a rank's training state on devices that other services may share."""
