@@ -4,6 +4,7 @@
 - Documents outside of docs/ (README, CONTRIBUTING, ...) become pages, and so does every file and folder of the code
   that a document links to. A link without a target is a warning, which `--strict` turns into an error.
 - Mermaid diagrams are replaced by their drawings (draw.py).
+- Pages get what the theme's scripts expect and would otherwise fail without.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ OUTSIDE = {
 DOCUMENTS = sorted([*DOCS.glob("*.md"), *OUTSIDE])
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".md": "markdown", ".sbatch": "bash", ".json": "json", ".toml": "toml"}
 STYLE = "site/code.css"
+# darkmode.js switches two style sheets of highlight.js, which mkdocs.yml turns off, and stops at the first that is
+# missing. Browsers refuse to start the worker of the search for pages that are read from the disk.
+EXPECTED = """<style id="hljs-light"></style><style id="hljs-dark"></style>
+<script>if (location.protocol === "file:") window.Worker = class { postMessage() {} };</script>
+</head>"""
 
 _MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
@@ -134,3 +140,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return relative(_page_of(path)) + hash_sign + anchor
 
     return _MERMAID.sub(picture, _LINK.sub(link, markdown))
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Add what the theme's scripts expect."""
+    return output.replace("</head>", EXPECTED, 1)
+
+
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """Add the same to pages without a document, such as 404.html."""
+    return output.replace("</head>", EXPECTED, 1)

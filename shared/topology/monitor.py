@@ -177,7 +177,7 @@ Tracker = Wandb | Tensorboard | Mlflow | Trackio
 
 
 class WarningKind(StrEnum):
-    """What a warning is about. docs/warnings.md explains each kind."""
+    """What a warning is about. docs/reading.md explains each kind."""
 
     ZERO_VARIANCE = "zero-variance"
     REWARD_FLAT = "reward-flat"
@@ -209,7 +209,7 @@ def _known(kinds: tuple[str, ...]) -> tuple[str, ...]:
 
 class Warnings(Section):
     off: Annotated[Strings, AfterValidator(_known)] = Field(
-        default=(), description="kinds of warnings that are not issued, such as trainer-starved (see docs/warnings.md)"
+        default=(), description="kinds of warnings that are not issued, such as trainer-starved (see docs/reading.md)"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,10 +17,37 @@ from shared.topology.service_checks import UNSUPPORTED
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
 HEAD = """# Topology keys
 
-The keys of a topology with their defaults. `<name>` stands for a name of your choice, and `[]` for the items of a list.
-[configuration.md](configuration.md) lists the options that have run. This page is written from
+A run is described by one YAML file, the *topology*. [launch/topologies/](../launch/topologies) has examples, and
+[status.md](status.md) lists the options that have run.
+
+```
+python -m launch.cluster my.yaml --dry-run
+python -m launch.cluster my.yaml --set optimizer.lr=1e-4 --run-dir runs/first
+python -m launch.cluster my.yaml --run-dir runs/first --resume
+```
+
+- Paths in a topology are relative to the folder that contains it. `--set` changes one key and can be repeated.
+- `--dry-run` starts nothing and performs the checks that precede a start: keys, limits, data rows, ports, memory and
+  GPUs; the model's configuration, weight files (truncated, or named in the index but missing), tokenizer and chat
+  template; and your own functions with their parameters, which are imported in a killable process. Errors that only a
+  model library can detect are found when the service starts; the run then ends at once and prints the error line.
+- A model or a data set that is given by its hub name is fetched first ([hub.md](hub.md)); `--dry-run` reports what
+  would be fetched.
+- A wrong key causes exit status 2 and a one-line error that names the file, the line and the nearest valid key.
+- An option that would have no effect under the given topology is an error. `tests/unit/shared/topology/test_keys.py`
+  covers every key.
+- The resolved topology, with all defaults, is `topology.yaml` in the run directory. A run can be resumed with other
+  values of some keys: [stopping.md](stopping.md#keys-that-may-change).
+- The section `monitor` may be written at the top level, as on this page, or below `services`, as in a run's
+  `topology.yaml` and in error messages: `monitor.web` and `services.monitor.web` are the same key. If both are given,
+  the topology is refused. With a run's own `topology.yaml`, therefore, use the long form:
+  `--set services.monitor.web={}`.
+
+In the tables, `<name>` stands for a name of your choice, and `[]` for the items of a list. The page is written from
 [shared/topology/](../shared/topology) by `python -m tests.golden.topology_keys`.
 """
+LONG_FORM = "services.monitor."
+"""The section that the page lists by its short form."""
 
 
 def section_of(hint: Any) -> tuple[str, type[Section]] | None:
@@ -83,6 +110,11 @@ def rows(section: type[Section], prefix: str = "") -> Iterator[str]:
             yield from rows(inside[1], f"{key}{inside[0]}.")
 
 
+def table(lines: Iterable[str]) -> str:
+    """Return the table with these rows."""
+    return "| key | default | meaning |\n|---|---|---|\n" + "\n".join(lines) + "\n"
+
+
 def page() -> str:
     """Return the whole page."""
     parts = [HEAD]
@@ -91,12 +123,15 @@ def page() -> str:
         inside = section_of(typing.get_type_hints(Topology, include_extras=True)[name])
         if inside is None:
             continue
-        parts.append(f"## `{key}`: {field.description}\n")
-        parts.append("| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows(inside[1], f"{key}.")) + "\n")
+        listed = list(rows(inside[1], f"{key}."))
+        monitor = [row.replace("services.", "", 1) for row in listed if row.startswith(f"| `{LONG_FORM}")]
+        parts += [f"## `{key}`: {field.description}\n", table(row for row in listed if LONG_FORM not in row)]
+        if monitor:
+            parts += ["## `monitor`: what is recorded about the run, and where it is shown\n", table(monitor)]
     alone = [name for name in Topology.model_fields if section_of(Topology.model_fields[name].annotation) is None]
     parts.append("## Keys outside of a section\n")
     listed = [row for row in rows(Topology) if row.split("`")[1] in alone]
-    parts.append("| key | default | meaning |\n|---|---|---|\n" + "\n".join(listed) + "\n")
+    parts.append(table(listed))
     return "\n".join(parts)
 
 

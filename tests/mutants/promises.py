@@ -20,5 +20,5 @@ class Promise(StrEnum):
     STALENESS = "Together these rules limit staleness to η"
     LOSS = "Log-probs have three sources"
     KILLED = "Kill any process, lose nothing."
-    WIRE = "No pickle, no open socket."
+    WIRE = "No pickle and no open socket in our own protocol."
     FAILED_SAMPLE = "If a reward function raises or returns NaN, only that sample is lost"

@@ -57,7 +57,7 @@ def test_every_reason_for_a_drop_or_loss_is_documented() -> None:
 
 
 def test_names_in_the_comparison_with_other_systems_are_documented() -> None:
-    rows = (DOCUMENT.parent / "metric_names.md").read_text().split("|---|---|---|---|\n")[1].split("\n\n")[0]
+    rows = DOCUMENT.read_text().split("|---|---|---|---|\n")[1].split("\n\n")[0]
     names = [name for row in rows.splitlines() for name in re.findall("`([^`]+)`", row.split(" | ")[0])]
     assert len(names) > 30
     assert undocumented(names) == set()

@@ -1,4 +1,4 @@
-"""warnings.jsonl holds only complete lines, and docs/warnings.md has one row for each kind and names only keys that
+"""warnings.jsonl holds only complete lines, and docs/reading.md has one row for each kind and names only keys that
 topologies have.
 """
 
@@ -42,13 +42,14 @@ def test_a_warning_is_formatted_as_one_readable_line() -> None:
     assert warnings.line_of(RECORD) == "warning at step 12: seen; do (truncation)"
 
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "warnings.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reading.md"
 SECTIONS = ("algorithm", "checkpoint", "data", "gc", "optimizer", "policy", "reward", "run", "sampling", "services")
 
 
 def rows() -> list[list[str]]:
     """Return the cells of the table of kinds."""
-    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    table = DOCUMENT.read_text().split("| kind |")[1].split("\n\n")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
