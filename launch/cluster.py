@@ -36,12 +36,13 @@ from launch.processes.plan import SUPERVISOR, listen_endpoint, own_gpus, process
 from launch.spares.processes import spare_kinds
 from launch.supervisor.events import RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
+from launch.utf8 import ensure_utf8
 from launch.viewers.progress import Screen
 from shared import model_folder
 from shared.actor import logging
 from shared.inputs import Inputs
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, newest_run, run_path, sweep_abandoned
+from shared.rundir import RunDir, check_new, newest_run, run_path, sweep_abandoned
 from shared.security.roles import Role
 from shared.topology import Topology, TopologyError, hub_names, load, stop_limit_s
 
@@ -188,6 +189,8 @@ def _checked(topology: Topology, file: Path, path: Path, *, resume: bool) -> tup
     """Return `topology` as it can be run here, the inputs of the run, and the findings of all checks on this machine,
     which are the same for a dry run and a start."""
     try:
+        if not resume:
+            check_new(path)
         begun, topology = resumed.begun(path, topology) if resume else (Inputs(), topology)
         findings = preflight.check(topology, str(file), begun.rows)
         inputs = resumed.inputs_now(topology, findings.rows, begun)
@@ -452,4 +455,5 @@ class Interrupts:
 
 
 if __name__ == "__main__":
+    ensure_utf8()
     app()

@@ -21,6 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from launch.processes.plan import EVERYTHING, SUPERVISOR, Key, processes_at_home, select
+from launch.utf8 import ensure_utf8
 from launch.viewers.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.viewers.samples import FEW, Color, choose, show
 from launch.viewers.samples import as_json as as_document
@@ -412,4 +413,5 @@ def _order(
 
 
 if __name__ == "__main__":
+    ensure_utf8()
     app()

@@ -37,6 +37,7 @@ from launch.processes.plan import SUPERVISOR, Key, Resources, own_gpus
 from launch.spares.processes import spare_kinds
 from launch.supervisor.events import RunOutcome
 from launch.supervisor.server import Supervisor
+from launch.utf8 import ensure_utf8
 from proto.ids import new_incarnation
 from proto.messages import Ack, ErrorCode, HostCheck, HostFacts, HostOrders, HostReport, Ping, Pong
 from shared.actor import logging
@@ -415,4 +416,5 @@ async def live(
 
 
 if __name__ == "__main__":
+    ensure_utf8()
     app()

@@ -24,6 +24,7 @@ import msgspec
 import typer
 import zmq
 
+from launch.utf8 import ensure_utf8
 from launch.viewers.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
 from launch.viewers.terminal import panes
 from launch.viewers.terminal.feed import LOST_S, Feed, opened
@@ -237,4 +238,5 @@ def _print(text: str) -> None:
 
 
 if __name__ == "__main__":
+    ensure_utf8()
     app()

@@ -39,6 +39,8 @@ _SHM_LINK = "shm"
 _TOPOLOGY = "topology.yaml"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SPILL_LINK = "spill"
+_RANDOM_CHARACTERS = 8
+"""Length of what `mkdtemp` appends to its prefix."""
 ABANDONED_S = 60.0
 """Minimum age, in seconds, of volatile directories to sweep. Younger ones may belong to a killed service that is about
 to restart."""
@@ -158,10 +160,7 @@ class RunDir:
         it.
         """
         path = run_path(path)
-        if (path / "run.json").exists():
-            raise RpcError(
-                ErrorCode.BAD_REQUEST, f"run directory {path}: holds a run already; choose another or use --resume"
-            )
+        check_new(path)
         keys.create((folder or path) / "keys")
         return cls._write(path, shm_root, folder=folder, topology=topology)
 
@@ -239,13 +238,7 @@ class RunDir:
             topology.dump_resolved(here / _TOPOLOGY)
         shm_root.mkdir(parents=True, exist_ok=True)
         with _volatile_folders(shm_root) as (sockets, shm):
-            longest = len(os.fsencode(sockets)) + SOCKET_NAME_BYTES + SCRATCH_BYTES
-            if longest > MAX_IPC_PATH_BYTES:
-                raise RpcError(
-                    ErrorCode.BAD_REQUEST,
-                    f"socket directory {sockets}: {longest} bytes, but ipc paths are limited to {MAX_IPC_PATH_BYTES}; "
-                    "set TMPDIR to a shorter path",
-                )
+            _check_sockets(sockets)
             text = json.dumps({"run": path.name, "sockets": str(sockets), "shm": str(shm), "scheduler": scheduler})
             scratch = here / "run.json.tmp"
             scratch.write_text(text + "\n")
@@ -423,6 +416,25 @@ def run_path(path: Path) -> Path:
         text = f"run directory {names.shown(path)}: its path is not UTF-8; use another name"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     return path
+
+
+def check_new(path: Path) -> None:
+    """Raise RpcError(bad_request) if no new run can be created in `path`: it holds one, or sockets have no room."""
+    if (path / "run.json").exists():
+        raise RpcError(
+            ErrorCode.BAD_REQUEST, f"run directory {path}: holds a run already; choose another or use --resume"
+        )
+    _check_sockets(Path(tempfile.gettempdir(), f"{SHM_PREFIX}{'x' * _RANDOM_CHARACTERS}"))
+
+
+def _check_sockets(folder: Path) -> None:
+    longest = len(os.fsencode(folder)) + SOCKET_NAME_BYTES + SCRATCH_BYTES
+    if longest > MAX_IPC_PATH_BYTES:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"socket directory {folder}: {longest} bytes, but ipc paths are limited to {MAX_IPC_PATH_BYTES}; "
+            "set TMPDIR to a shorter path",
+        )
 
 
 def newest_run(base: Path) -> Path:

@@ -10,7 +10,7 @@ import resource
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -75,17 +75,8 @@ def check(topology: Topology, file: str, begun: Mapping[str, RowDigests] = NO_RO
     findings = Findings(file)
     for key, source in sources(topology).items():
         _check_rows(topology, source, key, begun.get(key), findings)
-    findings.error(*functions.problems(topology))
-    _check_tokenizer(topology, findings)
-    _check_tied_weights(topology, findings)
-    _check_memory(topology, findings)
-    if refused := _refused_snapshots(topology):
-        findings.warn(f"{refused}: a killed trainer returns to its checkpoint")
-    _check_gpus(topology, findings)
-    _check_connections(topology, findings)
-    _check_trackers(topology, findings)
-    check_doors(topology, findings)
-    _check_monitor(topology, findings)
+    for one_check in CHECKS:
+        one_check(topology, findings)
     return findings
 
 
@@ -115,12 +106,8 @@ def check_host(topology: Topology) -> list[str]:
     A model that will be fetched from home is not checked.
     """
     findings = Findings()
-    findings.error(*functions.problems(topology))
-    if not topology.policy.distribute:
-        _check_tokenizer(topology, findings)
-        _check_tied_weights(topology, findings)
-    _check_memory(topology, findings)
-    _check_allocator(topology, findings)
+    for one_check in HOST_CHECKS if topology.policy.distribute else (*MODEL_CHECKS, *HOST_CHECKS):
+        one_check(topology, findings)
     return findings.errors
 
 
@@ -187,6 +174,32 @@ def _check_tokenizer(topology: Topology, findings: Findings) -> None:
         findings.error(
             f"{where} has no chat template (chat_template.jinja), which {needs} needs; add one, or write text"
         )
+
+
+def _check_functions(topology: Topology, findings: Findings) -> None:
+    findings.error(*functions.problems(topology))
+
+
+def _check_model_files(topology: Topology, findings: Findings) -> None:
+    """Check that the model's folder holds one set of weights, and name the files that are ignored."""
+    model = topology.policy.model
+    errors, ignored = model_files.oddities(model)
+    findings.error(*(f"policy.model: {model}: {error}" for error in errors))
+    if ignored:
+        findings.warn(f"policy.model: {model}: ignored: {', '.join(ignored)}")
+
+
+def _check_engine(topology: Topology, findings: Findings) -> None:
+    """Check that the rollout's engine is installed."""
+    rollout = topology.services.rollout
+    if rollout.engine == "vllm" and not _is_installed("vllm"):
+        target = "setup-vllm" if rollout.gpus else "setup-vllm-cpu"
+        findings.error(f"services.rollout.engine: vllm is not installed; run `make {target}`")
+
+
+def _check_snapshots(topology: Topology, findings: Findings) -> None:
+    if refused := _refused_snapshots(topology):
+        findings.warn(f"{refused}: a killed trainer returns to its checkpoint")
 
 
 def _check_tied_weights(topology: Topology, findings: Findings) -> None:
@@ -305,8 +318,6 @@ def _check_gpus(topology: Topology, findings: Findings) -> None:
             f"services.*.gpus: {needed} GPUs wanted ({gpus_described(topology)}), but {seen} {len(names)}; "
             "lower them, or let services take turns (placement.colocate)"
         )
-    _check_allocator(topology, findings)
-    _check_compiler(topology, findings)
 
 
 def _check_allocator(topology: Topology, findings: Findings) -> None:
@@ -417,3 +428,22 @@ def _check_address(address: tuple[str, int], keys: tuple[str, str], findings: Fi
         remedy = "choose another" if here else "give an address of this machine"
         findings.error(f"{named} cannot be used ({os.strerror(error.errno or 0)}); {remedy}")
         return here
+
+
+Check = Callable[[Topology, Findings], None]
+MODEL_CHECKS: tuple[Check, ...] = (_check_tokenizer, _check_model_files, _check_tied_weights)
+"""Checks of the model's folder, on every machine that has one of its own."""
+HOST_CHECKS: tuple[Check, ...] = (_check_functions, _check_engine, _check_memory, _check_allocator)
+"""Checks of the machine on which processes of the run compute."""
+CHECKS: tuple[Check, ...] = (
+    *MODEL_CHECKS,
+    *HOST_CHECKS,
+    _check_snapshots,
+    _check_gpus,
+    _check_compiler,
+    _check_connections,
+    _check_trackers,
+    check_doors,
+    _check_monitor,
+)
+"""All checks, which a dry run and a start make alike, after those of the rows."""

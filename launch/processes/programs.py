@@ -49,8 +49,10 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
     old = os.environ.get("PYTHONPATH", "")
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     seen |= {name: _with_loopback(os.environ.get(name, "")) for name in ("NO_PROXY", "no_proxy")}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
     return {
-        **os.environ,
+        **inherited,
+        "PYTHONUTF8": "1",  # all files of a run, and its logs, are UTF-8
         "PYTHONPATH": f"{ROOT}{os.pathsep}{old}" if old else str(ROOT),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),

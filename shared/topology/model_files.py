@@ -20,6 +20,9 @@ _EMBEDDING = re.compile(r"emb|wte|\.w\.")
 _OTHER_TABLE = re.compile(r"(^|\.)\d+\.|pos|wpe|^mtp\.|\.patcher\.")
 """Matches the names of tensors of numbered layers, of position embeddings, and of two parts that may have embeddings of
 their own: layers that predict further tokens, and the patcher of a byte-level model."""
+_WEIGHTS = "model.safetensors"
+_ADAPTER = "adapter_"
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _OTHER_TOKENIZERS = ("*.tiktoken", "*.model")
@@ -57,8 +60,38 @@ def stored_tensors(model: str) -> dict[str, Stored]:
     Raises OSError, or a one-line ValueError naming the file that is missing, truncated or not a safetensors file.
     """
     folder = Path(model)
-    files = _indexed_files(folder) or sorted(folder.glob("*.safetensors"))
+    files = _indexed_files(folder) or [
+        file for file in sorted(folder.glob("*.safetensors")) if not file.name.startswith(_ADAPTER)
+    ]
     return {name: tensor for file in files for name, tensor in _file_tensors(file).items()}
+
+
+def oddities(model: str) -> tuple[list[str], list[str]]:
+    """Return what makes the folder's weights ambiguous or unusable, one line each, and the names of files with weights
+    that no loader reads."""
+    folder = Path(model)
+    files = {file.name for file in folder.glob("*") if file.is_file()}
+    adapters = sorted(name for name in files if name.startswith(_ADAPTER))
+    index, single = f"{_WEIGHTS}.index.json" in files, _WEIGHTS in files
+    errors = []
+    if adapters:
+        beside = any(name.endswith(".safetensors") and name not in adapters for name in files)
+        what = "holds an adapter beside its weights" if beside else "holds an adapter without the weights of its base"
+        errors.append(f"{what} ({', '.join(adapters)}); merge the adapter into the model, and save it without these")
+    if index and single:
+        errors.append(
+            f"holds {_WEIGHTS} and {_WEIGHTS}.index.json, which name different weights; remove the one that is out of "
+            "date"
+        )
+    try:
+        named = {tensor.file.name for tensor in stored_tensors(model).values()}
+        wrapped = next((name for name in stored_tensors(model) if "_orig_mod." in name), "")
+    except (OSError, ValueError):
+        return errors, []  # Another check reports it.
+    if wrapped:
+        errors.append(f"its weights are named as torch.compile wraps them ({wrapped}); save the unwrapped model")
+    others = {name for name in files if name.endswith(_OTHER_WEIGHTS) or name.endswith(".safetensors")}
+    return errors, sorted(others - named - set(adapters)) if not errors else []
 
 
 def tied_tables(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> list[list[str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _MAKE = re.compile(r"`make ([a-z][a-z-]*[a-z])[^`\n{]*`")
-_MODULE = re.compile(r"python -m ((?:launch|services|shared|tests)[a-z_.]*[a-z_])")
+_MODULE = re.compile(r"python -m ((?:launch|services|shared|tests)[a-z0-9_.]*[a-z0-9_])")
 _INSTALLS = re.compile(r"rlbus\[\w+\]")
 
 
@@ -44,8 +44,8 @@ def test_named_modules_can_be_run() -> None:
 
 def can_be_run(module: str) -> bool:
     file = ROOT / Path(*module.split("."))
-    main = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
-    return main.is_file() and "__main__" in main.read_text()
+    program = file.with_suffix(".py")
+    return (file / "__main__.py").is_file() or (program.is_file() and "__main__" in program.read_text())
 
 
 def test_no_text_names_a_package_that_no_index_has() -> None:

@@ -1,0 +1,21 @@
+"""Runs the commands in Python's UTF-8 mode, whatever the locale, since all files of a run are UTF-8."""
+
+from __future__ import annotations
+
+import codecs
+import locale
+import os
+import sys
+
+
+def ensure_utf8() -> None:
+    """Start the command again in UTF-8 mode, in this process, if the locale has another encoding.
+
+    What it prints keeps the encoding of the locale; characters that this cannot express are escaped.
+    """
+    encoding = locale.getencoding()
+    if sys.flags.utf8_mode or codecs.lookup(encoding).name == "utf-8":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.environ.setdefault("PYTHONIOENCODING", f"{encoding}:backslashreplace")
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  # the same command

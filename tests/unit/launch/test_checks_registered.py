@@ -1,0 +1,24 @@
+"""Tests that every check before a start is in the one list that a dry run and a start share."""
+
+from __future__ import annotations
+
+import inspect
+
+from launch.checks import preflight
+
+HELPERS = {"_check_rows", "_check_address", "_check_model_memory"}
+"""Functions that a check or `preflight.check` itself calls."""
+
+
+def test_every_check_is_registered_once() -> None:
+    named = {
+        name
+        for name, value in vars(preflight).items()
+        if inspect.isfunction(value)
+        and value.__module__ == preflight.__name__
+        and name.startswith(("_check", "check_"))
+    } - {"check_host"}
+    registered = [check.__name__ for check in preflight.CHECKS]
+    assert len(registered) == len(set(registered))
+    assert named == {*registered, *HELPERS}
+    assert set(preflight.MODEL_CHECKS) | set(preflight.HOST_CHECKS) <= set(preflight.CHECKS)
