@@ -61,7 +61,7 @@ def stored_tensors(model: str) -> dict[str, Stored]:
     """
     folder = Path(model)
     files = _indexed_files(folder) or [
-        file for file in sorted(folder.glob("*.safetensors")) if not file.name.startswith(_ADAPTER)
+        file for file in sorted(folder.glob("*.safetensors")) if file.is_file() and not file.name.startswith(_ADAPTER)
     ]
     return {name: tensor for file in files for name, tensor in _file_tensors(file).items()}
 
@@ -164,7 +164,7 @@ def _file_tensors(file: Path) -> dict[str, Stored]:
             start, end = map(int, entry["data_offsets"])
             shape = tuple(map(int, entry["shape"]))
             tensors[name] = Stored(file, str(entry["dtype"]), shape, data + start, data + end)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{file} is not a safetensors file: unreadable header") from error
     size, whole = file.stat().st_size, max((tensor.end for tensor in tensors.values()), default=data)
     if size != whole:
@@ -266,7 +266,7 @@ def _ids(tokenizer: dict[str, Any]) -> Iterator[Any]:
 def _object(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`, or {} if the file is missing or holds something else."""
     try:
-        parsed = json.loads(file.read_bytes())
+        parsed = json.loads(file.read_bytes()) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return parsed if isinstance(parsed, dict) else {}

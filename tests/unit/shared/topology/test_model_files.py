@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
-from shared.topology.model_files import oddities, stored_tensors
+from shared.topology.model_files import end_tokens, largest_token, oddities, read_config, stored_tensors
 
 WEIGHTS = {"model.embed.weight": np.zeros((4, 2), np.float32), "model.norm.weight": np.ones(2, np.float32)}
 
@@ -52,3 +54,24 @@ def test_a_single_file_beside_an_index_is_refused(tmp_path: Path) -> None:
     )
     [error] = oddities(str(model))[0]
     assert "which name different weights; remove the one that is out of date" in error
+
+
+def test_hostile_files_are_read_without_harm(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", model=WEIGHTS)
+    os.mkfifo(model / "extra.safetensors")
+    os.mkfifo(model / "special_tokens_map.json")
+    deep = "[" * 100_000
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        (model / name).write_text(deep)
+    (model / "tokenizer.json").write_text('{"added_tokens": [{"content": "x"}, 7], "model": {"vocab": {"a": "b"}}}')
+    assert stored_tensors(str(model)).keys() == WEIGHTS.keys()
+    assert read_config(str(model)) == {}
+    assert largest_token(str(model)) is None
+    assert end_tokens(str(model)) == []
+
+
+@pytest.mark.parametrize("header", ['{"w": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}', "[" * 100_000])
+def test_a_header_that_no_file_can_have_is_refused(tmp_path: Path, header: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file: unreadable header"):
+        stored_tensors(str(tmp_path))
