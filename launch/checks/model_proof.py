@@ -14,7 +14,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from shared.topology import Topology
 from shared.topology.capacity import max_sample_tokens
 from shared.topology.passes import Passes, Verdict, exceeds
 
+T = TypeVar("T")
 LIMIT_CPU_S, LIMIT_S, LIMIT_BYTES = 30, 300.0, 2 * 1024**3
 """Limits of the process: seconds of processor time, seconds, and bytes of private memory."""
 _NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -90,10 +91,20 @@ def _key(config: dict[str, Any], longest: int | None, topology: Topology) -> str
 
 def compute(folder: Path, longest: int | None) -> Verdict | str:
     """Return the verdict, or why there is none."""
-    command = [sys.executable, "-m", "shared.model.proof", str(folder), *([] if longest is None else [str(longest)])]
+    return _printed("shared.model.proof", [str(folder), *([] if longest is None else [str(longest)])], Verdict)
+
+
+def answer_ends(folder: Path) -> dict[str, Any] | str:
+    """Return what `shared.tokenizer` prints about the model in `folder`, or why it cannot be used."""
+    ends = _printed("shared.tokenizer", [str(folder)], dict[str, Any])
+    return f"{folder}: its tokenizer cannot be used: {ends}" if isinstance(ends, str) else ends
+
+
+def _printed(module: str, arguments: list[str], kind: type[T]) -> T | str:
+    """Return the last line that a limited process of a module prints, as JSON of this kind, or why there is none."""
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", module, *arguments],
             capture_output=True,
             stdin=subprocess.DEVNULL,
             timeout=LIMIT_S,
@@ -101,7 +112,7 @@ def compute(folder: Path, longest: int | None) -> Verdict | str:
             preexec_fn=_limit,
             text=True,
         )
-        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Verdict)
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=kind)
     except subprocess.TimeoutExpired:
         return f"it took longer than {LIMIT_S:g} s"
     except (OSError, IndexError, msgspec.DecodeError):

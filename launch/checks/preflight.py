@@ -176,6 +176,39 @@ def _check_tokenizer(topology: Topology, findings: Findings) -> None:
         )
 
 
+def _check_ends(topology: Topology, findings: Findings) -> None:
+    """Say at which tokens sampling ends, and check that it ends at the token that ends the answers trained on."""
+    model = topology.policy.model
+    if not Path(model).is_dir():
+        return  # The model is not here yet.
+    try:
+        ends = model_files.end_tokens(model)
+    except ValueError as error:
+        findings.error(f"policy.model: {error}")
+        return
+    findings.notes.append(f"sampling       ends at the tokens {', '.join(map(str, ends)) or '(none)'}")
+    if topology.algorithm.loss.name != "cross_entropy" or not model_files.has_tokenizer(model):
+        return
+    answers = model_proof.answer_ends(Path(model))
+    if isinstance(answers, str):
+        findings.error(f"policy.model: {answers}")
+        return
+    trained = {key: source for key, source in sources(topology).items() if key == "data.train.source"}
+    for kind, prompt in (("turn", list), ("text", str)):
+        number, where = answers[kind], _first_row(trained, prompt)
+        if not where:
+            continue
+        if number is None:
+            findings.error(f"policy.model: {model}: its tokenizer has no end-of-sequence token, so no answer could end")
+        elif number not in ends:
+            findings.error(
+                f"policy.model: {model}: the chat template ends an answer with token {number}, which {where} trains, "
+                f"but sampling ends at {ends} only; add it to eos_token_id in generation_config.json"
+            )
+        else:
+            findings.notes.append(f"               and so do the answers that are trained on: token {number} ({where})")
+
+
 def _check_functions(topology: Topology, findings: Findings) -> None:
     findings.error(*functions.problems(topology))
 
@@ -215,14 +248,19 @@ def _messages(topology: Topology) -> str:
     workflow = topology.workflow
     if workflow is not None and workflow.function.startswith("builtin:"):
         return f"workflow.function {workflow.function}"
-    for key, source in sources(topology).items():
+    return _first_row(sources(topology), list)
+
+
+def _first_row(sources: Mapping[str, str], prompt: type) -> str:
+    """Return the place of the first row whose prompt is of this type, or an empty string if there is none."""
+    for key, source in sources.items():
         try:
             rows = open_source(source, where=key)
         except DataError:
             continue  # `_check_rows` reports this error.
         for index in range(len(rows)):
             with contextlib.suppress(DataError):
-                if isinstance(rows.row(index)["prompt"], list):
+                if isinstance(rows.row(index)["prompt"], prompt):
                     return f"{key}: {rows.place(index)}"
     return ""
 
@@ -431,7 +469,7 @@ def _check_address(address: tuple[str, int], keys: tuple[str, str], findings: Fi
 
 
 Check = Callable[[Topology, Findings], None]
-MODEL_CHECKS: tuple[Check, ...] = (_check_tokenizer, _check_model_files, _check_tied_weights)
+MODEL_CHECKS: tuple[Check, ...] = (_check_tokenizer, _check_ends, _check_model_files, _check_tied_weights)
 """Checks of the model's folder, on every machine that has one of its own."""
 HOST_CHECKS: tuple[Check, ...] = (_check_functions, _check_engine, _check_memory, _check_allocator)
 """Checks of the machine on which processes of the run compute."""

@@ -1,0 +1,81 @@
+"""Tests that a dry run and a start refuse the same inputs with the same lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.shared.topology.small_topology import BASE, make, write
+
+ROOT = Path(__file__).parents[3]
+
+
+def existing_run(folder: Path) -> list[str]:
+    (folder / "taken").mkdir()
+    (folder / "taken" / "run.json").write_text("{}")
+    return ["--run-dir", "taken"]
+
+
+def nothing_to_resume(folder: Path) -> list[str]:
+    return ["--resume"]
+
+
+def long_temporary_folder(folder: Path) -> list[str]:
+    (folder / ("t" * 90)).mkdir()
+    return []
+
+
+def adapter_beside_weights(folder: Path) -> list[str]:
+    (folder / "model" / "adapter_config.json").write_text("{}")
+    return []
+
+
+def wrong_end_token(folder: Path) -> list[str]:
+    (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": "2"}))
+    return []
+
+
+def wrong_signature(folder: Path) -> list[str]:
+    (folder / "rw.py").write_text("def rate():\n    return 1.0\n")
+    return ["--set", "reward.function=rw:rate"]
+
+
+FAULTS: dict[Callable[[Path], list[str]], str] = {
+    existing_run: "holds a run already; choose another or use --resume",
+    nothing_to_resume: "no run of 'small' to resume",
+    long_temporary_folder: "set TMPDIR to a shorter path",
+    adapter_beside_weights: "holds an adapter beside its weights (adapter_config.json)",
+    wrong_end_token: "eos_token_id is '2', not a token id or a list of them",
+    wrong_signature: "cannot be called as",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.__name__))
+def test_a_dry_run_and_a_start_refuse_with_the_same_line(tmp_path: Path, fault: Callable[[Path], list[str]]) -> None:
+    write(make(tmp_path), BASE)
+    options = fault(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    if fault is long_temporary_folder:
+        environment |= {"TMPDIR": str(tmp_path / ("t" * 90))}
+    refused = []
+    for more in (["--dry-run"], []):
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.cluster", "t.yaml", *options, *more],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 2, done.stderr
+        refused.append([line for line in done.stderr.splitlines() if FAULTS[fault] in line])
+    assert len(refused[0]) == 1
+    assert refused[0] == refused[1]
+    assert not (tmp_path / "runs").exists()
