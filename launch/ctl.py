@@ -8,6 +8,7 @@ Exit status: 0 on success, 1 if the run does not answer or the doctor finds a pr
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -45,8 +46,33 @@ STORY_S = 60.0
 SCALE_S = 15.0
 
 
+ANYWHERE = ("--run", "--access")
+"""Options of the program that may also stand after the command."""
+
+
+def in_front(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the options `ANYWHERE` and their values before all others."""
+    front: list[str] = []
+    others: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "--":
+            others += [argument, *remaining]
+        elif argument in ANYWHERE:
+            front += [argument, *itertools.islice(remaining, 1)]
+        elif argument.partition("=")[0] in ANYWHERE:
+            front.append(argument)
+        else:
+            others.append(argument)
+    return front + others
+
+
 class OneLineErrors(TyperGroup):
-    """Prints the errors of all commands as one line, and exits with their status."""
+    """Prints the errors of all commands as one line, and exits with their status. The program's own options may stand
+    before or after the command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, in_front(args))
 
     def invoke(self, ctx: Any) -> Any:
         try:
