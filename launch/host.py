@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -43,7 +43,7 @@ from proto.messages import Ack, ErrorCode, HostCheck, HostFacts, HostOrders, Hos
 from shared.actor import logging
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, release, sweep_abandoned
+from shared.rundir import RunDir, release, service_name, sweep_abandoned
 from shared.security import access as accesses
 from shared.security.access import Access
 from shared.topology import Topology, TopologyError, load
@@ -293,6 +293,7 @@ class HostLink:
         for key in wanted.keys() - self._ordered:
             self._log.info("ordered", service=key[0], instance=key[1])
             supervisor.add(key, wanted[key])
+            print(f"host {self._report.host}: also runs {service_name(*key)}", flush=True)
         gone = self._ordered - wanted.keys()
         if gone:
             supervisor.drain(sorted(gone))
@@ -375,6 +376,11 @@ class AgentEnds:
             self._supervisor.stop(self._causes[0])
 
 
+def described(ordered: Iterable[Key]) -> str:
+    """Return the processes in words, such as `batch-store/1, rollout/0`."""
+    return ", ".join(sorted(service_name(*key) for key in ordered)) or "nothing yet"
+
+
 async def live(
     run: RunDir, access: Access, topology: Topology, host: str, address: str, lock: int, ends: AgentEnds
 ) -> bool | None:
@@ -386,6 +392,7 @@ async def live(
     link = HostLink(access, host, own_gpus(), listen)
     try:
         ordered = await answer_to(link.join, ends)
+        print(f"host {host}: joined {access.name}, runs {described(ordered)}; logs in {run.path / 'logs'}", flush=True)
         supervisor = Supervisor(
             run,
             ordered,
@@ -410,6 +417,8 @@ async def live(
         structlog.get_logger("host").info("host ended", cause=ended.cause)
         if failed:
             print(f"host {host}: {failed}", file=sys.stderr)
+        else:
+            print(f"host {host}: ended ({ended.cause})", flush=True)
         return ended.cause == RUN_ENDS
     finally:
         await link.close()
