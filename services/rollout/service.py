@@ -143,8 +143,15 @@ class RolloutService(Service):
         await turns.acquire(ENGINE if settings.engine == "vllm" else frozenset({WEIGHTS}))
         await engine.start()
         turns.done()
-        add_prompt = topology.policy.chat_template.add_generation_prompt
-        prompts = await self._on_text(lambda: PromptBuilder(model, add_generation_prompt=add_prompt))
+        template = topology.policy.chat_template
+        prompts = await self._on_text(
+            lambda: PromptBuilder(
+                model,
+                add_generation_prompt=template.add_generation_prompt,
+                template_args=template.args,
+                fixed_clock=topology.run.deterministic,
+            )
+        )
         await self._on_text(lambda: prompts.check_vocabulary(engine.vocab_size))
         begun = Inputs.load(self.run.path).rows
         tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens, begun))

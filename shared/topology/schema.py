@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.data import FORMS
 from shared.topology import document
@@ -72,10 +72,24 @@ class Run(Section):
         return 0 if self.evaluate else self.steps
 
 
+TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
+"""Names that a call of a chat template sets itself."""
+
+
 class ChatTemplate(Section):
     add_generation_prompt: bool = Field(
         default=True, description="end a templated prompt with the opening of the assistant's turn"
     )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the template, such as `enable_thinking: false`"
+    )
+
+    @field_validator("args")
+    @classmethod
+    def _own_variables(cls, args: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(args.keys() & TEMPLATE_VARIABLES):
+            raise ValueError(f"{', '.join(taken)}: set by every call; name other variables of the template")
+        return args
 
 
 class Policy(Section):

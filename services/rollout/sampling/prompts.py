@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -18,6 +20,8 @@ from shared.rpc.errors import BadInput
 from shared.tokenizer import answer_ends, load_tokenizer
 from shared.workflow import ToolCall
 
+CLOCK = datetime(2025, 1, 1)  # a template writes the local date
+"""The time that chat templates see in deterministic runs."""
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _DIGITS = "0123456789"
 _STAND_INS = 16
@@ -41,11 +45,23 @@ class NoChatTemplate(ValueError):
 class PromptBuilder:
     """Builds prompts. Only one thread may use it at a time, because fast tokenizers refuse concurrent use."""
 
-    def __init__(self, model: Path, *, add_generation_prompt: bool) -> None:
-        """Load the tokenizer from the model directory. This imports transformers. Raises BadInput."""
+    def __init__(
+        self,
+        model: Path,
+        *,
+        add_generation_prompt: bool,
+        template_args: Mapping[str, Any] = MappingProxyType({}),
+        fixed_clock: bool = False,
+    ) -> None:
+        """Load the tokenizer from the model directory. This imports transformers. Raises BadInput.
+
+        `template_args` are variables of the chat template. If `fixed_clock`, a template that writes the date always
+        writes that of `CLOCK`.
+        """
         self._tokenizer = load_tokenizer(model)
         self._ends = answer_ends(model, self._tokenizer)
         self._add_generation_prompt = add_generation_prompt
+        self._template_args = dict(template_args) | ({"strftime_now": CLOCK.strftime} if fixed_clock else {})
         self._appended = self._tokens_after_a_text()
         self._pieces: dict[int, str] = {}
         """Texts of individually decoded tokens."""
@@ -198,6 +214,7 @@ class PromptBuilder:
             tools=tools,
             add_generation_prompt=prompted and self._add_generation_prompt,
             tokenize=False,
+            **self._template_args,
         )
         return text
 

@@ -12,7 +12,7 @@ import pytest
 from proto.messages import TopicRow
 from services.exporter.perfetto import EARLIER, FILE, MAX_LANES, TraceFile
 from services.exporter.spans import Interval, Tracer, TraceSpan, intervals, span_id, trace_id
-from shared.actor.telemetry import MAX_TASKS, PART, SPAN, TelemetrySender, is_traced, traced
+from shared.actor.telemetry import MAX_TASKS, PART, SPAN, TelemetrySender
 
 RUN, TASK = "run", "train/0/17"
 
@@ -113,11 +113,17 @@ def test_a_tracer_does_not_remember_a_collected_task() -> None:
 
 def test_every_process_traces_the_same_tasks() -> None:
     ids = [f"train/0/{number}" for number in range(20_000)]
-    chosen = [each for each in ids if is_traced(each, 0.05)]
-    assert 800 < len(chosen) < 1200
-    assert traced(ids[:500], 0.05) == [each for each in ids[:500] if each in set(chosen)]
-    assert traced(ids, 1.0) == ids[:MAX_TASKS]
-    assert traced(ids, 0.0) == []
+
+    def chosen(share: float, instance: int, among: list[str]) -> list[str]:
+        sender = TelemetrySender("rollout", instance, 1)
+        sender.traced_share = share
+        return sender.traced(among).split()
+
+    one_by_one = [task for task in ids if chosen(0.05, 0, [task])]
+    assert 800 < len(one_by_one) < 1200
+    assert chosen(0.05, 1, ids[:500]) == [task for task in ids[:500] if task in set(one_by_one)]
+    assert chosen(1.0, 0, ids) == ids[:MAX_TASKS]
+    assert chosen(0.0, 0, ids) == []
 
 
 def test_trace_and_span_ids_are_the_same_in_every_release() -> None:

@@ -122,3 +122,23 @@ def test_a_template_that_wants_a_call_before_its_result_gets_one(
     assert text.endswith("<end>\n<start>tool\n46<end>\n<start>assistant\n")
     assert "<end><end>" not in text
     assert call.prompt_ids[: len(asked.prompt_ids) + 3] == [*asked.prompt_ids, *sampled]
+
+
+def test_variables_of_the_chat_template_can_be_set(tmp_path: Path) -> None:
+    template = CHATML + "{% if enable_thinking is defined and not enable_thinking %}none{% endif %}"
+    model = chat_model(tmp_path, template=template)
+    plain, silent = (
+        PromptBuilder(model, add_generation_prompt=True, template_args=args)._rendered(CHAT["prompt"], None)
+        for args in ({}, {"enable_thinking": False})
+    )
+    assert silent == f"{plain}none"
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_in_every_deterministic_run(tmp_path: Path) -> None:
+    model = chat_model(tmp_path, template="{{ strftime_now('%d %b %Y') }}" + CHATML)
+    fixed, now = (
+        PromptBuilder(model, add_generation_prompt=True, fixed_clock=fixed)._rendered(CHAT["prompt"], None)
+        for fixed in (True, False)
+    )
+    assert fixed.startswith("01 Jan 2025<start>")
+    assert not now.startswith("01 Jan 2025")

@@ -246,8 +246,13 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     ),
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
-        "topology.policy.chat_template.add_generation_prompt",
+        "template.add_generation_prompt",
         "unit/shared/topology/test_keys.py::test_a_prompt_ends_with_the_opening_of_an_answer_only_on_request",
+    ),
+    "policy.chat_template.args": (
+        ROLLOUT,
+        "template.args",
+        "unit/rollout/test_chat_models.py::test_variables_of_the_chat_template_can_be_set",
     ),
     "reward.timeout_s": (
         ROLLOUT,
@@ -296,7 +301,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     ),
     "workflow.max_tokens": (
         ROLLOUT,
-        "workflow.max_tokens",
+        "chosen.max_tokens",
         "unit/rollout/test_workflow.py::test_a_sample_has_at_most_max_tokens",
     ),
     "workflow.memory": (
@@ -434,7 +439,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     ),
     "checkpoint.every": (
         f"{TRAINER}/publisher.py",
-        "self._checkpoint.every",
+        "topology.checkpoint.every",
         "integration/policy_trainer/test_bad_steps.py::test_a_bad_step_stops_the_run_which_can_be_resumed_to_skip_it",
     ),
     "checkpoint.keep_every": (
