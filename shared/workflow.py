@@ -96,7 +96,7 @@ class LLM(Protocol):
 
 class Context(Protocol):
     """The context of one sample. `base_url` serves the OpenAI chat completions API for this sample (with any
-    `api_key`)."""
+    `api_key`), and `openai` is a client of it."""
 
     task_id: str
     sample: int
@@ -105,6 +105,11 @@ class Context(Protocol):
 
     @property
     def base_url(self) -> str: ...
+
+    @property
+    def openai(self) -> Any:
+        """An `openai.AsyncOpenAI` for this sample. All samples share its connections. It needs the package openai
+        (`make setup-agents`)."""
 
     @property
     def remaining_s(self) -> float:

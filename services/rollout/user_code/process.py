@@ -36,7 +36,14 @@ from services.rollout.user_code.frames import (
 )
 from services.rollout.user_code.load import UserFunction, load
 from services.rollout.user_code.trace import raised_at, traced
-from services.rollout.user_code.user_side import TOOL_STACK_BYTES, Link, ProcessContext, ProcessLLM
+from services.rollout.user_code.user_side import (
+    TOOL_STACK_BYTES,
+    Link,
+    ProcessContext,
+    ProcessLLM,
+    openai_client,
+    uses_openai,
+)
 from shared.rpc.errors import RpcError, is_certain
 from shared.stacks import write_stacks_on_signal
 from shared.workflow import Sequence, Trajectory, WorkflowError
@@ -63,6 +70,9 @@ def main(descriptor: int, marks: int, stack: int) -> None:
     except RpcError as error:
         link.sendall(frame(frames.Ready(str(error), is_certain(error)), frames.TO_SERVICE_BYTES))
         return
+    if setup.purpose is Purpose.WORKFLOW and uses_openai(functions[0].call):
+        with contextlib.suppress(WorkflowError):  # the sample that uses it is told why there is none
+            openai_client()
     threading.stack_size(TOOL_STACK_BYTES)
     limit_memory(setup.memory_bytes)
     ready = frames.Ready(

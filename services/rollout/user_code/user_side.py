@@ -7,10 +7,14 @@ None of these objects outlives the workflow's sample. The process exits when the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import functools
+import inspect
 import itertools
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -174,6 +178,30 @@ class ProcessLLM:
             del self._waiting[call]
 
 
+@functools.cache
+def openai_client() -> Any:
+    """Return this process's client of the OpenAI API. Raises WorkflowError if the package is not installed.
+
+    Importing the package and making a client take longer than the loop may be busy (up to seconds on a loaded machine),
+    so a process whose workflow uses `ctx.openai` calls this before its first sample.
+    """
+    try:
+        import openai
+    except ModuleNotFoundError as error:
+        raise WorkflowError(f"ctx.openai needs the package {error.name}; run `make setup-agents`") from None
+    return openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")
+
+
+def uses_openai(workflow: Callable[..., Any]) -> bool:
+    """Return whether the module that defines a workflow has the package openai, or reads an attribute of that name."""
+    module = sys.modules.get(getattr(workflow, "__module__", ""))
+    if "openai" in sys.modules:
+        return True
+    with contextlib.suppress(OSError, TypeError):
+        return module is not None and ".openai" in inspect.getsource(module)
+    return False
+
+
 class ProcessContext:
     """Implements `shared.workflow.Context`."""
 
@@ -185,6 +213,10 @@ class ProcessContext:
         self._slot = begin.slot
         self._marks = marks
         self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def openai(self) -> Any:
+        return openai_client().with_options(base_url=self.base_url)
 
     @property
     def remaining_s(self) -> float:
