@@ -106,7 +106,7 @@ def check_host(topology: Topology) -> list[str]:
     A model that will be fetched from home is not checked.
     """
     findings = Findings()
-    for one_check in HOST_CHECKS if topology.policy.distribute else (*MODEL_CHECKS, *HOST_CHECKS):
+    for one_check in HOST_CHECKS if topology.policy.distribute else (*HOST_CHECKS, *MODEL_CHECKS):
         one_check(topology, findings)
     return findings.errors
 
@@ -474,8 +474,8 @@ MODEL_CHECKS: tuple[Check, ...] = (_check_tokenizer, _check_ends, _check_model_f
 HOST_CHECKS: tuple[Check, ...] = (_check_functions, _check_engine, _check_memory, _check_allocator)
 """Checks of the machine on which processes of the run compute."""
 CHECKS: tuple[Check, ...] = (
-    *MODEL_CHECKS,
     *HOST_CHECKS,
+    *MODEL_CHECKS,
     _check_snapshots,
     _check_gpus,
     _check_compiler,
