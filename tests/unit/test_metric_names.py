@@ -34,7 +34,8 @@ def everything() -> set[str]:
         lost={reason: 1 for reason in LossReason},
     )
     metrics = StepMetrics(step=5)
-    sums = dict.fromkeys(("engine_tokens", "lag_tokens", "weighed", "weight_squared", "capped"), 1.0)
+    names = ("kl", "mismatch", "mismatch_max", "engine_tokens", "lag_tokens", "weighed", "weight_squared", "capped")
+    sums = dict.fromkeys(names, 1.0)
     metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
     evaluation = Evaluation.of("held", (0, 0), 4, ["held/0/0"])
     evaluation.score(0, np.ones(4, np.float32), 0)
