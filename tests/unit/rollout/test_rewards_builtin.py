@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.rewards import builtin
+from services.rollout.user_code import builtin
 from shared.data import open_source
 from shared.rpc.errors import RpcError
 from shared.sample import Sample
