@@ -22,6 +22,7 @@ from proto.messages import (
     BatchMeta,
     BatchPart,
     ForwardBackwardDone,
+    ForwardDone,
     LossSpec,
     OptimStepDone,
     StepBatch,
@@ -192,10 +193,10 @@ class Table:
     def begin_step(self, updates: int, *, snapshot_lineage: int) -> None:
         self.sums.append({"updates": float(updates)})
 
-    async def forward(self, batch: Batch, _: list[str], __: float) -> tuple[Batch, float]:
+    async def forward(self, batch: Batch, _: list[str], __: float) -> ForwardDone:
         self.prox = self.scores()[0].detach()
         part = BatchPart(PROXIMAL.name, ["prox_logprobs.1-1"])
-        return Batch(BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE])), 0.0
+        return ForwardDone(meta=BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE]), seconds=0.0)
 
     async def forward_backward(self, batch: Batch, loss: LossSpec) -> ForwardBackwardDone:
         samples = np.concatenate([self.first[task.task_id] + np.arange(task.samples) for task in batch.tasks])
