@@ -11,7 +11,7 @@ import struct
 import numpy as np
 import xxhash
 
-from proto import blockfile, bulk, excerpt
+from proto import blockfile, bulk
 from proto.messages import PutTask, StreamOpened
 from proto.tensors import as_wire
 from shared.dataplane.reused_pages import Regions
@@ -46,7 +46,7 @@ def read_file(data: bytes) -> None:
         shards = list(table.shards(task))
         assert all(shard.offset + shard.nbytes <= len(data) for shard in shards)
         assert len(table.checksums(task)) == table.count(task) == len(shards)
-    begins, ends, _ = excerpt.rows_of(table)
+    begins, ends, _ = table.placed()
     assert all(0 <= begin <= end <= len(data) for begin, end in zip(begins, ends, strict=True))
 
 
