@@ -79,7 +79,7 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             assert (await started).step == 0
             assert found.keys() == expected.keys()
             assert all(np.array_equal(found[name], value) for name, value in expected.items())
-            moved = await outside.offload(["parameters", "optimizer"])
+            moved = await outside.move(["parameters", "optimizer"], to="host")
             assert moved.nbytes > 2.9 * sum(value.nbytes for value in expected.values())
             # After a failed call, all calls fail until the caller takes over again.
             lost = outside.publish_weights(1, 9, store=STORE)
