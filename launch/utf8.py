@@ -11,7 +11,7 @@ import sys
 def ensure_utf8() -> None:
     """Start the command again in UTF-8 mode, in this process, if the locale has another encoding.
 
-    What it prints keeps the encoding of the locale; characters that this cannot express are escaped.
+    Output keeps the encoding of the locale; characters that it lacks are escaped.
     """
     encoding = locale.getencoding()
     if sys.flags.utf8_mode or codecs.lookup(encoding).name == "utf-8":

@@ -13,31 +13,9 @@ from typing import Any
 import msgspec
 
 from shared.rpc.errors import BadInput
-from shared.topology.model_files import end_tokens
+from shared.topology.model_files import AnswerEnds, end_tokens
 
 _ANSWER = "0123456789"
-
-
-class AnswerEnds(msgspec.Struct, frozen=True):
-    """The ids of the tokens that end an answer: `text` for raw prompts, and `turn` for prompts that consist of messages
-    (None if there is none). Sampling ends at each token of `stop`."""
-
-    stop: list[int]
-    text: int | None
-    turn: int | None
-
-    def end(self, messages: bool) -> int:
-        """Return the token that ends the answer to a prompt. Raises a one-line ValueError if sampling would not end at
-        it, or if there is none."""
-        number = self.turn if messages else self.text
-        if number is None:
-            raise ValueError("the tokenizer has no end-of-sequence token, so an answer could not end")
-        if number not in self.stop:
-            raise ValueError(
-                f"the chat template ends an answer with token {number}, but sampling ends at {self.stop} only; add it "
-                "to eos_token_id in the model's generation_config.json"
-            )
-        return number
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -52,6 +30,11 @@ def load_tokenizer(model: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadInput(f"model {model}: no tokenizer: {first[:300]}") from error
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of the special tokens by id."""
+    return {int(number): token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def answer_ends(model: Path, tokenizer: Any) -> AnswerEnds:
@@ -80,7 +63,7 @@ def _turn_end(tokenizer: Any) -> int | None:
         text = tokenizer.apply_chat_template(conversation, tokenize=False)
     except Exception:  # a template may raise anything
         return None
-    special = {int(number) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = special_tokens(tokenizer)
     for number in tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]:
         if int(number) in special:
             return int(number)

@@ -21,6 +21,7 @@ import msgspec
 from launch.processes.programs import ROOT, child_environment
 from shared.topology import Topology
 from shared.topology.capacity import max_sample_tokens
+from shared.topology.model_files import AnswerEnds
 from shared.topology.passes import Passes, Verdict, exceeds
 
 T = TypeVar("T")
@@ -94,9 +95,9 @@ def compute(folder: Path, longest: int | None) -> Verdict | str:
     return _printed("shared.model.proof", [str(folder), *([] if longest is None else [str(longest)])], Verdict)
 
 
-def answer_ends(folder: Path) -> dict[str, Any] | str:
-    """Return what `shared.tokenizer` prints about the model in `folder`, or why it cannot be used."""
-    ends = _printed("shared.tokenizer", [str(folder)], dict[str, Any])
+def answer_ends(folder: Path) -> AnswerEnds | str:
+    """Return the tokens that end answers of the model in `folder`, or why its tokenizer cannot be used."""
+    ends = _printed("shared.tokenizer", [str(folder)], AnswerEnds)
     return f"{folder}: its tokenizer cannot be used: {ends}" if isinstance(ends, str) else ends
 
 

@@ -194,17 +194,13 @@ def _check_ends(topology: Topology, findings: Findings) -> None:
         findings.error(f"policy.model: {answers}")
         return
     trained = {key: source for key, source in sources(topology).items() if key == "data.train.source"}
-    for kind, prompt in (("turn", list), ("text", str)):
-        number, where = answers[kind], _first_row(trained, prompt)
-        if not where:
+    for prompt in (list, str):
+        if not (where := _first_row(trained, prompt)):
             continue
-        if number is None:
-            findings.error(f"policy.model: {model}: its tokenizer has no end-of-sequence token, so no answer could end")
-        elif number not in ends:
-            findings.error(
-                f"policy.model: {model}: the chat template ends an answer with token {number}, which {where} trains, "
-                f"but sampling ends at {ends} only; add it to eos_token_id in generation_config.json"
-            )
+        try:
+            number = answers.end(messages=prompt is list)
+        except ValueError as error:
+            findings.error(f"policy.model: {model}: {error} ({where})")
         else:
             findings.notes.append(f"               and so do the answers that are trained on: token {number} ({where})")
 

@@ -48,7 +48,6 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
     look-ups on the network, and the GPUs `gpus` (None: the launcher's GPUs)."""
     old = os.environ.get("PYTHONPATH", "")
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    seen |= {name: _with_loopback(os.environ.get(name, "")) for name in ("NO_PROXY", "no_proxy")}
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
     return {
         **inherited,
@@ -67,6 +66,7 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
         # with one arena per thread, a torch process would keep the memory that its threads free
         "MALLOC_ARENA_MAX": "2",
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", GLIBC_TUNABLES),
+        **{name: _with_loopback(os.environ.get(name, "")) for name in ("NO_PROXY", "no_proxy")},
         **seen,
     }
 

@@ -95,7 +95,8 @@ class StepMetrics:
             "throughput/samples_per_s": samples / step_s,
             "throughput/tokens_per_s": row["rollout/length_mean"] * samples / step_s,
         }
-        # What was not measured has no value: the KL without a reference, the mismatch of tokens that no engine sampled.
+        # Metrics that were not measured are left out: the KL without a reference, and the mismatch of tokens that no
+        # engine sampled.
         if "kl" in self.sums:
             row["loss/kl"] = sums["kl"] / updates
         if "mismatch" in self.sums:

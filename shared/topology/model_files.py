@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 _HEADER_LIMIT_BYTES = 100 * 1024**2
 _HEADER_SIZE_BYTES = 8
 _TABLE_DIMENSIONS = 2
@@ -84,10 +86,11 @@ def oddities(model: str) -> tuple[list[str], list[str]]:
             "date"
         )
     try:
-        named = {tensor.file.name for tensor in stored_tensors(model).values()}
-        wrapped = next((name for name in stored_tensors(model) if "_orig_mod." in name), "")
+        tensors = stored_tensors(model)
     except (OSError, ValueError):
         return errors, []  # Another check reports it.
+    named = {tensor.file.name for tensor in tensors.values()}
+    wrapped = next((name for name in tensors if "_orig_mod." in name), "")
     if wrapped:
         errors.append(f"its weights are named as torch.compile wraps them ({wrapped}); save the unwrapped model")
     others = {name for name in files if name.endswith(_OTHER_WEIGHTS) or name.endswith(".safetensors")}
@@ -186,6 +189,28 @@ def has_chat_template(model: str) -> bool:
     return written or bool(_object(Path(model) / "tokenizer_config.json").get("chat_template"))
 
 
+class AnswerEnds(msgspec.Struct, frozen=True):
+    """The ids of the tokens that end an answer: `text` for raw prompts, and `turn` for prompts that consist of messages
+    (None if there is none). Sampling ends at each token of `stop`."""
+
+    stop: list[int]
+    text: int | None
+    turn: int | None
+
+    def end(self, messages: bool) -> int:
+        """Return the token that ends the answer to a prompt. Raises a one-line ValueError if sampling would not end at
+        it, or if there is none."""
+        number = self.turn if messages else self.text
+        if number is None:
+            raise ValueError("the tokenizer has no end-of-sequence token, so an answer could not end")
+        if number not in self.stop:
+            raise ValueError(
+                f"the chat template ends an answer with token {number}, but sampling ends at {self.stop} only; add it "
+                "to eos_token_id in the model's generation_config.json"
+            )
+        return number
+
+
 def end_tokens(model: str) -> list[int]:
     """Return the ids of the tokens that end a completion: the end-of-sequence tokens of the tokenizer and of
     generation_config.json (or of config.json, if the former names none), in ascending order.
@@ -221,12 +246,12 @@ def _token_id(folder: Path, text: str) -> int | None:
     """Return the id of the token with this text, or None if the files of the tokenizer do not list it."""
     if not text:
         return None
-    tokenizer, added = _object(folder / "tokenizer.json"), _object(folder / "tokenizer_config.json")
-    listed = [*_dicts(tokenizer.get("added_tokens"))]
-    decoder = added.get("added_tokens_decoder")
-    if isinstance(decoder, dict):
-        listed += [{**token, "id": int(number)} for number, token in decoder.items() if isinstance(token, dict)]
-    for token in listed:
+    decoder = _object(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    for number, token in decoder.items() if isinstance(decoder, dict) else ():
+        if isinstance(token, dict) and token.get("content") == text and number.isdecimal():
+            return int(number)
+    tokenizer = _object(folder / "tokenizer.json")  # it may have megabytes, so it is read only if it must be
+    for token in _dicts(tokenizer.get("added_tokens")):
         if token.get("content") == text and isinstance(token.get("id"), int):
             return int(token["id"])
     model = tokenizer.get("model")

@@ -5,6 +5,7 @@ A single rank holds the whole model (`replica`); several ranks hold pieces of it
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import tempfile
@@ -313,7 +314,7 @@ class TorchBackend:
 
     def _write_configuration(self, folder: Path) -> None:
         """Write config.json with the policy's data type. The trained one is float32 if several ranks hold pieces."""
-        config: Any = self._trained.model.config
+        config: Any = copy.deepcopy(self._trained.model.config)  # a model may read its own while it computes
         config.dtype = self._dtype
         config.save_pretrained(folder)
 

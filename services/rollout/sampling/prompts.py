@@ -17,7 +17,7 @@ import msgspec
 
 from shared.data.source import content_text, not_text
 from shared.rpc.errors import BadInput
-from shared.tokenizer import answer_ends, load_tokenizer
+from shared.tokenizer import answer_ends, load_tokenizer, special_tokens
 from shared.workflow import ToolCall
 
 CLOCK = datetime(2025, 1, 1)  # a template writes the local date
@@ -65,11 +65,7 @@ class PromptBuilder:
         self._appended = self._tokens_after_a_text()
         self._pieces: dict[int, str] = {}
         """Texts of individually decoded tokens."""
-        special = {
-            int(number): token.content
-            for number, token in self._tokenizer.added_tokens_decoder.items()
-            if token.special
-        }
+        special = special_tokens(self._tokenizer)
         self._special_ids, self._special_texts = special.keys(), [text for text in special.values() if text]
 
     def check_vocabulary(self, size: int) -> None:

@@ -194,9 +194,9 @@ def openai_client() -> Any:
 
 def uses_openai(workflow: Callable[..., Any]) -> bool:
     """Return whether the module that defines a workflow has the package openai, or reads an attribute of that name."""
-    module = sys.modules.get(getattr(workflow, "__module__", ""))
     if "openai" in sys.modules:
         return True
+    module = sys.modules.get(getattr(workflow, "__module__", ""))
     with contextlib.suppress(OSError, TypeError):
         return module is not None and ".openai" in inspect.getsource(module)
     return False

@@ -164,7 +164,7 @@ class WorkflowRunner:
         self._failing.count([score])
         conversation = attempt.calls.conversation
         sample = _so_far(task, conversation, _sampled(conversation.sequences()))
-        return Made([], False, sample, score)
+        return Made([], truncated=False, sample=sample, score=score)
 
 
 def _made(
@@ -189,7 +189,8 @@ def _made(
     sampled = [int(token) for sequence in sequences for token in sequence.token_ids[sequence.loss_mask == 1]]
     sample = replace(_so_far(task, conversation, sampled), state=returned.state)
     metrics = {name: value for name, value in returned.metrics.items() if math.isfinite(value)}
-    return Made(sequences, conversation.finish_reason == FinishReason.LENGTH, sample, returned.score, metrics)
+    truncated = conversation.finish_reason == FinishReason.LENGTH
+    return Made(sequences, truncated=truncated, sample=sample, score=returned.score, metrics=metrics)
 
 
 def _so_far(task: ReadyTask, conversation: Conversation, sampled: list[int]) -> Sample:
