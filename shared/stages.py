@@ -108,6 +108,13 @@ ROLLOUT = Stage(
         _rolled_out("loss_mask", "uint8", Per.TOKEN, "1 where the policy sampled the token, also at an end"),
         _rolled_out("rollout_logprobs", "float32", Per.TOKEN, "the engine's log-prob of a sampled token, else 0"),
         _rolled_out("versions", "int32", Per.TOKEN, "the policy version that sampled the token, else -1"),
+        Key(
+            "turn_rewards",
+            "float32",
+            Per.TOKEN,
+            "the reward of a turn, at the last token that the policy sampled in it, else 0",
+            when=lambda topology: topology.algorithm.advantage.per_token,
+        ),
     ),
 )
 _MODEL_NEEDS = ("token_ids", "lengths", "loss_mask")
@@ -156,6 +163,22 @@ never changes, so each call has its own key. The call is a revision (proto/SPEC.
 of the earlier call once those of the later call are sealed. A batch's part for this stage names the keys, including
 their `<call>`.
 """
+CREDIT = Stage(
+    "credit",
+    "policy-trainer",
+    needs=("turn_rewards", "token_ids", "lengths", "sample_index", "loss_mask", "rollout_logprobs", "versions"),
+    keys=(
+        Key(
+            "token_advantages",
+            "float32",
+            Per.TOKEN,
+            "the advantage of a trained token before it is whitened, else 0",
+            when=lambda topology: topology.algorithm.advantage.per_token,
+        ),
+    ),
+    leased=False,
+)
+"""Stage that the trainer runs itself once a task is BATCHED. Its shards have a revision, like those of `proximal`."""
 RECORD = Stage(
     "record",
     "policy-trainer",
@@ -169,13 +192,21 @@ RECORD = Stage(
             "the trainer's log-prob before its first update on the task, 0 where `loss_mask` is 0",
             recorded=True,
         ),
+        Key(
+            "train_advantages",
+            "float32",
+            Per.TOKEN,
+            "the advantage with which the token is trained, 0 where it is not",
+            when=lambda topology: topology.algorithm.advantage.per_token,
+            recorded=True,
+        ),
     ),
     leased=False,
 )
 """What the trainer puts for the recorder, and only for the tasks whose samples are recorded."""
-SAMPLE_ADVANTAGES, TRAIN_LOGPROBS = RECORD.makes
+SAMPLE_ADVANTAGES, TRAIN_LOGPROBS, TRAIN_ADVANTAGES = RECORD.makes
 
-GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, PROXIMAL)
+GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, PROXIMAL, CREDIT)
 """The stages of a training task in topological order, with all keys that any topology has."""
 
 

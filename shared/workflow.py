@@ -60,22 +60,40 @@ class Turn:
 @dataclass
 class Sequence:
     """One token sequence: four lists of equal length. `loss_mask` is 1 where the policy sampled the token. Elsewhere
-    `logprobs` is 0 and `versions` is -1."""
+    `logprobs` is 0 and `versions` is -1.
+
+    `rewards` is empty, or a fifth such list with the reward of each token. `turns` lists (number of the call of the
+    model, position of its last sampled token) for every call that has extended the sequence.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
 class Trajectory:
-    """One sample. If `reward` is None, the topology's reward functions score it. `metrics` holds numbers for
-    telemetry."""
+    """One sample. If `reward` is None, the topology's reward functions score it. The rewards of its sequences are added
+    to that of the sample. `metrics` holds numbers for telemetry."""
 
     sequences: list[Sequence]
     reward: float | dict[str, float | str] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def place_rewards(sequences: list[Sequence], turn_rewards: list[float]) -> None:
+    """Set the `rewards` of `sequences`: each turn's at its last sampled token. Raises WorkflowError if there is not
+    one number per turn."""
+    turns = sum(len(sequence.turns) for sequence in sequences)
+    if len(turn_rewards) != turns:
+        raise WorkflowError(f"{len(turn_rewards)} turn rewards for {turns} turns; give one number for each answer")
+    for sequence in sequences:
+        sequence.rewards = [0.0] * len(sequence.token_ids)
+        for turn, at in sequence.turns:
+            sequence.rewards[at] += float(turn_rewards[turn])
 
 
 class LLM(Protocol):
@@ -89,9 +107,16 @@ class LLM(Protocol):
         """Return the policy's continuation of raw text, always as a new sequence."""
 
     def trajectory(
-        self, reward: float | dict[str, float | str] | None = None, metrics: dict[str, float] | None = None
+        self,
+        reward: float | dict[str, float | str] | None = None,
+        metrics: dict[str, float] | None = None,
+        turn_rewards: list[float] | None = None,
     ) -> Trajectory:
-        """Return a trajectory of everything generated for this sample so far."""
+        """Return a trajectory of everything generated for this sample so far.
+
+        `turn_rewards` has one number for each answer of the policy, in the order of the answers. Their sum is added to
+        `reward`. Raises WorkflowError for another number of them.
+        """
 
 
 class Context(Protocol):

@@ -31,6 +31,7 @@ _REMEDY = {
     "reward": "correct {key} or its params",
     "workflow": "correct {key} or workflow.params",
     "advantage": "correct {key} or algorithm.advantage.params",
+    "token advantage": "correct {key} or algorithm.advantage.params",
     "loss": "correct {key} or algorithm.loss.params",
 }
 
@@ -59,7 +60,8 @@ def _named_functions(topology: Topology) -> Iterator[Wanted]:
     if workflow is not None:
         yield Wanted("workflow.function", "workflow", workflow.function, workflow.params)
     if is_function(algorithm.advantage.name):
-        yield Wanted("algorithm.advantage.name", "advantage", algorithm.advantage.name, algorithm.advantage.params)
+        kind = "token advantage" if algorithm.advantage.per_token else "advantage"
+        yield Wanted("algorithm.advantage.name", kind, algorithm.advantage.name, algorithm.advantage.params)
     if is_function(algorithm.loss.name):
         yield Wanted("algorithm.loss.name", "loss", algorithm.loss.name, algorithm.loss.params)
 

@@ -114,6 +114,9 @@ from proto.messages.telemetry import (
 )
 from proto.messages.trainer import (
     AdamW,
+    Credit,
+    CreditDone,
+    CreditSpec,
     Forward,
     ForwardBackward,
     ForwardBackwardDone,

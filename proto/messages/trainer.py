@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from proto.messages.common import Ack
+from proto.messages.common import Ack, Array
 from proto.messages.tasks import BatchMeta, WeightsRef
 from proto.registry import Message, Request, message
 
@@ -30,6 +30,16 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     ratio_mask: str = ""  # "token", "sequence" or "geometric": level of the ratio mask
     mask_low: float = 0.0  # smallest exp(prox - rollout) that is trained on
     mask_high: float = 0.0  # largest exp(prox - rollout) that is trained on
+
+
+class CreditSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How the rewards of a task become the advantages of its tokens, as a named function and numbers."""
+
+    name: str  # name of a builtin estimator, or the import path in the topology from which workers load it
+    gamma: float  # discount per trained token
+    turn_scale: float = 1.0  # factor for the rewards of turns
+    kl_estimator: str = ""  # "k1", "k2" or "k3": estimator of the KL in the rewards of tokens; "": no KL
+    kl_coef: float = 0.0  # each trained token's reward is lowered by this times its KL
 
 
 class AdamW(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +101,30 @@ class Forward(WorkerRequest, frozen=True, kw_only=True):
     temperature: float  # logits are divided by it, as in `LossSpec`
 
 
+@message(104)
+class CreditDone(Message, frozen=True, kw_only=True):
+    """The advantages of the tokens are in the stores, under the fences of the tasks."""
+
+    meta: BatchMeta  # the tasks, with one new entry in `parts`
+    statistics: dict[str, Array]
+    """Statistics of the advantages of the trained tokens of each task, float64 [tasks], in the order of `meta.tasks`:
+    `count`, `mean`, and `squares`, the sum of the squared deviations from this mean."""
+    seconds: float
+
+
+@message(105, reply=CreditDone)
+class Credit(WorkerRequest, frozen=True, kw_only=True):
+    """Compute an advantage for each token, and put the advantages into the store on the worker's host as shards.
+
+    The shards have the keys `token_advantages:<driver in hexadecimal>-<order>`.
+    """
+
+    batch: BatchMeta
+    """The tasks; `scalars` holds `shaped`, the shaped reward, float32 [samples]; `loss_tokens`, 0 for a sample that is
+    not trained, int [samples]; and `truncated`, uint8 [samples]."""
+    credit: CreditSpec  # the estimator
+
+
 @message(84)
 class ForwardBackwardDone(Message, frozen=True, kw_only=True):
     """The gradient is accumulated."""
@@ -107,7 +141,10 @@ class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
     The W of a token is the weight of its sample times the mask of the token.
     """
 
-    batch: BatchMeta  # the tasks; `scalars` holds `advantages` and `weights`, float32 [samples]
+    batch: BatchMeta
+    """The tasks; `scalars` holds `advantages` and `weights`, float32 [samples]. If it also holds `credit_scale` and
+    `credit_shift`, float32 [samples], the advantage of a token is advantages + credit_scale * (token_advantages -
+    credit_shift), with the shards that `Credit` has made."""
     loss: LossSpec  # the loss
 
 

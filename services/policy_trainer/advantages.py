@@ -30,8 +30,9 @@ WHITEN_EPSILON = 1e-8
 def shaped(topology: Topology, scalars: Mapping[str, Array]) -> Array:
     """Return the shaped rewards, float64 [N].
 
-    They are computed from the batch scalars `reward` and `length`, and from `kl` if the KL is part of the reward.
-    Raises ValueError if `kl` is needed but missing.
+    They are computed from the batch scalars `reward` and `length`, and from `kl` if the KL is part of the reward of
+    whole samples. With advantages per token, it is part of the rewards of tokens. Raises ValueError if `kl` is needed
+    but missing.
     """
     algorithm, kl = topology.algorithm, topology.algorithm.kl
     rewards = scalars["reward"].astype(np.float64)
@@ -40,11 +41,18 @@ def shaped(topology: Topology, scalars: Mapping[str, Array]) -> Array:
     if algorithm.overlong_penalty is not None:
         limit, penalty = topology.sampling.max_new_tokens, algorithm.overlong_penalty
         rewards = rewards + penalty.factor * overlong_penalty(scalars["length"], limit, penalty.tokens)
-    if kl is not None and kl.place == "reward" and kl.coef > 0:
+    if kl is not None and kl.place == "reward" and kl.coef > 0 and not algorithm.advantage.per_token:
         if KL_SCALAR not in scalars:
             raise ValueError("the batch has no per-sample KL, but algorithm.kl.in is reward: the reference sent none")
         rewards = rewards - kl.coef * scalars[KL_SCALAR].astype(np.float64)
     return rewards
+
+
+def turn_scale(topology: Topology, rewards: Array) -> float:
+    """Return the factor for the rewards of turns: 1, or that by which `shaped` has normalised the `rewards` [N]."""
+    if topology.algorithm.normalise_rewards == "batch" and len(rewards):
+        return 1.0 / (float(rewards.astype(np.float64).std()) + NORMALISE_EPSILON)
+    return 1.0
 
 
 def normalised(rewards: Array) -> Array:
@@ -69,7 +77,7 @@ def overlong_penalty(lengths: Array, max_new_tokens: int, tokens: int) -> Array:
 
 class Estimator:
     """The advantage estimator that a topology specifies. A user-defined function is imported once, by the
-    constructor."""
+    constructor. If each token has an advantage of its own, workers compute them (`worker.credit`)."""
 
     def __init__(self, options: Advantage) -> None:
         """Raises RpcError(bad_request) with a one-line message if a user-defined function cannot be used.
@@ -79,7 +87,7 @@ class Estimator:
         """
         self._options = options
         self._function: Callable[..., object] | None = None
-        if is_function(options.name):
+        if is_function(options.name) and not options.per_token:
             try:
                 self._function = find_function(options.name, "algorithm.advantage.name", 3, options.params)
             except ValueError as error:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from proto import messages
-from proto.messages import AdamW, ErrorCode, LossSpec, WeightsRef, WorkerRequest
+from proto.messages import AdamW, CreditSpec, ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.metrics import add_up
 from shared.batch import Batch
@@ -26,7 +27,7 @@ from shared.rundir import parse_service_name
 from shared.topology.models import TrainedModel
 
 R = TypeVar("R", bound=Message)
-Divided = messages.Forward | messages.ForwardBackward
+Divided = messages.Forward | messages.Credit | messages.ForwardBackward
 """Calls whose batch is divided among the data-parallel ranks. All ranks get the same request for every other call."""
 
 _RECOVERABLE = frozenset([ErrorCode.LOST, ErrorCode.MISSING, ErrorCode.DRAINING, ErrorCode.DEADLINE])
@@ -130,6 +131,15 @@ class WorkerDispatch:
             driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, keys=list(keys), temperature=temperature
         )
         return self._submit(request, messages.ForwardDone)
+
+    def credit(self, batch: Batch, credit: CreditSpec) -> Awaitable[messages.CreditDone]:
+        """Compute an advantage for each token and put them into the stores as shards, which the answer describes as a
+        batch, with statistics of each task.
+
+        `batch.scalars` holds `shaped`, `loss_tokens` and `truncated` (`messages.Credit`).
+        """
+        request = messages.Credit(driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, credit=credit)
+        return self._submit(request, messages.CreditDone)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Awaitable[messages.ForwardBackwardDone]:
         """Accumulate the gradient of sum(W * loss) over `batch`.
@@ -242,6 +252,11 @@ class WorkerDispatch:
         answer = merged(await self._call_all([parts[place.dp_rank] for place in self._places], reply))
         if isinstance(answer, messages.ForwardDone):
             return cast(R, msgspec.structs.replace(answer, meta=_in_order(Batch(answer.meta), batch.task_ids).meta))
+        if isinstance(answer, messages.CreditDone):
+            order = _order(Batch(answer.meta), batch.task_ids)
+            statistics = {name: values[order] for name, values in answer.statistics.items()}
+            meta = Batch(answer.meta).take(order).meta
+            return cast(R, msgspec.structs.replace(answer, meta=meta, statistics=statistics))
         if isinstance(answer, messages.ForwardBackwardDone) and self._parts > 1:
             return cast(R, msgspec.structs.replace(answer, imbalance=imbalance(chunks)))
         return answer
@@ -306,6 +321,16 @@ def merged(answers: Sequence[R]) -> R:
         parts = cast(Sequence[messages.ForwardDone], answers)
         meta = Batch.concat([Batch(part.meta) for part in parts]).meta
         return cast(R, messages.ForwardDone(meta=meta, seconds=max(part.seconds for part in parts)))
+    if isinstance(first, messages.CreditDone):
+        credits = cast(Sequence[messages.CreditDone], answers)
+        meta = Batch.concat([Batch(part.meta) for part in credits]).meta
+        names = {name for part in credits for name in part.statistics}  # a rank without shards sends none
+        statistics = {
+            name: np.concatenate([part.statistics[name] for part in credits if name in part.statistics])
+            for name in names
+        }
+        seconds = max(part.seconds for part in credits)
+        return cast(R, messages.CreditDone(meta=meta, statistics=statistics, seconds=seconds))
     if isinstance(first, messages.Moved):
         moves = cast(Sequence[messages.Moved], answers)
         total = sum(move.nbytes for move in moves)
@@ -321,5 +346,10 @@ def imbalance(chunks: Sequence[Batch]) -> float:
 
 def _in_order(batch: Batch, task_ids: Sequence[str]) -> Batch:
     """Return `batch` with its tasks in the order of `task_ids`."""
+    return batch.take(_order(batch, task_ids))
+
+
+def _order(batch: Batch, task_ids: Sequence[str]) -> list[int]:
+    """Return the positions in `batch` of the tasks `task_ids`."""
     at = {task_id: index for index, task_id in enumerate(batch.task_ids)}
-    return batch.take([at[task_id] for task_id in task_ids])
+    return [at[task_id] for task_id in task_ids]

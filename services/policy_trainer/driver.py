@@ -10,12 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
 import structlog
 from msgspec import structs
 
 from proto.messages import AdamW
 from proto.tensors import Array
-from services.policy_trainer.advantages import Estimator, shaped
+from services.policy_trainer.advantages import Estimator, shaped, turn_scale
 from services.policy_trainer.bad_data import BadSteps, check_batch, check_finite
 from services.policy_trainer.checkpoints import SnapshotPace
 from services.policy_trainer.dispatch import WorkerDispatch
@@ -25,11 +26,18 @@ from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls, StepTasks
 from services.policy_trainer.update import (
     ADVANTAGES,
+    CREDIT_SCALE,
+    CREDIT_SHIFT,
+    LOSS_TOKENS,
+    SHAPED,
+    TRUNCATED,
     WEIGHTS,
+    credit_spec,
     loss_spec,
     optimizer_numbers,
     sample_weights,
     trained_tokens,
+    whitenings,
 )
 from shared.batch import Batch
 from shared.rpc.errors import BadInput, RpcError
@@ -38,8 +46,8 @@ from shared.topology.schema import Topology
 
 T = TypeVar("T")
 PROX_KEY = PROXIMAL.makes[0]
-LOSS_TOKENS = "loss_tokens"
-"""Name of the per-sample scalar that counts the tokens that the rollout marked for training."""
+READ = (ADVANTAGES, CREDIT_SCALE, CREDIT_SHIFT)
+"""Names of the per-sample scalars that `forward_backward` reads, if they exist, besides the weights."""
 
 
 class Driver:
@@ -158,7 +166,11 @@ class Driver:
             tasks = tasks.union(Batch(done.meta))
             metrics.forward_s += done.seconds
         loss_tokens = trained_tokens(algorithm.overlong, tasks.scalars)
-        tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
+        tasks = tasks.with_scalars({LOSS_TOKENS: loss_tokens})
+        if algorithm.advantage.per_token:
+            tasks = await self.credit(batch, tasks, metrics)
+        else:
+            tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
         mini_batches: list[Batch] = []
         for part in tasks.split(self.model.mini_batch_tasks):
             weights = sample_weights(
@@ -166,8 +178,38 @@ class Driver:
                 part.scalars[LOSS_TOKENS],
                 max_new_tokens=self.topology.sampling.max_new_tokens,
             )
-            mini_batches.append(part.with_scalars({ADVANTAGES: part.scalars[ADVANTAGES], WEIGHTS: weights}))
+            read = {name: part.scalars[name] for name in READ if name in part.scalars}
+            mini_batches.append(part.with_scalars({**read, WEIGHTS: weights}))
         return mini_batches * algorithm.num_iterations
+
+    async def credit(self, batch: StepTasks, tasks: Batch, metrics: StepMetrics) -> Batch:
+        """Return `tasks` with the advantages that workers have computed for every token, and their whitening.
+
+        Raises RpcError like `advantages`.
+        """
+        given = batch.tasks.scalars
+        rewards = shaped(self.topology, given)
+        check_finite(batch, "rewards", rewards)
+        scalars = {
+            SHAPED: rewards.astype(np.float32),
+            LOSS_TOKENS: tasks.scalars[LOSS_TOKENS],
+            TRUNCATED: given[TRUNCATED],
+        }
+        spec = credit_spec(self.topology, turn_scale(self.topology, given["reward"]))
+        done = await self.workers.credit(tasks.with_scalars(scalars), spec)
+        metrics.add_credit(done)
+        counts = [task.samples for task in tasks.tasks]
+        shift, scale = whitenings(
+            self.topology.algorithm.advantage.whiten, done.statistics, self.model.mini_batch_tasks
+        )
+        return tasks.union(Batch(done.meta)).with_scalars(
+            {
+                LOSS_TOKENS: tasks.scalars[LOSS_TOKENS],
+                ADVANTAGES: np.zeros(len(rewards), np.float32),
+                CREDIT_SHIFT: np.repeat(shift, counts).astype(np.float32),
+                CREDIT_SCALE: np.repeat(scale, counts).astype(np.float32),
+            }
+        )
 
     def advantages(self, batch: StepTasks) -> Array:
         """Return the advantages of the whole step, float32 [samples].

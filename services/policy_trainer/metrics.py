@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from typing import SupportsFloat
 
 import numpy as np
 
-from proto.messages import DropReason, ForwardBackwardDone, OptimStepDone, StepBatch
+from proto.messages import CreditDone, DropReason, ForwardBackwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
 from services.policy_trainer.advantages import KL_SCALAR
+from services.policy_trainer.update import moments
 from shared.stages import REFERENCE_SCALAR
 
 LARGEST = "_max"
@@ -58,12 +60,23 @@ class StepMetrics:
     """Number of updates skipped because of bad data. `sums` does not include their samples."""
     sums: dict[str, float] = field(default_factory=dict)
     updates: list[OptimStepDone] = field(default_factory=list)
+    credit: dict[str, float] = field(default_factory=dict)
+    """Metrics of advantages per token, if the run has them."""
 
     def add_gradient(self, done: ForwardBackwardDone) -> None:
         """Add the results of one `forward_backward`. `worker.loss` documents the names of its sums."""
         add_up(self.sums, done.sums)
         self.forward_backward_s += done.seconds
         self.imbalance = max(self.imbalance, done.imbalance)
+
+    def add_credit(self, done: CreditDone) -> None:
+        """Add the statistics of the step's advantages per token, from before they are whitened."""
+        _, mean, variance = moments(done.statistics)
+        self.credit = {
+            "advantage/mean": mean,
+            "advantage/std": math.sqrt(variance),
+            "time/credit": done.seconds,
+        }
 
     def add_update(self, done: OptimStepDone) -> None:
         self.updates.append(done)
@@ -107,7 +120,7 @@ class StepMetrics:
             row["rollout/logprob_mismatch_engine_max"] = sums["engine_max"]
         if sums["lag_tokens"]:
             row["rollout/logprob_mismatch_lag"] = sums["lag"] / sums["lag_tokens"]
-        return row | _importance(sums)
+        return row | self.credit | _importance(sums)
 
 
 def add_up(totals: dict[str, float], part: Mapping[str, SupportsFloat]) -> None:

@@ -8,17 +8,26 @@ depend on ranks or micro-batches (docs/architecture.md, promise 7).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
-from proto.messages import AdamW, LossSpec
+from proto.messages import AdamW, CreditSpec, LossSpec
 from proto.tensors import Array
 from shared.topology.algorithm import Optimizer
 from shared.topology.schema import Topology
 
 ADVANTAGES, WEIGHTS = "advantages", "weights"
 """Names of the per-sample scalars that `forward_backward` reads."""
+CREDIT_SCALE, CREDIT_SHIFT = "credit_scale", "credit_shift"
+"""Names of the per-sample scalars with which `forward_backward` reads advantages of tokens (`ForwardBackward`)."""
+SHAPED, LOSS_TOKENS, TRUNCATED = "shaped", "loss_tokens", "truncated"
+"""Names of the per-sample scalars that `credit` reads. `loss_tokens` counts the tokens marked for training."""
+STATISTICS = ("count", "mean", "squares")
+"""Names of the statistics of the advantages of a task's tokens (`CreditDone`)."""
+WHITEN_EPSILON = 1e-8
+"""Constant added to a variance, as in verl's masked_whiten."""
 
 
 def loss_spec(topology: Topology) -> LossSpec:
@@ -50,6 +59,53 @@ def loss_spec(topology: Topology) -> LossSpec:
         mask_low=mask.low if mask is not None else 0.0,
         mask_high=mask.high if mask is not None else 0.0,
     )
+
+
+def credit_spec(topology: Topology, turn_scale: float) -> CreditSpec:
+    """Return how workers compute advantages per token. `turn_scale` is the factor for the rewards of turns."""
+    advantage, kl = topology.algorithm.advantage, topology.algorithm.kl
+    in_reward = kl is not None and kl.place == "reward" and kl.coef > 0
+    return CreditSpec(
+        name=advantage.name,
+        gamma=1.0 if advantage.gamma is None else advantage.gamma,
+        turn_scale=turn_scale,
+        kl_estimator=kl.estimator if kl is not None and in_reward else "",
+        kl_coef=kl.coef if kl is not None and in_reward else 0.0,
+    )
+
+
+def moments(statistics: Mapping[str, Array]) -> tuple[float, float, float]:
+    """Merge the `STATISTICS` of tasks, in their order: return the count, the mean and the unbiased variance of all
+    numbers (0 for fewer than two).
+
+    The result does not depend on how the tasks were divided among ranks. Source: Chan, Golub and LeVeque, "Updating
+    formulae and a pairwise algorithm for computing sample variances", 1979, equation 2.1.
+    """
+    count = mean = squares = 0.0
+    for other, other_mean, other_squares in zip(*(statistics[name].tolist() for name in STATISTICS), strict=True):
+        if other:
+            total, difference = count + other, other_mean - mean
+            squares += other_squares + difference * difference * (count * other / total)
+            mean += difference * (other / total)
+            count = total
+    return count, mean, squares / (count - 1) if count > 1 else 0.0
+
+
+def whitenings(scope: str | None, statistics: Mapping[str, Array], mini_batch_tasks: int) -> tuple[Array, Array]:
+    """Return the shift and the scale of each task's advantages, float64 [tasks].
+
+    (A - shift) * scale has mean 0 and variance 1 over the `scope`: "step", or "mini_batch" for consecutive tasks of
+    that number. A single number becomes 0. With "none", advantages stay as they are.
+    """
+    tasks = len(statistics["count"])
+    shift, scale = np.zeros(tasks), np.ones(tasks)
+    if scope != "none":
+        size = mini_batch_tasks if scope == "mini_batch" else max(tasks, 1)
+        for first in range(0, tasks, size):
+            part = slice(first, first + size)
+            _, mean, variance = moments({name: values[part] for name, values in statistics.items()})
+            shift[part], scale[part] = mean, 1.0 / math.sqrt(variance + WHITEN_EPSILON)
+    return shift, scale
 
 
 def trained_tokens(overlong: str, scalars: Mapping[str, Array]) -> Array:

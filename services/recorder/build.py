@@ -16,7 +16,7 @@ from proto.messages import EndedTask
 from proto.tensors import Array
 from shared.samples.record import SampleRecord, SampleState, split_of
 from shared.samples.text import SampleText, TaskText, unpack
-from shared.stages import SAMPLE_ADVANTAGES, TEXT, TRAIN_LOGPROBS, Per, declared
+from shared.stages import SAMPLE_ADVANTAGES, TEXT, TRAIN_ADVANTAGES, TRAIN_LOGPROBS, Per, declared
 
 DECIMALS = 4
 """Number of decimal places of log-probs."""
@@ -95,6 +95,7 @@ def _record(
         token_ids=tokens["token_ids"],
         logprobs=tokens["rollout_logprobs"],
         train_logprobs=trained if any(trained) else None,
+        advantages=tokens.get(TRAIN_ADVANTAGES),
         sampled=None if all(mask) else mask,
         reward=_bounded(said.reward or 0.0),
         rewards=_finite(said.rewards),

@@ -21,6 +21,7 @@ from shared.actor.service import Service
 from shared.colocation.devices import REFERENCE as WEIGHTS
 from shared.colocation.devices import Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
+from shared.credit import token_kl
 from shared.dataplane.client import DataClient, TaskShards
 from shared.inputs import check_model
 from shared.lease import Lease, LeaseBook
@@ -262,24 +263,13 @@ class ReferenceWorker:
 
 
 def kl_sums(estimator: str, shards: dict[str, Array], ref: Array, samples: int) -> Array:
-    """Return float32 [samples]: per sample, the sum over its sampled tokens of an estimate of KL(sampler || reference),
-    for a KL term in the reward.
+    """Return float32 [samples]: per sample, the sum over its sampled tokens of `token_kl`, for a KL term in the reward.
 
-    `shards` holds the shards of one task, and `ref` (float32 [T]) its reference log-probs. With d = rollout - ref, the
-    estimator k1 is d, k2 is d^2 / 2 and k3 is exp(-d) + d - 1. Source: Schulman, "Approximating KL divergence", 2020.
-    Raises ValueError for any other estimator.
+    `shards` holds the shards of one task, and `ref` (float32 [T]) its reference log-probs. Raises ValueError like
+    `token_kl`.
     """
-    d = shards["rollout_logprobs"].astype(np.float64) - ref
-    if estimator == "k1":
-        values = d
-    elif estimator == "k2":
-        values = d**2 / 2
-    elif estimator == "k3":
-        values = np.expm1(-d) + d
-    else:
-        raise ValueError(f"KL estimator {estimator!r}: use k1, k2 or k3")
     sample = np.repeat(shards["sample_index"], shards["lengths"])
-    masked = np.where(shards["loss_mask"] != 0, values, 0.0)
+    masked = np.where(shards["loss_mask"] != 0, token_kl(estimator, shards["rollout_logprobs"], ref), 0.0)
     return np.bincount(sample, weights=masked, minlength=samples).astype(np.float32)
 
 

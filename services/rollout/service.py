@@ -175,6 +175,7 @@ class RolloutService(Service):
             data=self._data,
             store=store,
             filters=topology.algorithm.filter_zero_variance is not None,
+            per_token=topology.algorithm.advantage.per_token,
         )
         workflow = None
         if chosen is not None and pool is not None and endpoint is not None:

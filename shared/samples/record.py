@@ -64,6 +64,7 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] = []
     logprobs: list[float] = []  # by the engine at the sampling temperature, 0 where not sampled
     train_logprobs: list[float] | None = None  # by the trainer before the step's first update; None: not computed
+    advantages: list[float] | None = None  # of each token, 0 where not trained; None: all have `advantage`
     sampled: list[int] | None = None  # 1 where the policy sampled the token; None: it sampled all of them
     reward: float | None = 0.0  # None: the sample failed
     failure: str = ""  # the reason why the sample failed

@@ -10,7 +10,12 @@ from pydantic import AfterValidator, Field
 
 from shared.topology.fields import Count, Pair, Section, not_one_of
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "reinforce")
+# These give each token an advantage of its own.
+TOKEN_ADVANTAGES = ("reinforce",)
+MAX_CREDIT_TASKS = 8192
+"""Maximum number of tasks of a step with an advantage per token. A statistic of so many tasks fills a message's 64 KiB
+for one array."""
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "importance_sampling", "cross_entropy")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 Anchor = Literal["proximal", "rollout"]
@@ -54,7 +59,26 @@ class Advantage(Section):
         description="grpo with scale std: constant added to the deviation; must be above 0; default 1e-6 (TRL uses "
         "1e-4)",
     )
+    per: Literal["sample", "token"] | None = Field(
+        default=None,
+        description="my.module:fn: what it computes an advantage for, each sample (sample, the default) or each token "
+        "(token)",
+    )
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="reinforce: discount of later rewards per trained token, above 0 and at most 1; default 1.0",
+    )
+    whiten: Literal["step", "mini_batch", "none"] | None = Field(
+        default=None,
+        description="advantages per token: subtract their mean and divide by their deviation, over the tokens of the "
+        "step (step, the default) or of the mini-batch (mini_batch), or not (none)",
+    )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for a function of your own")
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each token has an advantage of its own."""
+        return self.name in TOKEN_ADVANTAGES or self.per == "token"
 
 
 class RatioMask(Section):

@@ -18,7 +18,9 @@ from shared.topology.algorithm import (
     CLIPS,
     GROUP_ADVANTAGES,
     INVARIANT_ADVANTAGES,
+    MAX_CREDIT_TASKS,
     SAPO_TEMPERATURES,
+    TOKEN_ADVANTAGES,
     Advantage,
     is_function,
 )
@@ -230,6 +232,18 @@ def _advantage(topology: Topology) -> Found:
         yield (*path, "std_epsilon"), f"{advantage.std_epsilon} has no effect without scale std; remove it"
     if advantage.params and not is_function(advantage.name):
         yield (*path, "params"), f"have no effect with advantage {advantage.name}, only with my.module:fn; remove them"
+    if advantage.per is not None and not is_function(advantage.name):
+        message = f"{advantage.per} has no effect with advantage {advantage.name}, only with my.module:fn; remove it"
+        yield (*path, "per"), message
+    if advantage.gamma is not None and advantage.name not in TOKEN_ADVANTAGES:
+        message = f"{advantage.gamma} has no effect with advantage {advantage.name}; remove it, or use reinforce"
+        yield (*path, "gamma"), message
+    if advantage.whiten is not None and not advantage.per_token:
+        message = f"{advantage.whiten} has no effect with advantage {advantage.name}, which is one number per sample"
+        yield (*path, "whiten"), f"{message}; remove it"
+    if advantage.per_token and algorithm.tasks_per_step > MAX_CREDIT_TASKS:
+        message = f"{algorithm.tasks_per_step} is more than the {MAX_CREDIT_TASKS} that a step with an advantage per"
+        yield ("algorithm", "tasks_per_step"), f"{message} token ({advantage.name}) may have; use fewer"
 
 
 def _rewards(topology: Topology) -> Found:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, TypeGuard
 
-from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES
+from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES, TOKEN_ADVANTAGES
 from shared.topology.services import LeaseSettings
 
 # One lease keeps an engine busy with about this many samples or more.
@@ -121,7 +121,14 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
 def _fill_advantage(algorithm: dict[str, Any]) -> None:
     advantage, loss = _section(algorithm, "advantage"), algorithm.get("loss")
     supervised = isinstance(loss, dict) and loss.get("name") == "cross_entropy"
-    if advantage is None or supervised or advantage.get("name", "grpo") != "grpo":
+    if advantage is None or supervised:
+        return
+    name = advantage.get("name", "grpo")
+    if name in TOKEN_ADVANTAGES and advantage.get("gamma") is None:
+        advantage["gamma"] = 1.0
+    if (name in TOKEN_ADVANTAGES or advantage.get("per") == "token") and advantage.get("whiten") is None:
+        advantage["whiten"] = "step"
+    if name != "grpo":
         return
     if advantage.get("scale") is None:
         advantage["scale"] = "std"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from shared.topology.algorithm import Loss, Optimizer
+from shared.topology.algorithm import Advantage, Loss, Optimizer
 from shared.topology.passes import Passes
 from shared.topology.services import Reference, TrainerSettings, WeightsRoute
 
@@ -55,6 +55,7 @@ class TrainedModel:
     head: Head
     optimizer: Optimizer
     loss: Loss
+    advantage: Advantage
     mini_batch_tasks: int
     """Tasks of one optimizer step."""
     publishes: Publication | None

@@ -298,6 +298,7 @@ class Topology(Section):
             head="language",
             optimizer=self.optimizer,
             loss=self.algorithm.loss,
+            advantage=self.algorithm.advantage,
             mini_batch_tasks=self.algorithm.mini_batch_tasks,
             publishes=publication,
             seed=self.run.seed,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import structlog
 
-from proto.messages import Forward, ForwardBackward, WorkerRequest
+from proto.messages import Credit, Forward, ForwardBackward, WorkerRequest
 from proto.tensors import Array
 from services.policy_trainer.worker import samples
 from shared.batch import Batch
@@ -43,7 +43,7 @@ class BatchReader:
 
     def prefetch(self, request: WorkerRequest) -> None:
         """Begin to read the shards of a queued call."""
-        if isinstance(request, Forward | ForwardBackward) and len(self._prefetched) < MAX_PREFETCHED:
+        if isinstance(request, Forward | ForwardBackward | Credit) and len(self._prefetched) < MAX_PREFETCHED:
             self._prefetched[request.order] = asyncio.create_task(self._read(request))
 
     def forget_prefetched(self) -> None:
@@ -57,15 +57,13 @@ class BatchReader:
         """Drop the step's shards. Call this when the step ends or starts again."""
         self._shards.drop()
 
-    async def tokens(self, request: Forward | ForwardBackward) -> samples.BatchTokens:
+    async def tokens(self, request: Forward | ForwardBackward | Credit) -> samples.BatchTokens:
         """Return the tokens of a call. Raises RpcError, including when a store is unavailable for `patience_s`."""
         task = self._prefetched.pop(request.order, None)
         return await (self._read(request) if task is None else task)
 
-    async def _read(self, request: Forward | ForwardBackward) -> samples.BatchTokens:
-        keys = samples.SCORE_KEYS
-        if isinstance(request, ForwardBackward):
-            keys = tuple(key.name for key in samples.loss_keys(request.loss))
+    async def _read(self, request: Forward | ForwardBackward | Credit) -> samples.BatchTokens:
+        keys = samples.keys_of(request)
         batch = Batch(request.batch, self._data)
         stored = samples.stored_keys(batch, keys)
         local = await self._fetched(batch, list(stored.values()))

@@ -29,6 +29,7 @@ NEEDS: Mapping[type[WorkerRequest], frozenset[Part]] = MappingProxyType(
         messages.InitModel: PARTS,
         messages.LoadCheckpoint: PARTS,
         messages.Forward: _PARAMETERS,
+        messages.Credit: frozenset(),
         messages.ForwardBackward: frozenset({"parameters", "gradients"}),
         messages.OptimStep: PARTS,
         messages.SkipUpdate: frozenset({"parameters", "gradients"}),

@@ -13,11 +13,11 @@ from proto.errors import WireError
 from proto.messages import BatchMeta
 from proto.tensors import Array
 from services.policy_trainer.update import ADVANTAGES
-from services.policy_trainer.worker.samples import PROX_KEY, BatchTokens
+from services.policy_trainer.worker.samples import PROX_KEY, BatchTokens, sample_means
 from shared.dataplane.client import DataClient, TaskShards
 from shared.rpc.errors import RpcError
 from shared.samples.text import Choice
-from shared.stages import SAMPLE_ADVANTAGES, TRAIN_LOGPROBS
+from shared.stages import SAMPLE_ADVANTAGES, TRAIN_ADVANTAGES, TRAIN_LOGPROBS
 
 if TYPE_CHECKING:
     from services.policy_trainer.worker.loss import BatchLoss
@@ -81,11 +81,16 @@ def _shards(batch: BatchMeta, wanted: list[int], tokens: BatchTokens, loss: Batc
     logprobs = tokens.flat[PROX_KEY] if PROX_KEY in tokens.flat else loss.kept_logprobs()
     ends = np.cumsum(tokens.tokens_of_task)
     last = np.cumsum([task.samples for task in batch.tasks])
-    advantages = batch.scalars[ADVANTAGES]
+    advantages, of_token = batch.scalars[ADVANTAGES], tokens.flat.get(TRAIN_ADVANTAGES)
+    if of_token is not None:
+        counts = [task.samples for task in batch.tasks]
+        advantages = sample_means(tokens, counts, of_token)
     made: list[TaskShards] = []
     for at in wanted:
         task, end, size = batch.tasks[at], ends[at], tokens.tokens_of_task[at]
         values: dict[str, Array] = {SAMPLE_ADVANTAGES: np.asarray(advantages[last[at] - task.samples : last[at]], "f4")}
         values[TRAIN_LOGPROBS] = logprobs[end - size : end].copy()
+        if of_token is not None:
+            values[TRAIN_ADVANTAGES] = of_token[end - size : end].copy()
         made.append(TaskShards(task.task_id, task.fence, values))
     return made

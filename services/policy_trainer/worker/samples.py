@@ -8,21 +8,33 @@ from dataclasses import dataclass
 import numpy as np
 
 from proto.ids import REVISION
-from proto.messages import ErrorCode, LossSpec, TaskHandle
+from proto.messages import Credit, ErrorCode, Forward, ForwardBackward, LossSpec, TaskHandle
 from proto.tensors import Array
+from services.policy_trainer.update import CREDIT_SCALE
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
-from shared.stages import PROXIMAL, Key, Per, declared
+from shared.stages import CREDIT, PROXIMAL, REFERENCE, Key, Per, declared
 
 Columns = Mapping[str, Sequence[Array]]
 """The arrays of a batch by key, one per task."""
 PROX_KEY = PROXIMAL.makes[0]
 SCORE_KEYS = PROXIMAL.needs
+_RUN_FIRST = dict.fromkeys(PROXIMAL.makes, "run forward first") | dict.fromkeys(CREDIT.makes, "run credit first")
 
 
 def loss_keys(spec: LossSpec) -> list[Key]:
     """Return the keys of the shards from which the loss of `spec` is computed."""
     return [key for key in declared().values() if key.in_loss(spec)]
+
+
+def keys_of(request: Forward | ForwardBackward | Credit) -> tuple[str, ...]:
+    """Return the keys of the shards that a call reads."""
+    if isinstance(request, Forward):
+        return SCORE_KEYS
+    if isinstance(request, Credit):
+        return (*CREDIT.needs, *(REFERENCE.makes if request.credit.kl_estimator else ()))
+    keys = tuple(key.name for key in loss_keys(request.loss))
+    return (*keys, *(CREDIT.makes if CREDIT_SCALE in request.batch.scalars else ()))
 
 
 def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
@@ -35,7 +47,7 @@ def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
     stored = {key.partition(REVISION)[0]: key for key in batch.keys}
     for key in keys:
         if key not in stored:
-            why = "run forward first" if key in PROXIMAL.makes else "no stage of this run makes it"
+            why = _RUN_FIRST.get(key, "no stage of this run makes it")
             raise RpcError(ErrorCode.BAD_REQUEST, f"the batch has no {key} (its keys: {', '.join(batch.keys)}): {why}")
     return {key: stored[key] for key in keys}
 
@@ -109,16 +121,30 @@ def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -
 
     Raises RpcError(bad_request) if the shards hold more samples than the batch states.
     """
+    return values[_sample_of_token(tokens, samples_of_task, len(values))]
+
+
+def sample_means(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -> Array:
+    """Return float64 [samples]: the mean of `values` [T] over the trained tokens of each sample, or 0 without any."""
+    size, counted = sum(samples_of_task), tokens.flat["loss_mask"] != 0
+    sample = _sample_of_token(tokens, samples_of_task, size)[counted]
+    counts = np.bincount(sample, minlength=size)
+    means: Array = np.bincount(sample, weights=values[counted], minlength=size) / np.maximum(counts, 1)
+    return means
+
+
+def _sample_of_token(tokens: BatchTokens, samples_of_task: Sequence[int], samples: int) -> Array:
+    """Return int64 [T]: the position in the batch of each token's sample. Raises RpcError as `spread` does."""
     first = np.cumsum(samples_of_task) - np.asarray(samples_of_task)
     index = tokens.flat["sample_index"].astype(np.int64)
     allowed = np.repeat(np.asarray(samples_of_task), tokens.sequences_of_task)
-    if not len(index) and not len(values):
-        return values[:0]
-    if len(values) != sum(samples_of_task) or (index >= allowed).any() or (index < 0).any():
+    if not len(index) and not samples:
+        return np.zeros(0, np.int64)
+    if samples != sum(samples_of_task) or (index >= allowed).any() or (index < 0).any():
         raise RpcError(
             ErrorCode.BAD_REQUEST,
-            f"{len(values)} values for {sum(samples_of_task)} samples, sample_index up to {index.max()}: the batch and "
+            f"{samples} values for {sum(samples_of_task)} samples, sample_index up to {index.max()}: the batch and "
             "its shards disagree",
         )
     of_sequence = (np.repeat(first, tokens.sequences_of_task) + index).astype(np.int64)
-    return np.repeat(values[of_sequence], tokens.flat["lengths"])
+    return np.repeat(of_sequence, tokens.flat["lengths"])

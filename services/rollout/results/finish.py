@@ -19,7 +19,7 @@ from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import WORKFLOW, Score
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask, drop
-from services.rollout.sampling.trajectory import Made, SequenceTokens
+from services.rollout.sampling.trajectory import Made, SequenceTokens, with_turn_rewards
 from services.rollout.weights.sync import SyncReport
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, Receipt, TaskShards
@@ -62,9 +62,10 @@ class LeaseResults:
         data: DataClient,
         store: str,
         filters: bool,
+        per_token: bool = False,
     ) -> None:
         """`store` is the store for shards (`batch-store/0`). `filters` says whether the scheduler drops tasks whose
-        rewards are all equal."""
+        rewards are all equal, and `per_token` whether the trainer reads rewards of turns."""
         self._service = service
         self._leases = leases
         self._rewards = rewards
@@ -72,6 +73,7 @@ class LeaseResults:
         self._data = data
         self._store = store
         self._filters = filters
+        self._per_token = per_token
         self._names = NamedValues()
 
     @property
@@ -86,6 +88,7 @@ class LeaseResults:
             await self._texts.write(lease, tasks.sampling, made)
         with self._leases.part(lease, "reward"):
             scores = await self._scores(lease, made)
+        made, scores = self._with_turn_rewards(made, scores)
         block = assemble(tasks.ready, made, scores, min_survivors=tasks.min_survivors)
         dropped = [*block.dropped, *tasks.dropped]
         task_ids = [result.task_id for result in (*block.results, *dropped)]
@@ -111,6 +114,16 @@ class LeaseResults:
         lease.untouched = False
         given = [iter(group) for group in scored]
         return [[sample.score or next(scores) for sample in group] for group, scores in zip(made, given, strict=True)]
+
+    def _with_turn_rewards(
+        self, made: list[list[Made]], scores: list[list[Score]]
+    ) -> tuple[list[list[Made]], list[list[Score]]]:
+        """Return the samples and their scores with the rewards of turns."""
+        pairs = [
+            [with_turn_rewards(*pair, per_token=self._per_token) for pair in zip(group, of_group, strict=True)]
+            for group, of_group in zip(made, scores, strict=True)
+        ]
+        return [[one for one, _ in group] for group in pairs], [[score for _, score in group] for group in pairs]
 
     async def _put(
         self, lease: Lease, block: Assembled, dropped: list[TaskResult], texts: dict[str, Array]

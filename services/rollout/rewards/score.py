@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from proto.messages import LossReason
 
 T = TypeVar("T")
-TOTAL_KEY = "reward"
+TOTAL_KEY, TURNS_KEY = "reward", "turns"
 INFO_CHARS = 1000
 """Maximum number of characters kept of a text in a dict reward."""
 LIMIT = 3.4028234663852886e38
@@ -26,7 +26,8 @@ class Score:
     """The score of one sample.
 
     If `value` is None, the sample failed: `failure` gives the reason and place in one line, and `kind` is a
-    `LossReason`. `parts` holds the numbers of a dict reward and, if the reward is a weighted sum, the value of each
+    `LossReason`. `turns` holds the rewards of the assistant's turns, if the function gives them; `value` includes their
+    sum. `parts` holds the numbers of a dict reward and, if the reward is a weighted sum, the value of each
     function (see `weighted`). `info` holds the texts of a dict reward. `trace` is the traceback of the user's code, if
     there is one. `retry_after_s` is the pause in seconds that the judge asks for (kind JUDGE).
     """
@@ -38,6 +39,7 @@ class Score:
     trace: str = ""
     retry_after_s: float = 0.0
     info: dict[str, str] = field(default_factory=dict)
+    turns: list[float] = field(default_factory=list)
 
 
 def failed(function: str, kind: str, why: str, *, at: str = "", trace: str = "", retry_after_s: float = 0.0) -> Score:
@@ -50,12 +52,17 @@ def total(answer: Any) -> Score:
     """Return the score of one sample from the return value of a function.
 
     A number is the score itself. For a dict, the score is the value of key `reward` if there is one, else the sum of
-    all numbers; texts are kept beside it. NaN, infinity, numbers outside the float32 range, a dict that has texts but
+    all numbers; texts are kept beside it. A list under the key `turns` holds the reward of each turn, which is added to
+    the score. NaN, infinity, numbers outside the float32 range, a dict that has texts but
     no number, and other types yield a failed score.
     """
     info: dict[str, str] = {}
+    turns: list[float] = []
     try:
         if isinstance(answer, dict):
+            if isinstance(answer.get(TURNS_KEY), list | tuple):
+                turns = [float(value) for value in answer[TURNS_KEY]]
+                answer = {key: value for key, value in answer.items() if key != TURNS_KEY} or {TOTAL_KEY: 0.0}
             info = {str(key): _valid(value[:INFO_CHARS]) for key, value in answer.items() if isinstance(value, str)}
             parts = {str(key): float(value) for key, value in answer.items() if not isinstance(value, str)}
             if TOTAL_KEY in info or (info and not parts):
@@ -63,11 +70,12 @@ def total(answer: Any) -> Score:
             value = parts[TOTAL_KEY] if TOTAL_KEY in parts else math.fsum(parts.values())
         else:
             parts, value = {}, float(answer)
+        value = math.fsum([value, *turns])
     except (TypeError, ValueError, OverflowError) as error:
         return Score(None, f"returned {answer!r:.60}, not a number or a dict of numbers ({error})", kind=ANSWER)
     if not abs(value) <= LIMIT:
         return Score(None, f"returned {value}, which is not finite in float32 (at most {LIMIT:.1e})", kind=ANSWER)
-    return Score(value, parts=parts, info=info)
+    return Score(value, parts=parts, info=info, turns=turns)
 
 
 def _valid(text: str) -> str:
@@ -110,6 +118,16 @@ def weighted(scores: Sequence[Score], names: Sequence[str], weights: Sequence[fl
             return score
         value += weight * score.value
         parts[name] = score.value
+    turns: list[float] = []
+    given = [(score.turns, weight) for score, weight in zip(scores, weights, strict=True) if score.turns]
+    if given and len({len(numbers) for numbers, _ in given}) > 1:
+        counts = " and ".join(str(len(numbers)) for numbers, _ in given)
+        return Score(None, f"the functions returned rewards for {counts} turns of one sample", kind=ANSWER)
+    if given:
+        columns = zip(*(numbers for numbers, _ in given), strict=True)
+        turns = [
+            math.fsum(weight * number for number, (_, weight) in zip(column, given, strict=True)) for column in columns
+        ]
     if not abs(value) <= LIMIT:
         return Score(
             None, f"the weighted rewards add up to {value}, but float32 holds at most {LIMIT:.1e}", kind=ANSWER
@@ -117,8 +135,8 @@ def weighted(scores: Sequence[Score], names: Sequence[str], weights: Sequence[fl
     if any(score.parts for score in scores):
         parts |= _merged(names, [score.parts for score in scores], names)
     if any(score.info for score in scores):
-        return Score(value, parts=parts, info=_merged(names, [score.info for score in scores], ()))
-    return Score(value, parts=parts)
+        return Score(value, parts=parts, info=_merged(names, [score.info for score in scores], ()), turns=turns)
+    return Score(value, parts=parts, turns=turns)
 
 
 def _merged(names: Sequence[str], entries: Sequence[Mapping[str, T]], taken: Iterable[str]) -> dict[str, T]:

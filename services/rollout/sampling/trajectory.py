@@ -6,14 +6,15 @@ Versions are never guessed: unproved weights have no version, and neither do the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
 
+from proto.messages import LossReason
 from proto.tensors import Array
 from services.rollout.engine import FinishReason, Generation
-from services.rollout.rewards.score import Score
+from services.rollout.rewards.score import LIMIT, Score
 from shared.sample import Sample
 
 
@@ -109,7 +110,9 @@ class SequenceTokens:
 class Made:
     """One finished sample: its tokens, the `sample` for reward functions, and the workflow's own score, if any.
 
-    It has no sequences if it failed. `truncated` says whether its last answer reached the length limit.
+    It has no sequences if it failed. `truncated` says whether its last answer reached the length limit. `turns` lists
+    the last token of each turn, (sequence, position), and is empty for a single answer. `turn_rewards` has one array
+    per sequence, float32 [N], if the workflow gives rewards to turns or tokens.
     """
 
     sequences: list[SequenceTokens]
@@ -117,6 +120,37 @@ class Made:
     sample: Sample
     score: Score | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    turn_rewards: list[Array] = field(default_factory=list)
+
+
+def with_turn_rewards(made: Made, score: Score, *, per_token: bool) -> tuple[Made, Score]:
+    """Return the sample and its score with the rewards of its turns, which the workflow and the functions give.
+
+    They are added to the reward of the sample. With `per_token`, they are also the key `turn_rewards` of its sequences.
+    The score fails if a function gave rewards for another number of turns.
+    """
+    if score.value is None or not (made.turn_rewards or score.turns or per_token):
+        return made, score
+    ends = made.turns or [(0, len(made.sequences[0].token_ids) - 1)]
+    if score.turns and len(score.turns) != len(ends):
+        why = f"{len(score.turns)} turn rewards for {len(ends)} turns; give one number for each answer of the policy"
+        return made, Score(None, why, kind=LossReason.ANSWER)
+    arrays = made.turn_rewards or [np.zeros(len(sequence.token_ids), np.float32) for sequence in made.sequences]
+    value = score.value + sum(float(array.sum(dtype=np.float64)) for array in made.turn_rewards)
+    if not abs(value) <= LIMIT:
+        return made, Score(
+            None, f"its turn rewards add up to {value}, which is not finite in float32", kind=LossReason.ANSWER
+        )
+    for (sequence, position), reward in zip(ends, score.turns, strict=False):
+        arrays[sequence][position] += reward
+    if per_token:
+        tokens = [
+            replace(sequence, others={**sequence.others, "turn_rewards": array})
+            for sequence, array in zip(made.sequences, arrays, strict=True)
+        ]
+        made = replace(made, sequences=tokens)
+    return made, replace(score, value=value)
 
 
 def single_turns(prompt_ids: Sequence[int], answers: Sequence[Completion]) -> list[list[SequenceTokens]]:

@@ -30,8 +30,8 @@ from shared.user_function import find_function, import_function
 
 GROUP_PARAMETER = "samples"
 _BUILTIN = "builtin"
-ARGUMENTS = 3
-"""Number of positional arguments of an advantage (rewards, groups, loss_tokens) and of a loss (cur, anchor, tokens)."""
+ARGUMENTS = {"advantage": 3, "token advantage": 1, "loss": 3}
+"""Number of positional arguments: (rewards, groups, loss_tokens), (task) and (cur, anchor, tokens)."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _checked(builtin: Builtin, purpose: Purpose, path: str, params: dict[str, An
 
 
 class Wanted(msgspec.Struct):
-    """One function: topology key, kind (`reward`, `workflow`, `advantage` or `loss`), import path and arguments."""
+    """One function: topology key, kind (`reward`, `workflow` or a key of `ARGUMENTS`), import path and arguments."""
 
     key: str
     kind: str
@@ -147,7 +147,7 @@ def problem(wanted: Wanted) -> str:
         if wanted.kind in tuple(Purpose):
             load(Purpose(wanted.kind), wanted.path, wanted.params)
         else:
-            find_function(wanted.path, wanted.key, ARGUMENTS, wanted.params)
+            find_function(wanted.path, wanted.key, ARGUMENTS[wanted.kind], wanted.params)
     except (RpcError, ValueError) as error:
         return str(error).removeprefix(f"{wanted.key}: ")
     return ""

@@ -280,6 +280,8 @@ def _returned(slot: int, trajectory: Any, state: dict[str, Any]) -> Returned:
                 [int(number) for number in made.loss_mask],
                 [float(number) for number in made.logprobs],
                 [int(number) for number in made.versions],
+                [float(number) for number in made.rewards],
+                [(int(turn), int(at)) for turn, at in made.turns],
             )
             for made in trajectory.sequences
         ]

@@ -40,7 +40,7 @@ from services.rollout.user_code.frames import (
     ToService,
     frame,
 )
-from shared.workflow import ContextFull, Message, Sequence, Trajectory, Turn, WorkflowError
+from shared.workflow import ContextFull, Message, Sequence, Trajectory, Turn, WorkflowError, place_rewards
 
 T = TypeVar("T")
 TOOL_STACK_BYTES = 4 << 20
@@ -139,9 +139,15 @@ class ProcessLLM:
         return await self._call_on_own_loop(lambda call: CompleteText(self._slot, call, prompt))
 
     def trajectory(
-        self, reward: float | dict[str, float | str] | None = None, metrics: dict[str, float] | None = None
+        self,
+        reward: float | dict[str, float | str] | None = None,
+        metrics: dict[str, float] | None = None,
+        turn_rewards: list[float] | None = None,
     ) -> Trajectory:
-        return Trajectory(self._link.captured(self._slot), reward, dict(metrics or {}))
+        sequences = self._link.captured(self._slot)
+        if turn_rewards is not None:
+            place_rewards(sequences, turn_rewards)
+        return Trajectory(sequences, reward, dict(metrics or {}))
 
     def deliver(self, answer: Answered) -> None:
         """Deliver the service's answer to a call."""

@@ -108,6 +108,7 @@ class Conversation:
         tokens.loss_mask += [0] * len(new) + [1] * len(sampled)
         tokens.logprobs += [0.0] * len(new) + generation.logprobs.tolist()
         tokens.versions += [-1] * len(new) + versions
+        tokens.turns.append((self.turns, len(tokens.token_ids) - 1))
         sequence.history = [*call.messages, {"role": "assistant", "content": text}]
         self.last_messages, self.last_text = sequence.history, text
         self.finish_reason = generation.finish_reason

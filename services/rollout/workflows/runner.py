@@ -190,7 +190,17 @@ def _made(
     sample = replace(_so_far(task, conversation, sampled), state=returned.state)
     metrics = {name: value for name, value in returned.metrics.items() if math.isfinite(value)}
     truncated = conversation.finish_reason == FinishReason.LENGTH
-    return Made(sequences, truncated=truncated, sample=sample, score=returned.score, metrics=metrics)
+    rewards = [rewards_of(sequence) for sequence in returned.sequences]
+    given = any(array.any() for array in rewards)
+    return Made(
+        sequences,
+        truncated=truncated,
+        sample=sample,
+        score=returned.score,
+        metrics=metrics,
+        turns=turns_of(returned.sequences),
+        turn_rewards=rewards if given else [],
+    )
 
 
 def _so_far(task: ReadyTask, conversation: Conversation, sampled: list[int]) -> Sample:
@@ -214,6 +224,31 @@ def _sampled(sequences: list[Sequence]) -> list[int]:
         for token, sampled in zip(sequence.token_ids, sequence.loss_mask, strict=False)
         if sampled
     ]
+
+
+def turns_of(sequences: list[Sequence]) -> list[tuple[int, int]]:
+    """Return the last token of each turn, (sequence, position), in the order of the turns.
+
+    Raises WorkflowError if a position is outside its sequence.
+    """
+    ends = sorted((turn, at, position) for at, sequence in enumerate(sequences) for turn, position in sequence.turns)
+    for _, at, position in ends:
+        if not 0 <= position < len(sequences[at].token_ids):
+            tokens = len(sequences[at].token_ids)
+            raise WorkflowError(f"a turn ends at token {position} of a sequence of {tokens} tokens")
+    return [(at, position) for _, at, position in ends]
+
+
+def rewards_of(sequence: Sequence) -> Array:
+    """Return the rewards of a sequence's tokens, float32 [N]. Raises WorkflowError if they are not N finite numbers."""
+    size = len(sequence.token_ids)
+    with np.errstate(over="ignore"):
+        rewards = np.array(sequence.rewards or [0.0] * size, np.float32)
+    if rewards.shape != (size,) or not np.isfinite(rewards).all():
+        raise WorkflowError(
+            f"a sequence of {size} tokens has {len(rewards)} rewards; they must be {size} finite numbers"
+        )
+    return rewards
 
 
 def tokens_of(sequence: Sequence, newest: int) -> SequenceTokens:

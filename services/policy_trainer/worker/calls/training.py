@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
+import numpy as np
 from msgspec import structs
 
 from proto.ids import REVISION
@@ -14,6 +16,8 @@ from proto.messages import (
     AdamW,
     BatchMeta,
     BatchPart,
+    Credit,
+    CreditDone,
     ErrorCode,
     Forward,
     ForwardBackward,
@@ -27,7 +31,16 @@ from proto.messages import (
     WorkerRequest,
 )
 from proto.tensors import Array
-from services.policy_trainer.update import ADVANTAGES, WEIGHTS
+from services.policy_trainer.update import (
+    ADVANTAGES,
+    CREDIT_SCALE,
+    CREDIT_SHIFT,
+    LOSS_TOKENS,
+    SHAPED,
+    TRUNCATED,
+    WEIGHTS,
+)
+from services.policy_trainer.worker import credit as credits
 from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.loaded import Loaded
@@ -40,10 +53,11 @@ from shared.ranks.group import GroupEnded
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.samples.text import Choice
-from shared.stages import PROXIMAL, Stage
+from shared.stages import CREDIT, PROXIMAL, TRAIN_ADVANTAGES, Stage
 from shared.topology.models import Head
 
 PUT_S = 120.0
+TOKEN_ADVANTAGES = CREDIT.makes[0]
 STAGES: Mapping[Head, Stage] = {"language": PROXIMAL}
 """The stage whose shards a forward pass makes, by the head of the model."""
 
@@ -56,6 +70,7 @@ class TrainingCalls:
         self._rank, self._loaded, self._backend = rank, loaded, loaded.backend
         self._makes = STAGES[rank.model.head]
         self._own_loss = own_policy_loss(rank.model.loss)
+        self._own_credit = credits.own_credit(rank.model.advantage)
         self._records = SampleRecords(choice, rank.data, rank.own_store)
         rank.resources.push_async_callback(self._records.close)
 
@@ -63,6 +78,7 @@ class TrainingCalls:
     def runners(self) -> dict[type[WorkerRequest], Runner]:
         return {
             Forward: self._forward,
+            Credit: self._credit,
             ForwardBackward: self._forward_backward,
             OptimStep: self._optim_step,
             SkipUpdate: self._skip_update,
@@ -82,6 +98,15 @@ class TrainingCalls:
         outputs = await rank.together("Forward", work)
         ends = tokens.tokens_of_task.cumsum()
         pieces = [outputs[end - size : end] for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
+        meta = await self._put(request, self._makes, pieces)
+        return ForwardDone(meta=meta, seconds=time.perf_counter() - began)
+
+    async def _put(self, request: Forward | Credit, stage: Stage, pieces: Sequence[Array]) -> BatchMeta:
+        """Put the results of a call, one for each task of its batch, as the key of `stage`. Return their description.
+
+        Of the ranks that have computed the same results, only one puts them. The others return a batch without tasks.
+        """
+        rank, (key,) = self._rank, stage.makes
         made = list(zip(request.batch.tasks, pieces, strict=True)) if rank.place.leads else []
         # The key is unique to this call: an earlier life may have put different bits for these tasks and fences.
         revision = f"{key}{REVISION}{request.driver:x}-{request.order}"
@@ -93,8 +118,26 @@ class TrainingCalls:
         handles = [
             TaskHandle(task.task_id, task.fence, task.samples, task.tokens, piece.nbytes, [0]) for task, piece in made
         ]
-        meta = BatchMeta(tasks=handles, parts=[BatchPart(self._makes.name, [revision])], stores=stores)
-        return ForwardDone(meta=meta, seconds=time.perf_counter() - began)
+        return BatchMeta(tasks=handles, parts=[BatchPart(stage.name, [revision])], stores=stores)
+
+    async def _credit(self, request: Credit, _: Call) -> CreditDone:
+        """Compute the advantages of the tokens. No rank meets another one to do so."""
+        began, rank = time.perf_counter(), self._rank
+
+        async def assigned() -> tuple[list[Array], dict[str, Array]]:
+            spec, batch = request.credit, request.batch
+            credit = credits.check(spec, self._own_credit)
+            scalars = {name: _scalar(batch, name) for name in (SHAPED, LOSS_TOKENS, TRUNCATED)}
+            tokens = await rank.reader.tokens(request)
+            if not rank.place.leads:
+                return [], {}
+            return await asyncio.to_thread(
+                lambda: credits.assign(credits.tasks_of(batch.tasks, tokens, scalars, spec), credit, spec)
+            )
+
+        advantages, statistics = await rank.ready(request, assigned())
+        meta = await self._put(request, CREDIT, advantages)
+        return CreditDone(meta=meta, statistics=statistics, seconds=time.perf_counter() - began)
 
     async def _forward_backward(self, request: ForwardBackward, _: Call) -> ForwardBackwardDone:
         began, rank = time.perf_counter(), self._rank
@@ -108,9 +151,18 @@ class TrainingCalls:
 
             def spread() -> BatchLoss:
                 advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
+                if CREDIT_SCALE in request.batch.scalars:
+                    scale, shift = (
+                        samples.spread(tokens, counts, _scalar(request.batch, name))
+                        for name in (CREDIT_SCALE, CREDIT_SHIFT)
+                    )
+                    # In this order the rounding error stays small where the shift is much larger than the deviation.
+                    advantages = advantages + (tokens.flat[TOKEN_ADVANTAGES] - shift) * scale
                 weights = samples.spread(tokens, counts, _scalar(request.batch, WEIGHTS))
                 # Tokens of weight 0 belong to masked-out samples and do not need to be scored.
                 tokens.flat["loss_mask"] = tokens.flat["loss_mask"] * (weights != 0)
+                if CREDIT_SCALE in request.batch.scalars:
+                    tokens.flat[TRAIN_ADVANTAGES] = np.where(tokens.flat["loss_mask"] != 0, advantages, 0.0)
                 device = rank.model.settings.device
                 # With anchor rollout the trainer's log-probs are current; after an update they belong to no version.
                 version = -1 if rank.dirty and request.loss.anchor == "rollout" else rank.step
