@@ -112,7 +112,7 @@ ROLLOUT = Stage(
             "turn_rewards",
             "float32",
             Per.TOKEN,
-            "the reward of a turn, at the last token that the policy sampled in it, else 0",
+            "the reward of a turn, at its last sampled token, else 0",
             when=lambda topology: topology.algorithm.advantage.per_token,
         ),
     ),

@@ -241,6 +241,11 @@ def _advantage(topology: Topology) -> Found:
     if advantage.whiten is not None and not advantage.per_token:
         message = f"{advantage.whiten} has no effect with advantage {advantage.name}, which is one number per sample"
         yield (*path, "whiten"), f"{message}; remove it"
+    if advantage.whiten == "mini_batch" and algorithm.mini_batch_tasks == algorithm.tasks_per_step:
+        message = (
+            f"mini_batch is the whole step, because mini_batch_tasks is tasks_per_step ({algorithm.tasks_per_step})"
+        )
+        yield (*path, "whiten"), f"{message}; use step, or smaller mini-batches"
     if advantage.per_token and algorithm.tasks_per_step > MAX_CREDIT_TASKS:
         message = f"{algorithm.tasks_per_step} is more than the {MAX_CREDIT_TASKS} that a step with an advantage per"
         yield ("algorithm", "tasks_per_step"), f"{message} token ({advantage.name}) may have; use fewer"

@@ -86,6 +86,7 @@ ROUTES = {
     "GetStorePlace": ("readers", "batch-store"),
     "InitModel": ("policy-trainer", "policy-trainer-worker"),
     "Forward": ("policy-trainer", "policy-trainer-worker"),
+    "Credit": ("policy-trainer", "policy-trainer-worker"),
     "ForwardBackward": ("policy-trainer", "policy-trainer-worker"),
     "OptimStep": ("policy-trainer", "policy-trainer-worker"),
     "SkipUpdate": ("policy-trainer", "policy-trainer-worker"),

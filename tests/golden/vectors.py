@@ -28,6 +28,9 @@ from proto.messages import (
     Canary,
     Complete,
     CompleteAck,
+    Credit,
+    CreditDone,
+    CreditSpec,
     Error,
     ErrorCode,
     Forward,
@@ -263,6 +266,41 @@ def vectors() -> list[Vector]:
                 temperature=0.7,
             ),
             remaining_s=3600.0,
+        ),
+        Vector(
+            "credit",
+            "advantages per token of a task with two samples, with a KL in the reward",
+            Credit(
+                driver=7,
+                order=2,
+                batch=BatchMeta(
+                    tasks=[TaskHandle("train/0/7", 3, 2, 12, 900, [0])],
+                    stores=["batch-store/0"],
+                    scalars={
+                        "shaped": np.array([1.0, 0.0], np.float32),
+                        "loss_tokens": np.array([4, 0], np.int32),
+                        "truncated": np.array([0, 1], np.uint8),
+                    },
+                ),
+                credit=CreditSpec(name="reinforce", gamma=1.0, kl_estimator="k1", kl_coef=0.01),
+            ),
+            remaining_s=3600.0,
+            minor=2,
+        ),
+        Vector(
+            "credit_done",
+            "its answer",
+            CreditDone(
+                meta=BatchMeta(
+                    tasks=[TaskHandle("train/0/7", 3, 2, 12, 48, [0])],
+                    parts=[BatchPart("credit", ["token_advantages:7-2"])],
+                    stores=["batch-store/0"],
+                ),
+                statistics={"count": np.array([4.0]), "mean": np.array([1.0]), "squares": np.array([0.0])},
+                seconds=0.25,
+            ),
+            flags=FLAG_REPLY,
+            minor=2,
         ),
         Vector(
             "optim_step",

@@ -92,16 +92,20 @@ def place(rewards: Array, turn_rewards: Array, mask: Array, lengths: Array, samp
     """Return float64 [T]: `turn_rewards` [T], plus what they lack of the sample's reward at the end of each sequence.
 
     `rewards` are float64 [G]. The last trained token of *every* sequence of a sample gets the same rest: the sequences
-    of a sample are in the order in which they were opened, so none of them is the last.
+    of a sample are in the order in which they were opened, so none of them is the last. A turn reward at a token that
+    is not trained moves to the next trained token of its sequence or, if there is none, to the last one.
     """
-    of_token = np.repeat(sample_index, lengths)
-    rest = rewards - np.bincount(of_token, weights=turn_rewards, minlength=len(rewards))
-    ends, trained = np.cumsum(lengths), np.flatnonzero(mask)
-    last = np.searchsorted(trained, ends) - 1
-    made = turn_rewards.copy()
-    for sequence, (position, end) in enumerate(zip(last, ends, strict=True)):
-        if position >= 0 and trained[position] >= end - lengths[sequence]:
-            made[trained[position]] += rest[sample_index[sequence]]
+    made, sequence = np.zeros(len(mask)), np.repeat(np.arange(len(lengths)), lengths)
+    trained, given = np.flatnonzero(mask), np.flatnonzero(turn_rewards)
+    if not len(trained):
+        return made
+    after = np.minimum(np.searchsorted(trained, given), len(trained) - 1)
+    after -= sequence[trained[after]] != sequence[given]
+    stays = sequence[trained[after]] == sequence[given]  # its sequence has a trained token
+    np.add.at(made, trained[after[stays]], turn_rewards[given[stays]])
+    rest = rewards - np.bincount(sample_index[sequence], weights=made, minlength=len(rewards))
+    last = trained[np.append(sequence[trained[1:]] != sequence[trained[:-1]], True)]
+    made[last] += rest[sample_index[sequence[last]]]
     return made
 
 
@@ -224,7 +228,8 @@ def _checked(task: CreditTask, answer: Any) -> Array:
         shape = list(advantages.shape)
         raise ValueError(f"returned {advantages.dtype} {shape}; it must return {tokens} numbers, one per token")
     made = np.where(task.mask, advantages, 0.0)
-    bad = ~np.isfinite(made.astype(np.float32))
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
+        bad = ~np.isfinite(made.astype(np.float32))
     if bad.any():
         raise ValueError(f"returned {int(bad.sum())} numbers that are not finite, the first at token {bad.argmax()}")
     return made

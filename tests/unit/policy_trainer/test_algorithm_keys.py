@@ -21,6 +21,8 @@ from proto.messages import (
     AdamW,
     BatchMeta,
     BatchPart,
+    CreditDone,
+    CreditSpec,
     ForwardBackwardDone,
     ForwardDone,
     LossSpec,
@@ -32,12 +34,14 @@ from services.policy_trainer.driver import Driver
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import StepTasks
+from services.policy_trainer.worker import credit as credits
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses.policy import own_policy_loss
+from services.policy_trainer.worker.samples import BatchTokens
 from services.reference.service import kl_sums
 from services.scheduler.planning import make_plan
 from shared.batch import Batch
-from shared.stages import PROXIMAL, ROLLOUT
+from shared.stages import CREDIT, PROXIMAL, ROLLOUT
 from shared.topology import Topology, TopologyError, load
 from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
 from shared.topology.fields import Section
@@ -49,8 +53,10 @@ pytestmark = pytest.mark.slow
 STORE = "batch-store/0"
 LONGEST, VOCABULARY, STEP_SIZE = 8, 5, 40.0
 OWN = """
-def advantage(rewards, groups, loss_tokens, *, shift=0.0):
-    return rewards ** 3 - 1.0 + shift * loss_tokens
+def advantage(given, groups=None, loss_tokens=None, *, shift=0.0):
+    if groups is None:  # `given` is a task, and each of its tokens gets an advantage
+        return given.token_rewards ** 3 + shift * given.mask.cumsum()
+    return given ** 3 - 1.0 + shift * loss_tokens
 
 def loss(cur, anchor, tokens, *, factor=1.0):
     return -factor * tokens.advantages * (cur - 0.5 * anchor)
@@ -67,6 +73,9 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "advantage.name": (*ADVANTAGES, "'own_functions:advantage'"),
     "advantage.scale": ("std", "none"),
     "advantage.std_epsilon": ("0.01",),
+    "advantage.per": ("token",),
+    "advantage.gamma": ("0.5",),
+    "advantage.whiten": ("mini_batch", "none"),
     "advantage.params": ("{shift: 0.5}",),
     "loss.name": (*(name for name in LOSSES if name != SUPERVISED), "'own_functions:loss'"),
     "loss.clip": ("[0.1, 0.15]", "[1.0, 0.15]"),
@@ -111,6 +120,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "filtered": ("algorithm.filter_zero_variance={}", "algorithm.advantage.scale=none", *TWICE),
     "refreshed": ("algorithm.kl={coef: 0.1, refresh_every: 40}",),
     **{f"advantage {name}": (f"algorithm.advantage.name={name}", *ON_ROLLOUT) for name in ADVANTAGES},
+    "per token": ("algorithm.advantage.name=reinforce", "algorithm.mini_batch_tasks=2", *KL_IN_REWARD),
+    "per token of one's own": ("algorithm.advantage={name: 'own_functions:advantage', per: token}", *ON_ROLLOUT),
     "advantage of one's own": ("algorithm.advantage.name='own_functions:advantage'", *ON_ROLLOUT),
     **{f"loss {name}": (f"algorithm.loss.name={name}", *TWICE) for name in ("ppo_clip", "cispo", "sapo")},
     "loss cispo on both sides": ("algorithm.loss={name: cispo, clamp: both}", *TWICE),
@@ -149,6 +160,7 @@ class Table:
     def __init__(self, topology: Topology) -> None:
         algorithm = topology.algorithm
         self.own = own_policy_loss(algorithm.loss)
+        self.own_credit = credits.own_credit(algorithm.advantage)
         rng = np.random.default_rng(5)
         samples = algorithm.tasks_per_step * algorithm.group_size
         self.lengths = rng.integers(1, LONGEST + 1, size=samples)
@@ -161,6 +173,7 @@ class Table:
         )
         self.first = {f"train/0/{task}": task * algorithm.group_size for task in range(algorithm.tasks_per_step)}
         self.prox = torch.zeros(tokens)
+        self.token_advantages = torch.zeros(tokens)
         self.sums: list[dict[str, float]] = []
 
     def scores(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,6 +211,29 @@ class Table:
         part = BatchPart(PROXIMAL.name, ["prox_logprobs.1-1"])
         return ForwardDone(meta=BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE]), seconds=0.0)
 
+    async def credit(self, batch: Batch, spec: CreditSpec) -> CreditDone:
+        of_token = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        samples = len(self.lengths) // len(batch.tasks)
+        keys = {
+            "lengths": self.lengths,
+            "sample_index": np.arange(len(self.lengths)) % samples,
+            "loss_mask": np.ones(len(of_token), np.uint8),
+            "token_ids": of_token,
+            "rollout_logprobs": self.rollout.numpy(),
+            "ref_logprobs": self.ref.numpy(),
+            "versions": np.zeros(len(of_token)),
+            "turn_rewards": np.where(of_token % 3 == 0, 0.25, 0.0),
+        }
+        sequences = np.full(len(batch.tasks), samples)
+        tokens = BatchTokens(keys, self.lengths.reshape(-1, samples).sum(axis=1), sequences)
+        tasks = credits.tasks_of(batch.tasks, tokens, batch.scalars, spec)
+        made, statistics = credits.assign(tasks, credits.check(spec, self.own_credit), spec)
+        self.token_advantages = torch.from_numpy(np.concatenate(made))
+        meta = BatchMeta(
+            tasks=batch.meta.tasks, parts=[BatchPart(CREDIT.name, ["token_advantages:1-1"])], stores=[STORE]
+        )
+        return CreditDone(meta=meta, statistics=statistics, seconds=0.0)
+
     async def forward_backward(self, batch: Batch, loss: LossSpec) -> ForwardBackwardDone:
         samples = np.concatenate([self.first[task.task_id] + np.arange(task.samples) for task in batch.tasks])
         at = torch.from_numpy(np.isin(np.repeat(np.arange(len(self.lengths)), self.lengths), samples)).nonzero()[:, 0]
@@ -206,9 +242,12 @@ class Table:
         def spread(name: str) -> torch.Tensor:
             return torch.from_numpy(np.repeat(batch.scalars[name].astype(np.float64), lengths))
 
+        advantages = spread("advantages")
+        if "credit_scale" in batch.scalars:
+            advantages = (self.token_advantages[at] - spread("credit_shift")) * spread("credit_scale")
         data = token_data(
             rollout=self.rollout[at],
-            advantages=spread("advantages"),
+            advantages=advantages,
             weights=spread("weights"),
             versions=torch.zeros(len(at)),
             prox=self.prox[at] if loss.anchor == "proximal" else None,
