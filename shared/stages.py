@@ -220,9 +220,14 @@ def declared() -> dict[str, Key]:
     return {key.name: key for stage in (*GRAPH, RECORD) for key in stage.keys}
 
 
+def with_keys_of(stage: Stage, topology: Topology) -> Stage:
+    """Return `stage` with the keys that the tasks of `topology` have."""
+    return replace(stage, keys=tuple(key for key in stage.keys if key.when(topology)))
+
+
 def task_stages(topology: Topology) -> tuple[Stage, ...]:
     """Return the stages of a training task of `topology`, each with the keys that its tasks have."""
-    stages = (replace(stage, keys=tuple(key for key in stage.keys if key.when(topology))) for stage in GRAPH)
+    stages = (with_keys_of(stage, topology) for stage in GRAPH)
     return tuple(stage for stage in stages if stage.keys)
 
 

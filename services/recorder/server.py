@@ -24,7 +24,7 @@ from shared.dataplane.client import DataClient
 from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
 from shared.samples.record import FOLDER, SampleState
-from shared.stages import RECORD, ROLLOUT, SAMPLE_ADVANTAGES, TEXT
+from shared.stages import RECORD, ROLLOUT, SAMPLE_ADVANTAGES, TEXT, with_keys_of
 from shared.topology import load_resolved
 
 ASK_S = 4.0
@@ -54,6 +54,7 @@ class RecorderService(Service):
         settings = topology.services.monitor.samples
         if settings is None:
             raise BadInput("recorder: monitor.samples is null, so there is nothing to record")
+        self._trained_keys = with_keys_of(RECORD, topology).makes
         self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk, cached_rows=0)
         self.closing.callback(self._data.close)
         self._files = SampleFiles(run.path / FOLDER, settings.limit_bytes)
@@ -156,7 +157,7 @@ class RecorderService(Service):
         for pause_s in (0.0, *LATE_S):
             await asyncio.sleep(pause_s if left else 0)
             for store in due.trainer_stores:
-                await self._fetch(left, store, RECORD.makes, shards)
+                await self._fetch(left, store, self._trained_keys, shards)
                 left = [task for task in left if SAMPLE_ADVANTAGES not in shards[task.task_id]]
 
     async def _fetch(self, tasks: Sequence[EndedTask], store: str, keys: tuple[str, ...], shards: Shards) -> None:

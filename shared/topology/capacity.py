@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from shared.stages import RECORD, Per, Stage, task_stages, text_limit_bytes
+from shared.stages import RECORD, Per, Stage, task_stages, text_limit_bytes, with_keys_of
 from shared.topology.model_files import named_shapes
 from shared.topology.schema import Topology
 
@@ -94,7 +94,7 @@ def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     if samples is None:
         return 0
     group, tokens = topology.algorithm.group_size, max_sample_tokens(topology, max_prompt_tokens)
-    trained = _stage_bytes(RECORD, topology, max_prompt_tokens)
+    trained = _stage_bytes(with_keys_of(RECORD, topology), topology, max_prompt_tokens)
     one = text_limit_bytes(group * tokens, group) + _SHARD_BYTES + trained
     in_stores, waiting = held_tasks(topology), hold_tasks(topology)
     mean = in_stores * min(samples.per_step / topology.algorithm.tasks_per_step, 1.0)

@@ -22,10 +22,10 @@ from shared.rundir import RunDir
 from shared.security import access, keys
 from shared.security.access import Access
 from shared.security.roles import Role
-from shared.stages import ROLLOUT
 from tests.integration import store_process
 from tests.integration.store_process import StoreProcess, peer_of
 from tests.integration.store_scheduler import REPOSITORY, STORE, bench_of, make_run
+from tests.keys import SAMPLED
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ async def _exchange(run: RunDir, scheduler: str, folder: Path) -> Exchange:
         grant = await reference.lease()
         assert grant is not None
         assert [(task.task_id, task.fence) for task in grant.batch.tasks] == [(made["task"], made["fence"])]
-        [found] = await reference.data.fetch(grant.batch, list(ROLLOUT.makes), deadline_s=CALL_S)
+        [found] = await reference.data.fetch(grant.batch, list(SAMPLED), deadline_s=CALL_S)
         copied = {key: np.array(array) for key, array in found.items()}
         logprobs = np.linspace(-1, 0, 700_001, dtype=np.float32)  # The array fills three chunks of a stream.
         shards = TaskShards(made["task"], made["fence"], {"ref_logprobs": logprobs})

@@ -136,12 +136,13 @@ def with_turn_rewards(made: Made, score: Score, *, per_token: bool) -> tuple[Mad
     if score.turns and len(score.turns) != len(ends):
         why = f"{len(score.turns)} turn rewards for {len(ends)} turns; give one number for each answer of the policy"
         return made, Score(None, why, kind=LossReason.ANSWER)
-    arrays = made.turn_rewards or [np.zeros(len(sequence.token_ids), np.float32) for sequence in made.sequences]
+    arrays = [array.copy() for array in made.turn_rewards] or [
+        np.zeros(len(sequence.token_ids), np.float32) for sequence in made.sequences
+    ]
     value = score.value + sum(float(array.sum(dtype=np.float64)) for array in made.turn_rewards)
     if not abs(value) <= LIMIT:
-        return made, Score(
-            None, f"its turn rewards add up to {value}, which is not finite in float32", kind=LossReason.ANSWER
-        )
+        why = f"the reward with those of its turns is {value:.3g}, which is not finite in float32"
+        return made, Score(None, why, kind=LossReason.ANSWER)
     for (sequence, position), reward in zip(ends, score.turns, strict=False):
         arrays[sequence][position] += reward
     if per_token:

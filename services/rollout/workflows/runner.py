@@ -245,9 +245,7 @@ def rewards_of(sequence: Sequence) -> Array:
     with np.errstate(over="ignore"):
         rewards = np.array(sequence.rewards or [0.0] * size, np.float32)
     if rewards.shape != (size,) or not np.isfinite(rewards).all():
-        raise WorkflowError(
-            f"a sequence of {size} tokens has {len(rewards)} rewards; they must be {size} finite numbers"
-        )
+        raise WorkflowError(f"a sequence of {size} tokens needs {size} finite rewards or none, not {len(rewards)}")
     return rewards
 
 

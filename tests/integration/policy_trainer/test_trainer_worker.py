@@ -43,6 +43,7 @@ from shared.stages import ROLLOUT
 from tests.integration.forks import Fork, forked
 from tests.integration.store_process import REPOSITORY, STORE, StoreProcess
 from tests.integration.stream_line import Tap, TcpStoreProcess
+from tests.keys import SAMPLED
 from tests.unit.policy_trainer.training import adamw
 
 WORKER = "policy-trainer-worker/0"
@@ -179,10 +180,10 @@ class Bench:
             if index == short_task:
                 shards["versions"] = shards["versions"][:-1]
             task_id = f"train/{step}/{index}"
-            tasks.append(TaskShards(task_id, fence, {key: shards[key] for key in ROLLOUT.makes}))
+            tasks.append(TaskShards(task_id, fence, {key: shards[key] for key in SAMPLED}))
             handles.append(TaskHandle(task_id, fence, GROUP, len(ids), 0, [0]))
         await self.data.put(tasks, store=STORE, deadline_s=20)
-        meta = BatchMeta(tasks=handles, parts=[BatchPart(ROLLOUT.name, list(ROLLOUT.makes))], stores=[STORE])
+        meta = BatchMeta(tasks=handles, parts=[BatchPart(ROLLOUT.name, list(SAMPLED))], stores=[STORE])
         advantages = rng.normal(size=TASKS * GROUP).astype(np.float32)
         weights = np.full(TASKS * GROUP, 0.02, np.float32)
         return Batch(meta, self.data).with_scalars({"advantages": advantages, "weights": weights})

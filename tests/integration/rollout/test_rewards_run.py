@@ -14,8 +14,9 @@ import pytest
 
 from proto.messages import TroubleKind
 from shared.actor.service import UNUSABLE_STATUS
-from shared.stages import REFERENCE, ROLLOUT
+from shared.stages import REFERENCE
 from tests.integration.rollout.rollout_run import TOPOLOGY, Processes, cluster
+from tests.keys import SAMPLED
 from tests.unit.rollout.test_rewards_judge import judge
 
 MIXED = """
@@ -159,7 +160,7 @@ def test_a_workflow_of_two_turns_passes_through_the_whole_service(engine: str, t
             await driver.publish(info.lineage, 0)
             batch = await driver.batch(1, deadline_s=300)
             assert [task.samples for task in batch.batch.tasks] == [3] * 8
-            tasks = await driver.data.fetch(batch.batch, (*ROLLOUT.makes, *REFERENCE.makes), deadline_s=20)
+            tasks = await driver.data.fetch(batch.batch, (*SAMPLED, *REFERENCE.makes), deadline_s=20)
             for task in tasks:
                 mask = task["loss_mask"] == 1
                 assert task["sample_index"].tolist() == [0, 1, 2]

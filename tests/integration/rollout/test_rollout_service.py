@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from shared.actor.service import UNUSABLE_STATUS
-from shared.stages import REFERENCE, ROLLOUT
+from shared.stages import REFERENCE
 from tests.integration.rollout.rollout_run import MODEL, TOPOLOGY, Driver, cluster
 from tests.integration.stream_line import IN_CLEAR, tapped
+from tests.keys import SAMPLED
 
 LEASE_S = 3
 
@@ -22,7 +23,7 @@ async def check_batch(driver: Driver, step: int) -> None:
     """Check that the batch of `step` is whole and that its log-probs are the model's."""
     batch = await driver.batch(step)
     assert len(batch.batch.tasks) == 8
-    tasks = await driver.data.fetch(batch.batch, (*ROLLOUT.makes, *REFERENCE.makes), deadline_s=20)
+    tasks = await driver.data.fetch(batch.batch, (*SAMPLED, *REFERENCE.makes), deadline_s=20)
     lengths: list[int] = []
     for task in tasks:
         mask = task["loss_mask"] == 1

@@ -45,6 +45,7 @@ from shared.stages import CREDIT, PROXIMAL, ROLLOUT
 from shared.topology import Topology, TopologyError, load
 from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
 from shared.topology.fields import Section
+from tests.keys import SAMPLED
 from tests.unit.policy_trainer.training import token_data
 from tests.unit.shared.topology.small_topology import make, write
 
@@ -200,7 +201,7 @@ class Table:
                 "loss_mask": np.ones(len(self.rollout)),
             }
             scalars["kl"] = kl_sums(kl.estimator, shards, self.ref.numpy(), samples)
-        meta = BatchMeta(tasks=tasks, parts=[BatchPart(ROLLOUT.name, list(ROLLOUT.makes))], stores=[STORE])
+        meta = BatchMeta(tasks=tasks, parts=[BatchPart(ROLLOUT.name, list(SAMPLED))], stores=[STORE])
         return StepBatch(step=1, batch=meta, scalars=scalars, reward_mean_unfiltered=0.0)
 
     def begin_step(self, updates: int, *, snapshot_lineage: int) -> None:

@@ -41,6 +41,7 @@ from shared.batch import Batch
 from shared.rpc.errors import RpcError
 from shared.rundir import checkpoint_steps
 from shared.stages import PROXIMAL, ROLLOUT
+from tests.keys import SAMPLED
 from tests.unit.policy_trainer.training import accumulate, adamw, one_rank
 from tests.unit.scheduler.bench import CANARY, STORE, Bench, plan
 from tests.unit.tiny_models import make_model, ragged
@@ -354,7 +355,7 @@ def batch_of(parts: list[BatchPart]) -> Batch:
 
 
 def test_each_forward_pass_has_its_own_key_and_the_newest_is_read() -> None:
-    parts = [BatchPart(ROLLOUT.name, list(ROLLOUT.makes))]
+    parts = [BatchPart(ROLLOUT.name, list(SAMPLED))]
     keys = ["lengths", PROX_KEY]
     with pytest.raises(RpcError, match="run forward first"):
         stored_keys(batch_of(parts), keys)

@@ -27,6 +27,15 @@ async def two_turns(row: Row, llm: LLM, ctx: Context) -> Trajectory:
     return llm.trajectory(metrics={"first": len(first.token_ids)})
 
 
+async def rewarded_turns(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    """Give the first answer 0.25, the second one 0.5, and the sample 1 in addition."""
+    messages = prompt_of(row)
+    for _ in range(2):
+        turn = await llm.chat(messages)
+        messages += [turn.message, {"role": "tool", "content": "again"}]
+    return llm.trajectory(reward=1.0, turn_rewards=[0.25, 0.5])
+
+
 async def no_prefix(row: Row, llm: LLM, ctx: Context) -> Trajectory:
     first = await llm.chat(prompt_of(row))
     await llm.chat(
@@ -99,7 +108,15 @@ async def _bad(kind: str, row: Row, llm: LLM, ctx: Context) -> Any:
         raise SystemExit(3)
     if kind == "state":
         ctx.state["what"] = object()
+    if kind == "turn rewards":
+        llm.trajectory(turn_rewards=[1.0, 2.0])
     trajectory = llm.trajectory()
+    if kind == "short rewards":
+        trajectory.sequences[0].rewards = [1.0]
+    if kind == "infinite rewards":
+        trajectory.sequences[0].rewards = [1e39] * len(trajectory.sequences[0].token_ids)
+    if kind == "late turn":
+        trajectory.sequences[0].turns = [(0, 10_000)]
     if kind == "empty":
         trajectory.sequences = []
     if kind == "uneven":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from proto.messages import DropReason, LossReason, Outcome, TaskHandle, TaskResult
@@ -9,9 +11,17 @@ from services.rollout.engine import FinishReason, Generation
 from services.rollout.results.finish import MOST_NAMES, Assembled, NamedValues, assemble, in_files, task_shards
 from services.rollout.rewards.score import Score
 from services.rollout.sampling.tasks import ReadyTask
-from services.rollout.sampling.trajectory import BlockVersions, Made, SequenceTokens, answers_of, single_turns
+from services.rollout.sampling.trajectory import (
+    BlockVersions,
+    Made,
+    SequenceTokens,
+    answers_of,
+    single_turns,
+    with_turn_rewards,
+)
 from shared.sample import Sample
 from shared.stages import ROLLOUT
+from tests.keys import SAMPLED
 
 FAILED = Score(None, "my:fn: raised ValueError: no")
 
@@ -33,14 +43,14 @@ def task(index: int, *prompt: int) -> ReadyTask:
 
 def test_shards_are_ragged_and_mark_the_sampled_tokens() -> None:
     shards = task_shards([answer(5, 2, prompt=(7, 8)).sequences, answer(6, prompt=(7, 8)).sequences])
-    assert tuple(shards) == ROLLOUT.makes
+    assert tuple(shards) == SAMPLED
     assert shards["token_ids"].tolist() == [7, 8, 5, 2, 7, 8, 6]
     assert shards["lengths"].tolist() == [4, 3]
     assert shards["sample_index"].tolist() == [0, 1]
     assert shards["loss_mask"].tolist() == [0, 0, 1, 1, 0, 0, 1]
     assert shards["rollout_logprobs"].tolist() == [0, 0, -0.5, -0.5, 0, 0, -0.5]
     assert shards["versions"].tolist() == [-1, -1, 3, 3, -1, -1, 3]
-    dtypes = [shards[key].dtype.name for key in ROLLOUT.makes]
+    dtypes = [shards[key].dtype.name for key in SAMPLED]
     assert dtypes == ["int32", "int32", "int32", "uint8", "float32", "int32"]
 
 
@@ -135,3 +145,31 @@ def test_named_values_of_samples_follow_the_order_of_survivors_and_their_number_
     assert list(later)[:3] == list(columns)  # Every lease has the same columns.
     assert len(later) == MOST_NAMES
     assert np.isnan(later["workflow/turns"]).all()
+
+
+def test_rewards_of_turns_are_added_to_the_sample_and_become_a_key_if_tokens_have_advantages() -> None:
+    one = answer(5, 2, prompt=(7, 8))
+    assert with_turn_rewards(one, Score(1.0), per_token=False) == (one, Score(1.0))
+    made, score = with_turn_rewards(one, Score(1.5, turns=[0.5]), per_token=True)
+    assert score.value == 1.5  # the function's value contains its turns
+    shards = task_shards([made.sequences])
+    assert tuple(shards) == ROLLOUT.makes
+    assert shards["turn_rewards"].tolist() == [0, 0, 0, 0.5]
+    made, _ = with_turn_rewards(one, Score(1.0), per_token=True)
+    assert task_shards([made.sequences])["turn_rewards"].tolist() == [0, 0, 0, 0]
+
+
+def test_rewards_for_another_number_of_turns_cost_only_that_sample() -> None:
+    made, score = with_turn_rewards(answer(5, 2), Score(1.0, turns=[0.5, 0.5]), per_token=False)
+    assert (score.value, score.kind) == (None, LossReason.ANSWER)
+    assert score.failure == "2 turn rewards for 1 turns; give one number for each answer of the policy"
+    assert made.sequences
+
+
+def test_a_workflow_and_a_function_may_both_reward_turns() -> None:
+    one = replace(answer(5, 2, prompt=(7,)), turn_rewards=[np.array([0, 0.25, 0], np.float32)], turns=[(0, 2)])
+    made, score = with_turn_rewards(one, Score(2.0, turns=[1.0]), per_token=True)
+    assert score.value == 2.25
+    assert made.sequences[0].by_key()["turn_rewards"].tolist() == [0, 0.25, 1.0]
+    _, lost = with_turn_rewards(replace(one, turn_rewards=[np.full(3, 2e38, np.float32)]), Score(0.0), per_token=False)
+    assert "is 6e+38, which is not finite in float32" in lost.failure

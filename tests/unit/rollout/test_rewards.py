@@ -215,3 +215,28 @@ def test_progress_is_reported_while_a_call_is_within_its_timeout(folder: Path) -
     asyncio.run(scenario())
     assert told[-1] - told[0] > 1
     assert max(later - before for before, later in pairwise(told)) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "value", "turns"),
+    [
+        ({"reward": 1.0, "turns": [0.1, 0.4]}, 1.5, [0.1, 0.4]),
+        ({"turns": [0.25]}, 0.25, [0.25]),
+        ({"format": 0.5, "exact": 1.0, "turns": (1,)}, 2.5, [1.0]),
+        ({"reward": 1.0, "turns": ["a"]}, None, []),
+        ({"reward": 1.0, "turns": [float("nan")]}, None, []),
+        ({"reward": 1.0, "turns": 3}, 1.0, []),
+    ],
+)
+def test_a_dict_may_reward_turns(answer: Any, value: float | None, turns: list[float]) -> None:
+    score = total(answer)
+    assert score.value == (value if value is None else pytest.approx(value))
+    assert score.turns == turns
+    assert "turns" not in score.parts or answer["turns"] == 3
+
+
+def test_rewards_of_turns_are_summed_by_weight() -> None:
+    one, other, plain = Score(1.0, turns=[1.0, 0.0]), Score(3.0, turns=[1.0, 2.0]), Score(1.0)
+    assert weighted([one, other, plain], ["a", "b", "c"], [1.0, 0.5, 2.0]).turns == [1.5, 1.0]
+    refused = weighted([one, Score(1.0, turns=[1.0])], ["a", "b"], [1.0, 1.0])
+    assert refused.failure == "the functions returned rewards for 2 and 1 turns of one sample"

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from proto.messages import ErrorCode
+from services.rollout.rewards.score import Score
 from services.rollout.sampling.prompts import PromptBuilder, tool_calls
-from services.rollout.sampling.trajectory import Made
+from services.rollout.sampling.trajectory import Made, with_turn_rewards
 from services.rollout.user_code.builtin import compute
 from services.rollout.user_code.frames import Purpose
 from services.rollout.user_code.load import load
@@ -86,6 +87,19 @@ def test_two_turns_are_one_sequence_of_the_tokens_as_they_were_sampled(bench: Be
             assert logprob_error(sequence) < 1e-4
             assert (each.sample.turns, each.sample.completion) == (2, second)
             assert [message["role"] for message in each.sample.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_rewards_of_turns_are_at_the_last_token_of_their_turn(bench: Bench) -> None:
+    for one in (one for group in bench.run("rewarded_turns", tasks=2, samples=2) for one in group):
+        (sequence,), (rewards,) = one.sequences, one.turn_rewards
+        sampled = sequence.loss_mask.astype(int)
+        ends = np.flatnonzero(np.diff(sampled, append=0) == -1)
+        assert one.turns == [(0, end) for end in ends]
+        assert rewards[ends].tolist() == [0.25, 0.5]
+        assert rewards.sum() == 0.75
+        made, score = with_turn_rewards(one, one.score or Score(0.0), per_token=True)
+        assert score.value == 1.75
+        assert made.sequences[0].by_key()["turn_rewards"].tolist() == rewards.tolist()
 
 
 def test_samples_of_a_group_differ_and_the_same_seed_reproduces_them(bench: Bench) -> None:
@@ -178,6 +192,10 @@ NONSENSE = {
     "state": "cannot be handed over",
     "nan": "which is not finite",
     "copies": "workflow.max_tokens allows 2048",
+    "turn rewards": "2 turn rewards for 1 turns; give one number for each answer",
+    "short rewards": "finite rewards or none, not 1",
+    "infinite rewards": "finite rewards or none",
+    "late turn": "a turn ends at token 10000 of a sequence of",
 }
 HANGS = {
     "hang": "no trajectory within 3 s (workflow.timeout_s)",
