@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from shared.weights.drill import (
     CANARY_TOKENS,
@@ -18,6 +22,8 @@ from shared.weights.drill import (
     noise_factors,
     perturb,
 )
+
+MODEL = Path(__file__).parents[3] / "launch" / "topologies" / "models" / "tiny-qwen3"
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
@@ -88,3 +94,36 @@ def test_the_error_of_a_canary_is_a_quantile_and_nan_is_a_mismatch() -> None:
     scores[2] = np.nan
     for quantile in (0.0, 0.5, 1.0):
         assert np.isnan(canary_error(expected, scores, quantile))
+
+
+def test_canary_errors_are_relative_to_log_probs_beyond_16_nats() -> None:
+    small, large = np.array([-16.0, -1.0], np.float32), np.array([-160.0, -1.0], np.float32)
+    assert canary_error(small, small + np.float32(2**-10), 1.0) == pytest.approx(2**-10)
+    assert canary_error(large, large + np.float32(2**-10), 1.0) == pytest.approx(2**-10 / 10)
+    assert not canary_error(large, np.array([np.nan, -1.0]), 1.0) <= 1e6
+
+
+def test_the_passes_of_a_peaked_model_agree_but_not_those_of_another_version() -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(32)
+    ids = torch.from_numpy(canary_tokens(model.config.vocab_size, 0).astype(np.int64))
+
+    def scored(*, cached: bool) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        cache = DynamicCache(config=model.config)
+        parts = ids[:, None, None] if cached else ids[None, None]
+        with torch.no_grad():
+            logits = torch.cat([model(part, past_key_values=cache).logits[0] for part in parts])[:-1]
+        return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
+
+    whole = scored(cached=False)
+    steps = scored(cached=True)
+    assert np.abs(whole - steps).max() > 1e-4
+    assert canary_error(whole, steps, 1.0) <= 0.5e-4
+    for name, weight in model.named_parameters():
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.copy_(torch.from_numpy(perturb(name, before.numpy(), 0)))
+        assert canary_error(whole, scored(cached=False), 1.0) > 10e-4, name
+        with torch.no_grad():
+            weight.copy_(before)
