@@ -103,7 +103,16 @@ def main(
     """Start the services of a topology and keep them running until the run is done."""
     interrupts = Interrupts()
     if attach:
-        if overrides or resume or no_call or dry_run or detach or evaluate or checkpoint is not None or access is not None:
+        if (
+            overrides
+            or resume
+            or no_call
+            or dry_run
+            or detach
+            or evaluate
+            or checkpoint is not None
+            or access is not None
+        ):
             _refuse(["--attach: shows a run in progress and accepts no option other than --run-dir"])
         raise typer.Exit(_attach(topology_file, run_dir))
     if topology_file is None:

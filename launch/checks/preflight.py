@@ -41,9 +41,7 @@ SHOWN_ROWS = 3
 MIB = 1 << 20
 
 
-def check(
-    topology: Topology, file: str, begun: Mapping[str, RowDigests] = NO_ROWS, *, calls: bool = True
-) -> Findings:
+def check(topology: Topology, file: str, begun: Mapping[str, RowDigests] = NO_ROWS, *, calls: bool = True) -> Findings:
     """Check everything that `shared.topology` cannot know from the file alone.
 
     `file` is the topology's name in the findings. `begun` are the rows with which a resumed run began. Unless `calls`,

@@ -15,9 +15,7 @@ def test_every_check_is_registered_once() -> None:
         name
         for module in (preflight, rewards)
         for name, value in vars(module).items()
-        if inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and name.startswith(("_check", "check_"))
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and name.startswith(("_check", "check_"))
     } - {"check_host"}
     registered = [check.__name__ for check in preflight.CHECKS]
     assert len(registered) == len(set(registered))

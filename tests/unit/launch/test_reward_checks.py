@@ -92,7 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def checked(folder: Path, functions: list[str | dict[str, Any]], *overrides: str, rows: Any = None) -> Findings:
-    """Check reward functions with the rows of the small topology, or with `rows`."""
+    """Check reward functions with the rows of the small topology, or with `rows`. Paths are relative to `folder`."""
     if rows is not None:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     terms = [{"function": each} if isinstance(each, str) else each for each in functions]
@@ -102,7 +102,9 @@ def checked(folder: Path, functions: list[str | dict[str, Any]], *overrides: str
     findings.opened["data.train.source"] = open_source(topology.data.train.source, where="t.yaml")
     rewards.check_fields(topology, findings)
     rewards.check_calls(topology, findings)
-    assert all("\n" not in line for line in (*findings.errors, *findings.warnings, *findings.notes))
+    for lines in (findings.errors, findings.warnings, findings.notes):
+        assert all("\n" not in line for line in lines)
+        lines[:] = [line.replace(f"{folder}/", "") for line in lines]
     return findings
 
 
@@ -121,8 +123,7 @@ def test_a_function_that_does_not_fit_is_refused_with_its_line_and_the_row(
     odd = line_of('    raise BaseException("odd")')
     failures = {
         2: f"my_rw:lacks: raised KeyError: 'solution' (at my_rw.py:{lacks})",
-        3: "my_rw:parses: raised JSONDecodeError: Expecting value: line 1 column 1 (char 0) "
-        f"(at my_rw.py:{parses})",
+        3: f"my_rw:parses: raised JSONDecodeError: Expecting value: line 1 column 1 (char 0) (at my_rw.py:{parses})",
         4: "my_rw:nan: returned nan, which is not finite in float32 (at most 3.4e+38)",
         5: "my_rw:text: returned 'good', not a number or a dict of numbers (could not convert string to float: 'good')",
         7: f"my_rw:odd: raised BaseException: odd (at my_rw.py:{odd})",
@@ -175,7 +176,9 @@ def test_no_judge_is_asked(folder: Path) -> None:
 
 
 def test_a_failure_that_a_workflow_might_prevent_is_a_warning(folder: Path) -> None:
-    findings = checked(folder, ["my_rw:lacks"], "workflow={function: builtin:calculator}")
+    findings = checked(
+        folder, ["my_rw:lacks"], "workflow={function: builtin:calculator}", "services.batch-store.memory=64MiB"
+    )
     assert findings.errors == []
     [line] = findings.warnings
     assert "my_rw:lacks: raised KeyError: 'solution'" in line
