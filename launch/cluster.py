@@ -25,7 +25,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from launch.checks import hub, preflight, resumed
-from launch.checks.preflight import Findings
+from launch.checks.findings import Findings
 from launch.commands import detached, evaluation, place
 from launch.commands.access import access_of, export
 from launch.commands.console import Console, show_plan
@@ -68,6 +68,9 @@ def main(
         Path | None, typer.Option("--run-dir", help="directory of the run (default: runs/<name>-<time>)")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue a run from its journal and checkpoints")] = False,
+    no_call: Annotated[
+        bool, typer.Option("--no-call", help="do not call the reward functions with a row before the run starts")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, show the plan, start nothing")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="return once every service is READY; a supervisor keeps running")
@@ -100,7 +103,16 @@ def main(
     """Start the services of a topology and keep them running until the run is done."""
     interrupts = Interrupts()
     if attach:
-        if overrides or resume or dry_run or detach or evaluate or checkpoint is not None or access is not None:
+        if (
+            overrides
+            or resume
+            or no_call
+            or dry_run
+            or detach
+            or evaluate
+            or checkpoint is not None
+            or access is not None
+        ):
             _refuse(["--attach: shows a run in progress and accepts no option other than --run-dir"])
         raise typer.Exit(_attach(topology_file, run_dir))
     if topology_file is None:
@@ -116,7 +128,7 @@ def main(
         )
         if evaluate:
             topology = _for_evaluation(topology, topology_file, checkpoint)
-        topology, inputs, findings = _checked(topology, topology_file, path, resume=resume)
+        topology, inputs, findings = _checked(topology, topology_file, path, resume=resume, calls=not no_call)
         engine = RayEngine(topology) if topology.placement.engine == "ray" else None
         if engine is not None and not findings.errors:
             engine.check(path, findings)
@@ -185,14 +197,16 @@ def _loaded(
     return topology, path, fetches
 
 
-def _checked(topology: Topology, file: Path, path: Path, *, resume: bool) -> tuple[Topology, Inputs, Findings]:
+def _checked(
+    topology: Topology, file: Path, path: Path, *, resume: bool, calls: bool
+) -> tuple[Topology, Inputs, Findings]:
     """Return `topology` as it can be run here, the inputs of the run, and the findings of all checks on this machine,
     which are the same for a dry run and a start."""
     try:
         if not resume:
             check_new(path)
         begun, topology = resumed.begun(path, topology) if resume else (Inputs(), topology)
-        findings = preflight.check(topology, str(file), begun.rows)
+        findings = preflight.check(topology, str(file), begun.rows, calls=calls)
         inputs = resumed.inputs_now(topology, findings.rows, begun)
     except (RpcError, TopologyError, OSError) as error:
         _refuse(str(error).splitlines())

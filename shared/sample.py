@@ -24,3 +24,10 @@ class Sample:
     finish_reason: str
     turns: int = 1
     state: dict[str, Any] = field(default_factory=dict)
+
+
+def messages_of(row: dict[str, Any], completion: str) -> list[dict[str, Any]]:
+    """Return the conversation, which ends with the assistant's answer. A raw-text prompt counts as one user message."""
+    prompt = row["prompt"]
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*before, {"role": "assistant", "content": completion}]

@@ -27,7 +27,7 @@ from shared.topology.algorithm import is_function
 LIMIT_S = 60.0
 """Maximum seconds for importing all functions. A rollout allows the same time for importing users' modules."""
 _END_S = 10.0
-_REMEDY = {
+REMEDY = {
     "reward": "correct {key} or its params",
     "workflow": "correct {key} or workflow.params",
     "advantage": "correct {key} or algorithm.advantage.params",
@@ -39,7 +39,7 @@ _REMEDY = {
 def problems(topology: Topology) -> Iterator[str]:
     """Yield a line for each function that cannot be used. The line gives its key, its path, the reason and a remedy."""
     others: list[Wanted] = []
-    for wanted in _named_functions(topology):
+    for wanted in named_functions(topology):
         missing = _missing_module(wanted)
         if missing:
             yield missing
@@ -52,7 +52,8 @@ def problems(topology: Topology) -> Iterator[str]:
             yield from _error_lines(wanted, why)
 
 
-def _named_functions(topology: Topology) -> Iterator[Wanted]:
+def named_functions(topology: Topology) -> Iterator[Wanted]:
+    """Yield every function that the topology names by import path."""
     reward, workflow, algorithm = topology.reward, topology.workflow, topology.algorithm
     for index, term in enumerate(reward.terms):
         key = "reward.function" if reward.function is not None else f"reward.functions[{index}].function"
@@ -88,7 +89,7 @@ def _is_ours(wanted: Wanted) -> bool:
 
 def _error_lines(wanted: Wanted, why: str) -> Iterator[str]:
     if why:
-        yield f"{wanted.key}: {why}; {_REMEDY[wanted.kind].format(key=wanted.key)}"
+        yield f"{wanted.key}: {why}; {REMEDY[wanted.kind].format(key=wanted.key)}"
 
 
 def _check_in_process(functions: Sequence[Wanted]) -> list[str]:

@@ -11,11 +11,11 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from launch.checks import functions, model_proof
+from launch.checks import functions, model_proof, rewards
+from launch.checks.findings import Findings
 from launch.processes.plan import gpus_described, gpus_wanted, own_gpus, visible_gpus
 from services.tracker.exporter import missing
 from shared.data import DataError, open_source
@@ -41,42 +41,19 @@ SHOWN_ROWS = 3
 MIB = 1 << 20
 
 
-@dataclass
-class Findings:
-    """Findings of the checks, one line each. A run with errors does not start."""
-
-    file: str = ""
-    """The topology's name, which begins each line about the topology; empty on hosts that have only its text."""
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    rows: dict[str, RowDigests] = field(default_factory=dict)
-    """The rows of each data source, by the key that names it."""
-    added: dict[str, int] = field(default_factory=dict)
-    """The number of rows that each data source has beyond those with which the run began."""
-
-    def error(self, *lines: str) -> None:
-        """Add errors in the topology."""
-        self.errors += map(self.in_file, lines)
-
-    def warn(self, *lines: str) -> None:
-        """Add warnings about the topology."""
-        self.warnings += map(self.in_file, lines)
-
-    def in_file(self, line: str) -> str:
-        return f"{self.file}: {line}" if self.file else line
-
-
-def check(topology: Topology, file: str, begun: Mapping[str, RowDigests] = NO_ROWS) -> Findings:
+def check(topology: Topology, file: str, begun: Mapping[str, RowDigests] = NO_ROWS, *, calls: bool = True) -> Findings:
     """Check everything that `shared.topology` cannot know from the file alone.
 
-    `file` is the topology's name in the findings. `begun` are the rows with which a resumed run began.
+    `file` is the topology's name in the findings. `begun` are the rows with which a resumed run began. Unless `calls`,
+    no user's function is called.
     """
     findings = Findings(file)
     for key, source in sources(topology).items():
         _check_rows(topology, source, key, begun.get(key), findings)
     for one_check in CHECKS:
-        one_check(topology, findings)
+        if calls or one_check is not rewards.check_calls:
+            one_check(topology, findings)
+    findings.opened.clear()
     return findings
 
 
@@ -144,6 +121,7 @@ def _check_rows(topology: Topology, source: str, key: str, begun: RowDigests | N
     except DataError as error:
         findings.errors.append(str(error))
         return
+    findings.opened[key] = rows
     if begun is not None and most is None and len(rows) > begun.rows:
         findings.added[key] = len(rows) - begun.rows
     if not bad:
@@ -472,6 +450,8 @@ HOST_CHECKS: tuple[Check, ...] = (_check_functions, _check_engine, _check_memory
 CHECKS: tuple[Check, ...] = (
     *HOST_CHECKS,
     *MODEL_CHECKS,
+    rewards.check_fields,
+    rewards.check_calls,
     _check_snapshots,
     _check_gpus,
     _check_compiler,

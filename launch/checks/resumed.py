@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from launch.checks.preflight import Findings, sources
+from launch.checks.findings import Findings
+from launch.checks.preflight import sources
 from launch.processes.plan import SUPERVISOR
 from proto.messages import ErrorCode
 from shared.data.source import RowDigests

@@ -75,6 +75,13 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
         print(line)
 
 
+def failure_lines(run: RunDir, ended: RunEnded) -> list[str]:
+    """Return the cause of a failed run and, unless it explains everything, the last lines of the log of the process at
+    fault."""
+    more = last_lines(run, ended.key, LOG_LINES) if ended.key and not ended.explained else []
+    return [f"the run failed: {ended.cause}", *(f"    {line}" for line in more)]
+
+
 class Console:
     """Shows a run from its start to its end: notices and the progress on `screen`, then a summary.
 
@@ -164,9 +171,8 @@ class Console:
         wall_s = time.monotonic() - self._begun
         metrics.poll(time.monotonic())
         if ended.outcome == RunOutcome.FAILED:
-            print(f"the run failed: {ended.cause}", file=sys.stderr)
-            for line in last_lines(run, ended.key, LOG_LINES) if ended.key else []:
-                print(f"    {line}", file=sys.stderr)
+            for line in failure_lines(run, ended):
+                print(line, file=sys.stderr)
         elif ended.outcome == RunOutcome.STOPPED:
             print(f"the run was stopped at step {metrics.step} of {metrics.steps}: {ended.cause}", file=sys.stderr)
         saved = max(checkpoint_steps(run.checkpoints), default=0)

@@ -22,7 +22,7 @@ from typing import IO
 import msgspec
 import structlog
 
-from launch.checks.preflight import Findings
+from launch.checks.findings import Findings
 from launch.placement.desk import HostDesk
 from launch.placement.facts import clock_ahead, facts, refusals
 from launch.placement.ray_keeper import KeeperOrder, News

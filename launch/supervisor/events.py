@@ -194,11 +194,15 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """Every process has exited. `key` is the process whose failure ended the run, if any."""
+    """Every process has exited. `key` is the process whose failure ended the run, if any.
+
+    `explained` means that the process has reported an input that cannot be used, so its log says no more than `cause`.
+    """
 
     outcome: RunOutcome
     cause: str
     key: Key | None = None
+    explained: bool = False
 
 
 Effect = Spawn | Terminate | RetireProcess | Kill | Died | GivenUp | RunEnded

@@ -111,6 +111,7 @@ class RunLifecycle:
         self._outcome = RunOutcome.DONE
         self._cause = ""
         self._culprit: Key | None = None
+        self._explained = False
         self._rolling: deque[Sequence[Key]] = deque()
         """The groups of a rolling restart that are still to be restarted, starting with the current one."""
         self._rolled: dict[Key, int] = {}
@@ -245,7 +246,7 @@ class RunLifecycle:
             process.state = ProcessState.STOPPED
             self._drain(RunOutcome.DONE, "", None)
         elif event.status == UNUSABLE_STATUS:
-            self._fail(process, f"{cause} (another start would fail, too)")
+            self._fail(process, f"{cause} (another start would fail, too)", explained=bool(reported))
         else:
             killed = not reported and event.status in OUTSIDE_KILLS
             outside = killed or event.status == PEER_LOST_STATUS
@@ -269,7 +270,7 @@ class RunLifecycle:
         process.start_at = now + delay_s
         self._effects.append(e.Died(process.key, cause, process.restarts, delay_s))
 
-    def _fail(self, process: Process, cause: str) -> None:
+    def _fail(self, process: Process, cause: str, *, explained: bool = False) -> None:
         """End the run because of `process`, or go on without it if it is optional."""
         process.cause = cause
         process.state = ProcessState.FAILED
@@ -277,7 +278,7 @@ class RunLifecycle:
             process.given_up = True
             self._effects.append(e.GivenUp(process.key, cause))
             return
-        self._drain(RunOutcome.FAILED, f"{service_name(*process.key)}: {cause}", process.key)
+        self._drain(RunOutcome.FAILED, f"{service_name(*process.key)}: {cause}", process.key, explained=explained)
 
     def _restart(self, process: Process, now: float) -> None:
         if self.phase == RunPhase.DRAINING:
@@ -383,13 +384,13 @@ class RunLifecycle:
             if group:
                 return
         self.phase = RunPhase.ENDED
-        self._effects.append(e.RunEnded(self._outcome, self._cause, self._culprit))
+        self._effects.append(e.RunEnded(self._outcome, self._cause, self._culprit, self._explained))
 
-    def _drain(self, outcome: RunOutcome, cause: str, culprit: Key | None) -> None:
+    def _drain(self, outcome: RunOutcome, cause: str, culprit: Key | None, *, explained: bool = False) -> None:
         if self.phase == RunPhase.DRAINING:
             return
         self.phase = RunPhase.DRAINING
-        self._outcome, self._cause, self._culprit = outcome, cause, culprit
+        self._outcome, self._cause, self._culprit, self._explained = outcome, cause, culprit, explained
         for process in self.processes.values():
             process.start_at = None
             if process.state in (ProcessState.WAITING, ProcessState.BACKOFF):

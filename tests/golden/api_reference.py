@@ -82,6 +82,10 @@ def _nodes(module: ModuleType) -> list[ast.stmt]:
     return ast.parse(textwrap.dedent(inspect.getsource(module))).body
 
 
+def _row_field(needed: builtin.RowField) -> str:
+    return f"Row field: `{needed.name}`, {' '.join(filter(None, (needed.holds, needed.condition)))}.\n"
+
+
 def page() -> str:
     """Return the whole page."""
     parts = [HEAD]
@@ -91,7 +95,9 @@ def page() -> str:
     named = {node.name: node for node in _nodes(builtin) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for title, functions in (("Built-in rewards", builtin.REWARDS), ("Built-in workflows", builtin.WORKFLOWS)):
         parts.append(f"## {title}\n\n{_source_link(builtin)}\n")
-        parts += [_function(named[name], level=3) for name in functions]
+        for name, function in functions.items():
+            parts.append(_function(named[name], level=3))
+            parts += [_row_field(each) for each in function.fields]
     return "\n".join(parts)
 
 

@@ -29,7 +29,8 @@ python -m launch.cluster my.yaml --run-dir runs/first --resume
 - Paths in a topology are relative to the folder that contains it. `--set` changes one key and can be repeated.
 - `--dry-run` starts nothing and performs the checks that precede a start: keys, limits, data rows, ports, memory and
   GPUs; the model's configuration, weight files (truncated, or named in the index but missing), tokenizer and chat
-  template; and your own functions with their parameters, which are imported in a killable process. Errors that only a
+  template; and your own functions with their parameters, which are imported in a killable process, where reward
+  functions are also [called with a row](your_code.md#rewards-are-called-before-a-run). Errors that only a
   model library can detect are found when the service starts; the run then ends at once and prints the error line.
 - A model or a data set that is given by its hub name is fetched first ([hub.md](hub.md)); `--dry-run` reports what
   would be fetched.

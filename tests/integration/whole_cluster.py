@@ -120,17 +120,19 @@ def cluster(
     *overrides: str,
     limit_s: float,
     resume: bool = False,
+    calls: bool = True,
     launcher: str = "launch.cluster",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Cluster]:
     """Run `topology`, or resume the run in `folder`; kill all remaining processes at the end.
 
-    `launcher` is the module that launches the run, and `environment` is added to this process's environment variables.
+    Unless `calls`, reward functions are not called before the run starts. `launcher` is the module that launches the
+    run, and `environment` is added to this process's environment variables.
     """
     path = folder / "run"
     path.mkdir(parents=True, exist_ok=resume)
     command = [sys.executable, "-m", launcher, str(topology), "--run-dir", str(path)]
-    command += ["--resume"] if resume else []
+    command += ["--resume"] * resume + ["--no-call"] * (not calls)
     for override in overrides:
         command += ["--set", override]
     with (path / "cluster.out").open("wb") as output:

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from services.rollout.rewards.score import Score
-from services.rollout.user_code.frames import Asked, RateSamples
+from services.rollout.rewards.score import Score, failed
+from services.rollout.user_code.frames import Asked, Rated, RateSamples, Returned
 from services.rollout.user_code.trace import chain
 from shared.sample import Sample
 
 if TYPE_CHECKING:
-    from services.rollout.user_code.host import UserHost
+    from services.rollout.user_code.host import Ended, UserHost
     from shared.topology.schema import RewardRetry
 
 SERVER_ERROR, TOO_MANY = 500, 429
@@ -135,6 +135,16 @@ class RewardCall:
     def finish(self, scores: list[Score]) -> None:
         self.scores = scores
         self.done.set()
+
+    def scores_of(self, name: str, ended: Ended) -> list[Score]:
+        """Return the scores of the samples, in order, from the end of the call. `name` is the function's import
+        path."""
+        if isinstance(ended, Rated):
+            return ended.scores
+        if isinstance(ended, Returned):
+            raise TypeError("a reward function returned a workflow's message")
+        score = failed(name, ended.kind, ended.why, at=ended.at, trace=ended.trace, retry_after_s=ended.retry_after_s)
+        return [score] * len(self.samples)
 
     def begin(self, slot: int) -> RateSamples:
         return RateSamples(slot, self.function, self.samples)

@@ -19,7 +19,7 @@ import structlog
 from proto.messages import Trouble, TroubleKind, WaitKind, WaitRow
 from services.rollout.rewards.judge import Judge, RewardCall
 from services.rollout.rewards.score import JUDGE, RAISED, TIMEOUT, Score, failed, names_of, totals, weighted
-from services.rollout.user_code.frames import Failed, Purpose, Rated, Returned, Setup
+from services.rollout.user_code.frames import Purpose, Setup
 from services.rollout.user_code.host import Broken, UserHost
 from services.rollout.user_code.load import UserFunction, is_inline, load
 from services.rollout.user_code.pool import MOST_BROKEN, TEXT_CHARS, Failing, UserPool
@@ -211,16 +211,7 @@ class RewardPool:
                 self._put_back(call)
                 return
             ended = ended.failed
-        self._answered(call, self._scores(call, ended))
-
-    def _scores(self, call: RewardCall, ended: Rated | Failed | Returned) -> list[Score]:
-        if isinstance(ended, Rated):
-            return ended.scores
-        if isinstance(ended, Returned):
-            raise TypeError("a reward function returned a workflow's message")
-        name = self._terms[call.function].function
-        score = failed(name, ended.kind, ended.why, at=ended.at, trace=ended.trace, retry_after_s=ended.retry_after_s)
-        return [score] * len(call.samples)
+        self._answered(call, call.scores_of(self._terms[call.function].function, ended))
 
     def _put_back(self, call: RewardCall) -> None:
         """Queue a call whose process has ended, so that another process makes it, or hold the call for its judge."""

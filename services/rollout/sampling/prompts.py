@@ -282,10 +282,3 @@ def tool_calls(text: str) -> list[ToolCall]:
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError):
             continue
     return calls
-
-
-def messages_of(row: dict[str, Any], completion: str) -> list[dict[str, Any]]:
-    """Return the conversation, which ends with the assistant's answer. A raw-text prompt counts as one user message."""
-    prompt = row["prompt"]
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return [*before, {"role": "assistant", "content": completion}]

@@ -11,7 +11,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -34,6 +34,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 _SUM = re.compile(r"[0-9(][0-9+\-*/(). ]*")
 _MOST_CHARACTERS = 100
+_FIELDS_CHARS = 200
 
 CALCULATOR: dict[str, Any] = {
     "type": "function",
@@ -130,6 +131,15 @@ def _check_regex(params: dict[str, Any]) -> None:
     re.compile(params["pattern"])
 
 
+def _captures_answer(params: dict[str, Any]) -> bool:
+    return "answer" in re.compile(params["pattern"]).groupindex
+
+
+def _check_gym(made: Any) -> None:
+    if not isinstance(made, dict) or not made.keys() >= {"source", "index"}:
+        raise ValueError("it has no source and index")
+
+
 async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: int = 2) -> Trajectory:
     """Let the policy answer in up to `max_turns` turns with a calculator.
 
@@ -192,15 +202,47 @@ def _value_of(node: ast.AST) -> int | float:
 
 
 @dataclass(frozen=True)
+class RowField:
+    """A field of the row without which a built-in reward cannot score any sample of the row.
+
+    `holds` says what it contains. `check` raises ValueError for a value of another kind. If `only_if` is given, the
+    field is needed only with params for which it is true; `condition` says this in words.
+    """
+
+    name: str
+    holds: str = "text or a number"
+    check: Callable[[Any], object] = str
+    only_if: Callable[[dict[str, Any]], bool] | None = None
+    condition: str = ""
+
+    def problem(self, row: dict[str, Any]) -> str:
+        """Return what is wrong with the field in `row`, or an empty string."""
+        if self.name not in row:
+            return f"has no field {self.name!r} (its fields: {', '.join(sorted(row))[:_FIELDS_CHARS]})"
+        value = row[self.name]
+        if value is None:
+            return f"has null in the field {self.name!r}"
+        try:
+            self.check(value)
+        except ValueError:
+            return f"has the {self.name} {value!r:.60}, which is not {self.holds}"
+        return ""
+
+
+ANSWER = RowField("answer")
+
+
+@dataclass(frozen=True)
 class Builtin:
     """A built-in function.
 
     An `inline` function is called in the service itself, because it always terminates, and a call takes 3 µs compared
     with 80 to 110 µs through a process (measured). `modules` are the modules that the optional `extra` installs.
-    `check` raises an exception if no call with the given params can succeed.
+    `check` raises an exception if no call with the given params can succeed. `fields` are the row fields that it needs.
     """
 
     call: Callable[..., Any]
+    fields: tuple[RowField, ...] = ()
     inline: bool = False
     modules: tuple[str, ...] = ()
     extra: str = ""
@@ -208,10 +250,19 @@ class Builtin:
 
 
 REWARDS = {
-    "exact_match": Builtin(exact_match, inline=True),
-    "numeric": Builtin(numeric, inline=True),
-    "regex": Builtin(regex, check=_check_regex),
-    "math_verify": Builtin(math_verify, modules=("math_verify",), extra="rewards"),
-    "reasoning_gym": Builtin(reasoning_gym, modules=(PACKAGE,), extra="rewards"),
+    "exact_match": Builtin(exact_match, (ANSWER,), inline=True),
+    "numeric": Builtin(numeric, (replace(ANSWER, holds="a number", check=row_number),), inline=True),
+    "regex": Builtin(
+        regex,
+        (replace(ANSWER, only_if=_captures_answer, condition="if the pattern has a group named `answer`"),),
+        check=_check_regex,
+    ),
+    "math_verify": Builtin(math_verify, (ANSWER,), modules=("math_verify",), extra="rewards"),
+    "reasoning_gym": Builtin(
+        reasoning_gym,
+        (RowField(GYM_KEY, "the place of a row in a `reasoning-gym:` source", _check_gym),),
+        modules=(PACKAGE,),
+        extra="rewards",
+    ),
 }
 WORKFLOWS = {"calculator": Builtin(calculator)}

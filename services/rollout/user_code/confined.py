@@ -34,6 +34,7 @@ KILL_LIMIT_S = 5.0
 """Maximum seconds spent killing descendants. Any that remain belong to another user or are waiting for a device that
 does not respond."""
 _LIKELY_VICTIM = b"700"
+_ADDRESS_CHARS = 100
 M = TypeVar("M", bound=msgspec.Struct)
 
 
@@ -60,6 +61,36 @@ def confine(descriptor: int) -> socket.socket | None:
     lossy = _Lossy(2, "w", closefd=False)
     sys.stdout = sys.stderr = io.TextIOWrapper(lossy, errors="backslashreplace", write_through=True)
     return socket.socket(fileno=descriptor)
+
+
+class ConnectionLeftOut(BaseException):
+    """A connection was not made. This is no `Exception`, because functions handle those by trying again."""
+
+
+class Offline:
+    """Ends whatever connects to a server, by Python's sockets, from now until the process ends.
+
+    Programs that the process starts, and libraries with sockets of their own, are not affected.
+    """
+
+    def __init__(self) -> None:
+        self._address = ""
+        sys.addaudithook(self._audit)
+
+    def taken(self) -> str:
+        """Return the address to which the last connection since the previous call was not made, or an empty string."""
+        address, self._address = self._address, ""
+        return address
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        address: Any = None
+        if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
+            address = arguments[1]
+        elif event == "socket.getaddrinfo" and arguments[0]:
+            address = arguments[:2]
+        if isinstance(address, tuple):  # the address of a socket of this machine alone is a path
+            self._address = ":".join(str(part) for part in address[:2])[:_ADDRESS_CHARS]
+            raise ConnectionLeftOut(self._address)
 
 
 def limit_memory(memory_bytes: int) -> None:

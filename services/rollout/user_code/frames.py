@@ -42,13 +42,15 @@ class Purpose(StrEnum):
 class Setup(msgspec.Struct, array_like=True):
     """Service -> process, once: import path and params of each function, and the time limit for one call in seconds.
 
-    `memory_bytes` limits the memory of all calls together, beyond what the process uses once it is ready.
+    `memory_bytes` limits the memory of all calls together, beyond what the process uses once it is ready. With
+    `offline`, a call that connects to a server ends there, and fails as if its judge were unavailable.
     """
 
     purpose: Purpose
     functions: list[tuple[str, dict[str, Any]]]
     timeout_s: float
     memory_bytes: int
+    offline: bool = False
 
     @property
     def late(self) -> str:

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,7 +23,7 @@ import msgspec
 from proto.messages import ErrorCode, LossReason, WaitKind, WaitRow
 from services.rollout.user_code import frames
 from services.rollout.user_code.frames import Failed, Marks, Purpose, Rated, Ready, Returned, Setup, frame
-from services.rollout.user_code.trace import StackFile, hangs_at
+from services.rollout.user_code.trace import StackFile, hangs_at, users_stack
 from shared.data.gym_process import HASH_SEED
 from shared.rpc.errors import BadInput, RpcError
 from shared.workflow import WorkflowError
@@ -66,23 +67,28 @@ class UserProcess:
         """The file to which the process writes its stack. It is closed together with the process."""
 
     @classmethod
-    async def start(cls, setup: Setup, marks: int) -> tuple[UserProcess, Ready]:
+    async def start(
+        cls, setup: Setup, marks: int, environment: Mapping[str, str], output: int | None
+    ) -> tuple[UserProcess, Ready]:
         """Start a process that inherits the descriptor `marks`, and wait until it has loaded its functions.
+
+        `environment` and `output` are those of `UserHost.start`.
 
         Raises a one-line RpcError: BadInput if the functions cannot be loaded, internal if the process ends or hangs in
         the meantime.
         """
         ours, theirs = socket.socketpair()
         stack = StackFile()
-        path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH", ""))))
+        path = os.pathsep.join(filter(None, (str(_PACKAGES), environment.get("PYTHONPATH", ""))))
         passed = (theirs.fileno(), marks, stack.descriptor)
         try:
             child = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", MODULE, setup.purpose, *map(str, passed)),
                 stdin=asyncio.subprocess.DEVNULL,
+                stderr=output,
                 pass_fds=passed,
                 start_new_session=True,  # a signal to the service's group must not end the keeper
-                env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1"},
+                env={**environment, "PYTHONPATH": path, "PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1"},
             )
         finally:
             theirs.close()
@@ -217,12 +223,18 @@ class UserHost:
         """Task that serves the process and ends with it."""
 
     @classmethod
-    async def start(cls, setup: Setup) -> UserHost:
-        """Start a process. Raises a one-line RpcError(bad_request) if its functions cannot be loaded."""
+    async def start(
+        cls, setup: Setup, *, environment: Mapping[str, str] = os.environ, output: int | None = None
+    ) -> UserHost:
+        """Start a process. Raises a one-line RpcError(bad_request) if its functions cannot be loaded.
+
+        `output` takes what users' code prints: a descriptor, `subprocess.DEVNULL`, or None for this process's standard
+        error.
+        """
         descriptor = frames.make_marks()
         try:
             marks = Marks(descriptor)
-            process, ready = await UserProcess.start(setup, descriptor)
+            process, ready = await UserProcess.start(setup, descriptor, environment, output)
         finally:
             os.close(descriptor)
         return cls(process, ready, marks, setup)
@@ -334,7 +346,8 @@ class UserHost:
             if self._setup.purpose is Purpose.WORKFLOW:
                 remedy = "await ctx.call(tool, ...) instead of calling it"
                 why = f"blocked the loop of its process for {self._stall_s:g} s; {remedy}"
-            return Broken(Failed(slot, why, LossReason.TIMEOUT, hangs_at(stack, home), stack), suspect, certain)
+            at = hangs_at(stack, home)
+            return Broken(Failed(slot, why, LossReason.TIMEOUT, at, users_stack(stack, home)), suspect, certain)
         why = f"took its process down: it {status}"
         # A plain function is alone in its process, except for what earlier calls have left behind.
         certain = certain and not self.ready.is_async[live.work.function]

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from services.rollout.user_code.builtin import REWARDS, WORKFLOWS, Builtin
+from services.rollout.user_code.builtin import REWARDS, WORKFLOWS, Builtin, RowField
 from services.rollout.user_code.confined import confine
 from services.rollout.user_code.frames import Purpose
 from services.rollout.user_code.trace import Home, home_of
@@ -71,6 +71,16 @@ def is_inline(path: str) -> bool:
     """Return whether the reward function at this import path may run in the service itself, as some builtins may."""
     builtin = _builtin(Purpose.REWARD, path)
     return builtin is not None and builtin.inline
+
+
+def needed_fields(path: str, params: dict[str, Any]) -> list[RowField]:
+    """Return the row fields that the reward function at this import path declares to need, as built-in ones do.
+
+    `params` must be usable (`load`). Raises RpcError for an unknown builtin.
+    """
+    builtin = _builtin(Purpose.REWARD, path)
+    fields = builtin.fields if builtin is not None else ()
+    return [field for field in fields if field.only_if is None or field.only_if(params)]
 
 
 def load(purpose: Purpose, path: str, params: dict[str, Any]) -> UserFunction:

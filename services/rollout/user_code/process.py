@@ -22,7 +22,7 @@ from proto.messages import LossReason
 from services.rollout.rewards.judge import unavailable
 from services.rollout.rewards.score import Score, total, totals
 from services.rollout.user_code import frames
-from services.rollout.user_code.confined import confine, limit_memory, read
+from services.rollout.user_code.confined import Offline, confine, limit_memory, read
 from services.rollout.user_code.frames import (
     BeginSample,
     Failed,
@@ -136,6 +136,7 @@ class _CallSlots:
         self._marks = marks
         self._setup = setup
         self._functions = functions
+        self._offline = Offline() if setup.offline else None
         # This is not the thread's current event loop, on which a plain function may run coroutines of its own.
         self._loop = loop = asyncio.new_event_loop()
         self._plain: deque[RateSamples] = deque()
@@ -207,7 +208,7 @@ class _CallSlots:
                 ended = await call()
         except asyncio.CancelledError:
             ended = Failed(slot, "was cancelled")
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # anything that user code raises
+        except BaseException as error:  # anything that user code raises
             is_late = isinstance(error, TimeoutError) and deadline.expired()
             ended = self._late(slot, function, error) if is_late else self._raised(slot, function, error)
         self._send(ended)
@@ -246,7 +247,7 @@ class _CallSlots:
 
     def _late(self, slot: int, function: UserFunction, error: BaseException) -> Failed:
         at = raised_at(error, function.home)
-        return Failed(slot, self._setup.late, LossReason.TIMEOUT, at, traced(error))
+        return Failed(slot, self._setup.late, LossReason.TIMEOUT, at, traced(error, function.home))
 
     def _raised(self, slot: int, function: UserFunction, error: BaseException) -> Failed:
         at = ""
@@ -258,9 +259,12 @@ class _CallSlots:
             os._exit(NO_MEMORY_STATUS)
         after_s = unavailable(error)
         kind = LossReason.RAISED if after_s is None else LossReason.JUDGE
-        return Failed(slot, f"raised {type(error).__name__}: {error}", kind, at, traced(error), after_s or 0.0)
+        trace = traced(error, function.home)
+        return Failed(slot, f"raised {type(error).__name__}: {error}", kind, at, trace, after_s or 0.0)
 
     def _send(self, ended: Returned | Rated | Failed) -> None:
+        if self._offline is not None and (address := self._offline.taken()):
+            ended = Failed(ended.slot, f"connects to {address}", LossReason.JUDGE)
         try:
             self._link.send(ended)
         except frames.UNFIT as error:

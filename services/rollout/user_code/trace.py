@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +27,8 @@ _POLL_S = 0.01
 TRACE_CHARS = 4000
 PLACE_CHARS = 200
 DEPTH = 8
+_OURS = tuple(f"{Path(__file__).parents[3] / name}{os.sep}" for name in ("services", "shared"))
+"""Folders of the code that calls users' code."""
 _FRAME = re.compile(r'^ {2}File "(.+)", line (\d+) in ', re.MULTILINE)
 
 
@@ -83,12 +86,31 @@ def raised_at(error: BaseException, home: Home) -> str:
     return home.place
 
 
-def traced(error: BaseException) -> str:
-    """Return the traceback, or its end if it is long."""
+def traced(error: BaseException, home: Home) -> str:
+    """Return the traceback without frames of this project, or its end if it is long. Frames of the function's own file
+    are kept."""
     try:
-        return "".join(traceback.format_exception(error))[-TRACE_CHARS:]
+        whole = traceback.TracebackException.from_exception(error)
+        waiting = [whole]
+        while waiting:
+            link = waiting.pop()
+            frames = [frame for frame in link.stack if not _is_ours(frame.filename, home)]
+            link.stack = traceback.StackSummary.from_list(frames)
+            linked = (link.__cause__, link.__context__, *(link.exceptions or ()))
+            waiting += [other for other in linked if other is not None]
+        return "".join(whole.format())[-TRACE_CHARS:]
     except Exception as failure:  # converting a user's exception to text may raise
         return f"{type(error).__name__}, whose text is not available ({type(failure).__name__})"
+
+
+def users_stack(stack: str, home: Home) -> str:
+    """Do what `traced` does, for a stack that the process wrote to its `StackFile`."""
+    places = [(_FRAME.match(line), line) for line in stack.splitlines(keepends=True)]
+    return "".join(line for frame, line in places if frame is None or not _is_ours(frame[1], home))
+
+
+def _is_ours(file: str, home: Home) -> bool:
+    return file != home.file and file.startswith(_OURS)
 
 
 def hangs_at(stack: str, home: Home) -> str:

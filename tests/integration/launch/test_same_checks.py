@@ -46,6 +46,16 @@ def wrong_signature(folder: Path) -> list[str]:
     return ["--set", "reward.function=rw:rate"]
 
 
+def unfit_reward(folder: Path) -> list[str]:
+    (folder / "rw.py").write_text("def rate(sample):\n    return float(sample.row['solution'])\n")
+    return ["--set", "reward.function=rw:rate"]
+
+
+def row_without_answer(folder: Path) -> list[str]:
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    return []
+
+
 FAULTS: dict[Callable[[Path], list[str]], str] = {
     existing_run: "holds a run already; choose another or use --resume",
     nothing_to_resume: "no run of 'small' to resume",
@@ -53,7 +63,21 @@ FAULTS: dict[Callable[[Path], list[str]], str] = {
     adapter_beside_weights: "holds an adapter beside its weights (adapter_config.json)",
     wrong_end_token: "eos_token_id is '2', not a token id or a list of them",
     wrong_signature: "cannot be called as",
+    unfit_reward: "rw:rate: raised KeyError: 'solution' (at rw.py:2), called with data.train.source row 0",
+    row_without_answer: "rows.jsonl:1) has no field 'answer' (its fields: prompt)",
 }
+
+
+def launched(folder: Path, *options: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch.cluster", "t.yaml", *options],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.__name__))
@@ -65,17 +89,17 @@ def test_a_dry_run_and_a_start_refuse_with_the_same_line(tmp_path: Path, fault: 
         environment |= {"TMPDIR": str(tmp_path / ("t" * 90))}
     refused = []
     for more in (["--dry-run"], []):
-        done = subprocess.run(
-            [sys.executable, "-m", "launch.cluster", "t.yaml", *options, *more],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+        done = launched(tmp_path, *options, *more, environment=environment)
         assert done.returncode == 2, done.stderr
         refused.append([line for line in done.stderr.splitlines() if FAULTS[fault] in line])
     assert len(refused[0]) == 1
     assert refused[0] == refused[1]
     assert not (tmp_path / "runs").exists()
+
+
+def test_no_reward_is_called_if_the_user_says_so(tmp_path: Path) -> None:
+    write(make(tmp_path), BASE)
+    options = [*unfit_reward(tmp_path), *wrong_end_token(tmp_path), "--dry-run", "--no-call"]
+    done = launched(tmp_path, *options, environment=os.environ | {"PYTHONPATH": str(ROOT)})
+    [line] = done.stderr.splitlines()
+    assert FAULTS[wrong_end_token] in line

@@ -152,7 +152,8 @@ def warned(folder: Path, *overrides: str) -> set[str]:
     """
     (folder / "my_odd_rewards.py").write_text(REWARDS)
     environment = {"PYTHONPATH": str(folder)}
-    with cluster(QUICKSTART, folder, *SMALL, *overrides, limit_s=LIMIT_S, environment=environment) as running:
+    chosen = (*SMALL, *overrides)
+    with cluster(QUICKSTART, folder, *chosen, limit_s=LIMIT_S, environment=environment, calls=False) as running:
         assert running.end() == 0
         told = warnings.read(running.run.warnings)
         output = (running.path / "cluster.out").read_text().splitlines()

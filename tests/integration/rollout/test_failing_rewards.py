@@ -45,7 +45,7 @@ def test_rewards_that_hang_are_reported_on_the_console_with_the_line_they_hang_a
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     overrides = (*SMALL, "reward.function=my_failing_rewards:hangs", "reward.timeout_s=2")
-    with cluster(QUICKSTART, tmp_path, *overrides, limit_s=280, environment=environment) as running:
+    with cluster(QUICKSTART, tmp_path, *overrides, limit_s=280, environment=environment, calls=False) as running:
         running.wait_for("a notice", lambda: "rollout/0: rewards failing: " in running.output())
         began = time.monotonic()
         place = "my_failing_rewards.py:6"
@@ -79,5 +79,6 @@ def test_a_judge_that_never_answers_ends_the_run_with_one_line(tmp_path: Path, e
     assert "the judge of my_failing_rewards:judged has not answered for 5 s (reward.retry.limit_s)" in line
     assert "Connection refused" in line
     assert "my_failing_rewards.py:9" in line
+    assert "Traceback" not in output
     assert "(another start would fail, too)" in line
     assert "dropped" not in output

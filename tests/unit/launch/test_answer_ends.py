@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launch.checks import preflight
-from launch.checks.preflight import Findings
+from launch.checks.findings import Findings
 from shared.topology import load
 from tests.unit.rollout.chat_models import END, EOS, chat_model
 from tests.unit.shared.topology.small_topology import make, write

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from launch.checks import preflight
+from launch.checks import preflight, rewards
 
 HELPERS = {"_check_rows", "_check_address", "_check_model_memory"}
 """Functions that a check or `preflight.check` itself calls."""
@@ -13,10 +13,9 @@ HELPERS = {"_check_rows", "_check_address", "_check_model_memory"}
 def test_every_check_is_registered_once() -> None:
     named = {
         name
-        for name, value in vars(preflight).items()
-        if inspect.isfunction(value)
-        and value.__module__ == preflight.__name__
-        and name.startswith(("_check", "check_"))
+        for module in (preflight, rewards)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and name.startswith(("_check", "check_"))
     } - {"check_host"}
     registered = [check.__name__ for check in preflight.CHECKS]
     assert len(registered) == len(set(registered))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch.checks import model_proof, preflight
-from launch.checks.preflight import Findings
+from launch.checks.findings import Findings
 from shared.topology import Topology, load
 from shared.topology.memory_plan import uses
 from shared.topology.passes import FASTEST, Passes, Verdict

@@ -172,7 +172,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_reported(where: str, mod
 
 def test_messages_need_a_chat_template_and_text_does_not(model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    text, chat = {"prompt": "1+1="}, {"prompt": [{"role": "user", "content": "1+1="}]}
+    text = {"prompt": "1+1=", "answer": "2"}
+    chat = text | {"prompt": [{"role": "user", "content": "1+1="}]}
     rows.write_text("".join(json.dumps(row) + "\n" for row in (text, chat)))
     data = f"data.train.source=jsonl:{rows}"
     assert errors(data, f"policy.model={model}") == []

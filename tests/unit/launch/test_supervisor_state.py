@@ -121,7 +121,7 @@ def test_run_fails_with_the_cause_of_a_process_that_fails_too_often() -> None:
             world.exit(key, 0)
     (ended,) = world.ended
     assert ended.outcome == RunOutcome.FAILED
-    assert ended.key == ROLLOUT
+    assert (ended.key, ended.explained) == (ROLLOUT, False)
     assert "canary does not match" in ended.cause
 
 
@@ -170,7 +170,7 @@ def test_a_first_start_that_is_refused_fails_the_run_at_once_with_its_cause() ->
     world.exit(MONITOR, 0)
     world.exit(SCHEDULER, 0)
     [ended] = world.ended
-    assert (ended.outcome, ended.key) == (RunOutcome.FAILED, STORE)
+    assert (ended.outcome, ended.key, ended.explained) == (RunOutcome.FAILED, STORE, True)
     assert ended.cause.startswith("batch-store/0: services.batch-store.directory: not writable (another start")
     assert world.spawned == [SCHEDULER, STORE, MONITOR]
 

@@ -85,6 +85,8 @@ def bad(sample):
         os._exit(3)
     if what == "sys.exit":
         sys.exit(3)
+    if what == "odd":
+        raise BaseException("odd")
     if what == "eat":
         held = []
         while True:

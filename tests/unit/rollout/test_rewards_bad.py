@@ -27,6 +27,7 @@ BAD = [
     ("bad", "parts", "answer", "returned a value that cannot be handed over: a message of 1782"),
     ("crash_later", "segfault", "crashed", "took its process down: it died of SIGSEGV"),
     ("crash_later", "sys.exit", "raised", "raised SystemExit: 3"),
+    ("crash_later", "odd", "raised", "raised BaseException: odd"),
     ("crash_later", "spin", "timeout", "no answer within 1 s (reward.timeout_s)"),
 ]
 
@@ -40,6 +41,7 @@ def test_only_the_sample_of_a_bad_call_is_lost(folder: Path, function: str, what
     assert [each.value for each in rest] == [1.0] * 24
     assert first[1].kind == kind
     assert f"my_rewards:{function}: {says}" in first[1].failure
+    assert f"{os.sep}services{os.sep}" not in first[1].trace
     topic, reported = told[-1]
     assert topic == "reward"
     assert (reported["samples"], reported["samples_failed"], reported[f"total/{kind}"]) == (27, 1, 1)

@@ -4,6 +4,7 @@ failures."""
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -278,6 +279,7 @@ def test_a_failure_names_the_line_of_user_code_and_has_its_traceback(port: int, 
             place = f"my_judged.py:{REWARDS.splitlines().index(text) + 1}"
             assert first.failure.endswith(f"(at {place})")
             assert f"line {place.partition(':')[2]} in {function}" in first.trace.replace(", in", " in")
+            assert f"{os.sep}services{os.sep}" not in first.trace
             [told] = made.troubles()
             assert told.kind == TroubleKind.REWARDS
             assert told.text == f"rewards failing: 2 of 2, {first.failure}"

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from proto.messages import BatchMeta, DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle
-from services.rollout.sampling.prompts import PromptBuilder, messages_of
+from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import TaskSets, prepare
 from shared.lease import Lease, LeaseLost
 from shared.rpc.errors import RpcError
+from shared.sample import messages_of
 from shared.topology import load
 from tests.unit.rollout.rollout_engine import MODEL
 

@@ -52,7 +52,7 @@ def make(folder: Path) -> Path:
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     save_file({"w": np.zeros((10, WEIGHTS // 10), np.float32)}, model / "model.safetensors")
     (model / "tokenizer.json").write_text("{}")
-    (folder / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     return folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.checks import preflight
-from launch.checks.preflight import Findings
+from launch.checks.findings import Findings
 from launch.commands.console import show_plan
 from launch.processes.plan import visible_gpus
 from services.policy_trainer.worker.backend import BackendOptions
