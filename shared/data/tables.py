@@ -204,7 +204,7 @@ def _encodings(metadata: Any) -> tuple[bool, list[str]]:
 
 def _read_group(file: Any, name: str, at: int, most_bytes: int) -> Any:
     """Read a row group whose size in memory its metadata does not tell. Raises SourceLost above `most_bytes`."""
-    largest = max(chunk.total_uncompressed_size for chunk in _chunks(file.metadata, at))
+    largest = max([1, *(chunk.total_uncompressed_size for chunk in _chunks(file.metadata, at))])
     batches, nbytes = [], 0
     for batch in file.iter_batches(max(1, min(_BATCH_ROWS, _SMALL_BYTES // largest)), row_groups=[at]):
         batches.append(batch)
