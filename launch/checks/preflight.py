@@ -31,6 +31,7 @@ from shared.topology import (
     snapshot_bytes,
     tied_weights,
 )
+from shared.topology.capacity import rows_problem
 from shared.topology.document import dotted
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import MemoryPlace
@@ -117,13 +118,17 @@ def _check_rows(topology: Topology, source: str, key: str, begun: RowDigests | N
     most = evaluated.rows if evaluated is not None else None
     try:
         rows = open_source(source, where=where)
-        bad, findings.rows[key] = read_rows(rows, most, begun)
+        bad, findings.rows[key], longest = read_rows(rows, most, begun)
     except DataError as error:
         findings.errors.append(str(error))
         return
     findings.opened[key] = rows
     if begun is not None and most is None and len(rows) > begun.rows:
         findings.added[key] = len(rows) - begun.rows
+    if evaluated is None and longest is not None and topology.data.train.max_prompt_tokens is None:
+        with contextlib.suppress(OSError, ValueError):  # Another check reports it, or the model is not here yet.
+            if problem := rows_problem(topology, longest.nbytes, rows.place(longest.row)):
+                findings.error(problem)
     if not bad:
         return
     lines = findings.errors if len(bad) == len(rows) else findings.warnings

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from services.scheduler.events import Configure, Recording
 from services.scheduler.leases import Holder
 from services.scheduler.plan import EvalPlan, Plan
 from services.scheduler.state import HEARTBEAT_S
 from shared.data import DataError, RowError, Source, open_source
+from shared.data.source import LongestPrompt, RowsRead, prompt_bytes, read_rows
 from shared.inputs import Inputs
 from shared.rpc.errors import BadInput
 from shared.samples.text import Choice
@@ -18,13 +17,13 @@ from shared.stages import train_graph
 from shared.topology import Topology, task_bytes, weight_bytes
 from shared.topology.capacity import (
     hold_tasks,
-    limit_bytes,
+    longest_prompt,
     overhead_bytes,
     record_bytes,
     replay_bytes,
+    rows_problem,
     unleased_token_bytes,
     weight_versions,
-    worst_case_bytes,
 )
 
 HEARTBEAT_MOST_S = 5.0
@@ -33,8 +32,6 @@ HEARTBEATS_A_SECOND = 2000
 """Number of heartbeats per second that the scheduler accepts from all processes of a large run together."""
 HEARTBEATS_A_LEASE = 6
 """Minimum number of heartbeats within `lease_s`, the time after which a lease without progress is lost."""
-_TEMPLATE_TOKENS = 256
-"""Assumed maximum number of tokens that a chat template adds to a prompt."""
 
 
 def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
@@ -47,7 +44,8 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
     try:
         train = open_source(topology.data.train.source, where=f"{where}: data.train")
         count = min(len(train), kept.get("data.train.source", len(train)))
-        bad = [problem for problem in train.validate() if problem.index < count]
+        read = read_rows(train, count)
+        bad = [problem for problem in read.bad if problem.index < count]
         evals = tuple(
             EvalPlan(
                 name=name,
@@ -60,7 +58,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
             )
             for name, evaluation in topology.data.eval.items()
         )
-        prompt = _prompt_tokens(topology, where, train, count, bad)
+        prompt = _prompt_tokens(topology, where, train, count, read)
     except DataError as error:
         raise BadInput(str(error)) from error
     excluded = {problem.index for problem in bad}
@@ -147,23 +145,18 @@ def _usable(source: Source, first: int | None) -> list[int]:
     return [index for index in range(most) if index not in bad]
 
 
-def _prompt_tokens(topology: Topology, where: Path, train: Source, count: int, bad: list[RowError]) -> int:
-    """Return an upper bound on the number of tokens in the longest prompt of the first `count` rows.
+def _prompt_tokens(topology: Topology, where: Path, train: Source, count: int, read: RowsRead) -> int:
+    """Return an upper bound on the number of tokens in a prompt that is sampled.
 
-    Without `max_prompt_tokens`, one token per byte is assumed. Raises BadInput if the stores then cannot hold all tasks
-    that may be live, because such a run would stall later.
+    Raises BadInput if the stores then cannot hold all tasks that may be live.
     """
-    prompt = topology.data.train.max_prompt_tokens
-    if prompt is None:
-        prompt = _longest_prompt_bytes(train, count, {problem.index for problem in bad}) + _TEMPLATE_TOKENS
-        needed = worst_case_bytes(topology, prompt, _version_bytes(topology))
-        if limit_bytes(topology) < needed:
-            raise BadInput(
-                f"{where}: services.batch-store.memory: {limit_bytes(topology)} bytes cannot hold what this "
-                f"run might need: prompts have up to {prompt} tokens (one per byte plus the chat template); set at "
-                f"least {needed}, or set data.train.max_prompt_tokens",
-            )
-    return prompt
+    if topology.data.train.max_prompt_tokens is not None:
+        return topology.data.train.max_prompt_tokens
+    _version_bytes(topology)  # refuses a model that cannot be measured
+    longest = read.longest or _longest(train, count, read.bad)
+    if problem := rows_problem(topology, longest.nbytes, train.place(longest.row)):
+        raise BadInput(f"{where}: {problem}")
+    return longest_prompt(topology, longest.nbytes)
 
 
 def _version_bytes(topology: Topology) -> int:
@@ -173,11 +166,8 @@ def _version_bytes(topology: Topology) -> int:
         raise BadInput(f"policy.model: {error}; save the model again") from error
 
 
-def _longest_prompt_bytes(source: Source, count: int, bad: set[int]) -> int:
-    longest = 0
-    for index in range(count):
-        if index not in bad:
-            prompt = source.row(index)["prompt"]
-            text = prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode()
-            longest = max(longest, len(text.encode()))
-    return longest
+def _longest(source: Source, count: int, bad: list[RowError]) -> LongestPrompt:
+    """Make every row to find the longest prompt, for a source that does not make its rows to check them."""
+    excluded = {problem.index for problem in bad}
+    sizes = ((prompt_bytes(source.row(index)), index) for index in range(count) if index not in excluded)
+    return LongestPrompt(*max(sizes, default=(0, 0)))

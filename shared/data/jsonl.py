@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+import bisect
 import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import msgspec
 
 from shared.data.source import (
+    MOST_ROW_BYTES,
     SHOWN_CHARS,
     DataError,
     OnRow,
@@ -17,12 +19,14 @@ from shared.data.source import (
     RowError,
     SourceChanged,
     check_index,
-    row_problem,
-    with_prompt,
+    cut,
+    too_large,
+    usable,
 )
 
 _SCAN_CHUNK_BYTES = 1 << 20
 _READ_ROWS = 4096
+_READ_BYTES = 16 << 20
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -33,9 +37,9 @@ class JsonlSource:
     because its offsets, and with them the task ids, would no longer identify the same rows.
     """
 
-    def __init__(self, path: str, prompt: str = "prompt", *, name: str, where: str) -> None:
+    def __init__(self, path: str, fields: Mapping[str, str], *, name: str, where: str) -> None:
         self.name = name
-        self._prompt = prompt
+        self._fields = fields
         self.path = path
         self._fd = -1
         try:
@@ -47,32 +51,25 @@ class JsonlSource:
                 f"{where}: source {name!r} cannot be read: {error.strerror} ({os.path.abspath(path)}); "
                 "give the path of a readable JSONL file"
             ) from error
-        self._end = self._stamp[0]
-        if not self._starts:
+        self._starts.append(self._stamp[0])  # the end of the last row
+        if not self._lines:
             raise DataError(
-                f"{where}: source {name!r} has no rows ({self._end} bytes); "
+                f"{where}: source {name!r} has no rows ({self._stamp[0]} bytes); "
                 'write one JSON object per line, such as {"prompt": "1+1=", "answer": "2"}'
             )
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._lines)
 
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
 
     def row(self, index: int) -> Row:
-        return _parse_row(self._text(index), self.place, index, self._prompt)
+        return self._parsed(index, self._text(index))
 
     def content(self, index: int) -> bytes:
-        return self._text(index).strip()
-
-    def _text(self, index: int) -> bytes:
-        check_index(index, len(self), self.name)
-        self._check_unchanged(index)
-        start = self._starts[index]
-        end = self._starts[index + 1] if index + 1 < len(self._starts) else self._end
-        return _read_range(self._fd, start, end)
+        return self._content(index, self._text(index))
 
     def place(self, index: int) -> str:
         return f"{self.path}:{self._lines[index]}"
@@ -80,27 +77,60 @@ class JsonlSource:
     def validate(self, on_row: OnRow | None = None) -> list[RowError]:
         errors = []
         for index, text in enumerate(self._texts()):
-            if on_row is not None:
-                on_row(text.strip())
+            row = None
             try:
-                _parse_row(text, self.place, index, self._prompt)
+                row = self._parsed(index, text)
             except DataError as error:
                 errors.append(RowError(index=index, line=self._lines[index], message=str(error)))
+            if on_row is not None:
+                on_row(self._content(index, text), row)
         return errors
 
+    def _size(self, index: int) -> int:
+        return self._starts[index + 1] - self._starts[index]
+
+    def _text(self, index: int) -> bytes:
+        """Return the line of a row, or the beginning of a line that is too long. Raises SourceChanged."""
+        check_index(index, len(self), self.name)
+        self._check_unchanged(index)
+        start = self._starts[index]
+        return _read_range(self._fd, start, start + min(self._size(index), MOST_ROW_BYTES + 1))
+
+    def _content(self, index: int, text: bytes) -> bytes:
+        if self._size(index) > MOST_ROW_BYTES:
+            return b"%d bytes: %r" % (self._size(index), text[:SHOWN_CHARS])
+        return text.strip()
+
+    def _parsed(self, index: int, text: bytes) -> Row:
+        if self._size(index) > MOST_ROW_BYTES:
+            raise too_large(self.place(index), self._size(index))
+        try:
+            row = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise DataError(
+                f"{self.place(index)}: invalid JSON ({error}): {cut(_shown(text))}; write one JSON object per line"
+            ) from error
+        return usable(row, self._fields, self.place(index), partial(_shown, text))
+
     def _texts(self) -> Iterator[bytes]:
-        """Yield the line of each row. A few thousand are read at a time, because a system call costs more than a row.
+        """Yield the line of each row, as `_text` does. Many are read at a time, because a system call costs more than a
+        row.
 
         Raises SourceChanged.
         """
-        for first in range(0, len(self), _READ_ROWS):
+        first = 0
+        while first < len(self):
+            start = self._starts[first]
+            last = min(bisect.bisect(self._starts, start + _READ_BYTES, first) - 1, first + _READ_ROWS)
+            if last <= first:
+                yield self._text(first)
+                first += 1
+                continue
             self._check_unchanged(first)
-            starts = [*self._starts[first : first + _READ_ROWS + 1]]
-            if len(starts) <= _READ_ROWS:
-                starts.append(self._end)
-            block = _read_range(self._fd, starts[0], starts[-1])
-            for start, end in itertools.pairwise(starts):
-                yield block[start - starts[0] : end - starts[0]]
+            block = _read_range(self._fd, start, self._starts[last])
+            for index in range(first, last):
+                yield block[self._starts[index] - start : self._starts[index + 1] - start]
+            first = last
 
     def _check_unchanged(self, index: int) -> None:
         if self._stat() != self._stamp:
@@ -118,16 +148,22 @@ def _scan_lines(fd: int) -> tuple[array[int], array[int]]:
     """Return the byte offset and 1-based line number of every line that is not blank."""
     starts, numbers = array("Q"), array("Q")
     with open(fd, "rb", buffering=_SCAN_CHUNK_BYTES, closefd=False) as file:
-        offset = 0
-        for number, line in enumerate(file, start=1):
-            start = offset
-            offset += len(line)
-            if number == 1 and line.startswith(_UTF8_BOM):
-                start += len(_UTF8_BOM)
-                line = line[len(_UTF8_BOM) :]
-            if not line.isspace() and line:
+        offset = start = number = 0
+        ended, blank = True, True
+        # A line may be longer than the memory of this machine, so it is read in parts.
+        for part in iter(partial(file.readline, _READ_BYTES), b""):
+            if ended:
+                number, start, blank = number + 1, offset, True
+                if number == 1 and part.startswith(_UTF8_BOM):
+                    start = len(_UTF8_BOM)
+                    part = part[start:]
+                    offset = start
+            if blank and part and not part.isspace():
+                blank = False
                 starts.append(start)
                 numbers.append(number)
+            offset += len(part)
+            ended = part.endswith(b"\n")
     return starts, numbers
 
 
@@ -142,19 +178,5 @@ def _read_range(fd: int, start: int, end: int) -> bytes:
     return b"".join(parts)
 
 
-def _parse_row(text: bytes, place: Callable[[int], str], index: int, prompt: str) -> Row:
-    try:
-        row = with_prompt(msgspec.json.decode(text), prompt)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(
-            f"{place(index)}: invalid JSON ({error}): {_shown(text)}; write one JSON object per line"
-        ) from error
-    problem = row_problem(row)
-    if problem:
-        raise DataError(f"{place(index)}: {problem}: {_shown(text)}")
-    return row  # type: ignore[no-any-return]  # row_problem has checked that it is a dict
-
-
 def _shown(text: bytes) -> str:
-    line = text.decode("utf-8", errors="backslashreplace").strip()
-    return line if len(line) <= SHOWN_CHARS else f"{line[:SHOWN_CHARS]}..."
+    return text[: 8 * SHOWN_CHARS].decode("utf-8", errors="backslashreplace").strip()

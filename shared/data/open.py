@@ -2,15 +2,18 @@
 
 - ``builtin:addition`` and ``builtin:addition?split=test``: two-digit additions, ``"47+85="`` -> ``"132"``.
 - ``jsonl:/path/file.jsonl``: one JSON object per line; blank lines are skipped.
-- ``parquet:/path/file.parquet``: the rows of a Parquet file (extra ``data``).
-- ``datasets:/path/folder`` with an optional ``?split=name``: output of ``Dataset.save_to_disk`` (extra ``data``).
+- ``parquet:/path/file.parquet``: the rows of a Parquet file.
+- ``datasets:/path/folder`` with an optional ``?split=name``: output of ``Dataset.save_to_disk``.
 - ``hub:owner/name/path``: files in a data set on the Hugging Face hub, which `shared.topology.hub` turns into one of
   the file sources above.
 - ``reasoning-gym:dataset?size=1000&seed=0``: tasks from the reasoning-gym library (extra ``rewards``).
 
-A relative path is relative to the working directory. In the name of a JSONL or Parquet file, ``*`` matches any
-characters: the source then consists of the rows of all matching files, in order of file name. ``?prompt=question``
-after a path uses the field ``question`` as the prompt.
+A relative path is relative to the working directory. In the path of a JSONL or Parquet file, ``*`` matches any
+characters of a name, and ``**`` any folders: the source then consists of the rows of all matching files, in order of
+their paths.
+
+``?prompt=question&answer=reward_model.ground_truth`` after a path takes the prompt and the answer from other fields.
+Dots lead into nested objects, except in a key that contains them. ``id`` and ``tools`` can be taken in the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from shared.data.jsonl import JsonlSource
-from shared.data.source import DataError, OnRow, Row, RowError, Source, check_index, encoded, nearest
+from shared.data.source import FIELDS, DataError, OnRow, Row, RowError, Source, check_index, encoded, nearest
 
 FORMS = (
     "builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder>, hub:<owner>/<name>/<path> or "
@@ -52,20 +55,21 @@ def open_source(source: str, *, where: str) -> Source:
         return AdditionSource(split, name=source)
     if kind in ("jsonl", "parquet", "datasets"):
         path, query = split_parameters(rest)
-        valid = ("prompt", "split") if kind == "datasets" else ("prompt",)
-        given = _parameters(source, query, where, valid)
-        prompt = given.get("prompt", "prompt")
+        given = _parameters(source, query, where, (*FIELDS, "split") if kind == "datasets" else FIELDS)
+        fields = {name: given[name] for name in FIELDS if name in given}
         if kind == "datasets":
             from shared.data.tables import open_saved_dataset
 
-            return open_saved_dataset(path, given.get("split", ""), prompt, name=source, where=where)
-        files = [str(file) for file in matching_files(path)] or [path]
+            return open_saved_dataset(path, given.get("split", ""), fields, name=source, where=where)
+        files = matching_files(path)
+        if not files:
+            raise DataError(f"{where}: source {source!r}: {absent(path)}")
         if kind == "jsonl":
-            parts: list[Source] = [JsonlSource(file, prompt, name=source, where=where) for file in files]
+            parts: list[Source] = [JsonlSource(str(file), fields, name=source, where=where) for file in files]
         else:
             from shared.data.tables import open_parquet
 
-            parts = [open_parquet(file, prompt, name=source, where=where) for file in files]
+            parts = [open_parquet(str(file), fields, name=source, where=where) for file in files]
         return parts[0] if len(parts) == 1 else JoinedSource(parts, name=source)
     if kind == "reasoning-gym":
         from shared.data.gym_process import GymSource
@@ -111,7 +115,8 @@ class AdditionSource:
     def validate(self, on_row: OnRow | None = None) -> list[RowError]:
         if on_row is not None:
             for index in range(len(self)):
-                on_row(self.content(index))
+                row = self.row(index)
+                on_row(encoded(row), row)
         return []
 
 
@@ -158,7 +163,22 @@ def split_parameters(rest: str) -> tuple[str, str]:
 
 
 def matching_files(path: str) -> list[Path]:
-    """Return the file at `path`, or all files that match, ordered by name, if the last part of the path contains a
-    `*`."""
+    """Return the file at `path`, or all files that match, in order of their paths, if the path contains a `*`."""
+    folder, pattern = pattern_of(path)
+    return sorted(file for file in folder.glob(pattern) if not file.is_dir()) if pattern else [folder]
+
+
+def pattern_of(path: str) -> tuple[Path, str]:
+    """Return the folder above the first part of `path` that contains a `*`, and the rest of the path. Without a `*`,
+    return the whole path and an empty string."""
     file = Path(path)
-    return sorted(file.parent.glob(file.name)) if "*" in file.name else [file]
+    first = next((at for at, part in enumerate(file.parts) if "*" in part), len(file.parts))
+    return Path(*file.parts[:first]), "/".join(file.parts[first:])
+
+
+def absent(path: str) -> str:
+    """Return the text about files that do not exist: the pattern and the folder in which nothing matches it."""
+    folder, pattern = pattern_of(path)
+    if not pattern:
+        return f"no file {folder}"
+    return f"no file matches {pattern} in {folder}" + ("" if folder.is_dir() else ", which is not a folder")

@@ -11,15 +11,20 @@ import difflib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import xxhash
 
 Row = dict[str, Any]
-OnRow = Callable[[bytes], None]
+OnRow = Callable[[bytes, Row | None], None]
+"""Function that receives the content of a row, and the row unless it is unusable or was not made."""
 
+FIELDS = ("prompt", "answer", "id", "tools")
+"""Fields of a row whose values may be taken from another field of the file."""
 SHOWN_CHARS = 60
+MOST_ROW_BYTES = 64 << 20
+"""Maximum size of a row. A larger one is unusable."""
 DIGEST_BYTES = 8
 MOST_DIGESTS = 1 << 16
 """Maximum number of digests of one source, 512 KiB in all. A larger source has one digest for several rows."""
@@ -65,12 +70,13 @@ class Source(Protocol):
 
     def content(self, index: int) -> bytes:
         """Return the content of row `index`: bytes without a line break that are equal for equal rows and differ for
-        different ones. Raises SourceLost."""
+        different ones. The content of a row that is too large is only its size and its beginning. Raises
+        SourceLost."""
 
     def validate(self, on_row: OnRow | None = None) -> list[RowError]:
-        """Read every row once and return the unusable ones in order. `row` raises for exactly these.
+        """Read every row once and return the unusable ones in order. `row` raises for exactly these. Raises SourceLost.
 
-        `on_row`, if given, receives the content of each row, in order and with the unusable ones.
+        `on_row`, if given, is called for each row, in order and with the unusable ones.
         """
 
 
@@ -94,14 +100,60 @@ def check_index(index: int, rows: int, name: str) -> None:
         raise IndexError(f"source {name!r} has no row {index}: it has rows 0 to {rows - 1}")
 
 
-def encoded(row: Row) -> bytes:
+def encoded(row: Any) -> bytes:
     """Return the content of a row that no file holds as bytes."""
     return msgspec.json.encode(row, enc_hook=repr)
 
 
-def with_prompt(row: Any, field: str) -> Any:
-    """Return `row` with the value of its `field` as the prompt, or unchanged if it is not an object with that field."""
-    return row | {"prompt": row[field]} if isinstance(row, dict) and field in row else row
+def usable(row: Any, fields: Mapping[str, str], place: str, shown: Callable[[], str]) -> Row:
+    """Return `row` with the value at each path of `fields` in the field of that name.
+
+    Raises DataError, which shows the row as `shown` returns it, if a path leads nowhere or the rollout could not use
+    the row.
+    """
+    problem = None
+    if isinstance(row, dict) and fields:
+        try:
+            row = row | {name: value_at(row, path) for name, path in fields.items()}
+        except LookupError as error:
+            problem = str(error.args[0])
+    problem = problem or row_problem(row)
+    if problem:
+        raise DataError(f"{place}: {problem}: {cut(shown())}")
+    made: Row = row
+    return made
+
+
+def cut(text: str) -> str:
+    """Return the beginning of a row for a one-line error."""
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+def too_large(place: str, nbytes: int) -> DataError:
+    """Return the error for a row of `nbytes` bytes, or at least that many."""
+    size, most = nbytes / (1 << 20), MOST_ROW_BYTES >> 20
+    return DataError(
+        f"{place}: a row of {size:.0f} MiB or more: a row may have {most} MiB; shorten it, or leave it out"
+    )
+
+
+def value_at(row: Mapping[str, Any], path: str) -> Any:
+    """Return the value at `path`: the key `path` itself or, if there is none, keys of nested objects joined by dots.
+
+    Raises LookupError with a half-sentence that names the keys that exist.
+    """
+    node, rest, above = row, path, ""
+    while rest not in node:
+        heads = [rest[:at] for at, character in enumerate(rest) if character == "." and rest[:at] in node]
+        keys = ", ".join(sorted(map(str, node))) or "none"
+        if not heads:
+            raise LookupError(f"row has no field {path!r} (keys {f'of {above}' if above else 'of the row'}: {keys})")
+        head = heads[-1]
+        above, below = f"{above}.{head}".lstrip("."), node[head]
+        if not isinstance(below, dict):
+            raise LookupError(f"row has no field {path!r}: {above} is {_json_type(below)}, not an object")
+        node, rest = below, rest[len(head) + 1 :]
+    return node[rest]
 
 
 def content_text(message: Mapping[str, Any]) -> Any:
@@ -221,18 +273,60 @@ class RowCheck:
         self._known.add(number)
 
 
-def read_rows(
-    source: Source, most: int | None = None, like: RowDigests | None = None
-) -> tuple[list[RowError], RowDigests]:
-    """Read every row once. Return the unusable rows, and the digests of all rows or of the first `most`.
+class LongestPrompt(NamedTuple):
+    """The longest prompt of a source: its size as text, or as JSON if it consists of messages, and its row."""
+
+    nbytes: int
+    row: int
+
+
+class RowsRead(NamedTuple):
+    """What one reading of all rows of a source finds: the unusable rows, the digests, and the longest prompt among the
+    rows with digests, or None if no row was made."""
+
+    bad: list[RowError]
+    digests: RowDigests
+    longest: LongestPrompt | None
+
+
+def read_rows(source: Source, most: int | None = None, like: RowDigests | None = None) -> RowsRead:
+    """Read every row once. All rows have digests, or the first `most`.
 
     With `like`, only as many rows have digests as in `like`, and the digests are of as many rows each.
     """
     limits = (most, like.rows if like is not None else None)
     rows = min([len(source), *(limit for limit in limits if limit is not None)])
     block = like.block if like is not None else max(1, -(-rows // MOST_DIGESTS))
-    digests = _Digests(rows, block)
-    return source.validate(digests.add), RowDigests(rows, block, digests.finish())
+    digests, longest = _Digests(rows, block), _Longest(rows)
+
+    def on_row(content: bytes, row: Row | None) -> None:
+        digests.add(content)
+        longest.add(row)
+
+    bad = source.validate(on_row)
+    return RowsRead(bad, RowDigests(rows, block, digests.finish()), longest.found)
+
+
+def prompt_bytes(row: Row) -> int:
+    """Return the size of a row's prompt in bytes: of its text, or of its messages as JSON."""
+    prompt = row["prompt"]
+    return len(prompt.encode() if isinstance(prompt, str) else encoded(prompt))
+
+
+class _Longest:
+    """Takes the rows of a source one by one, and finds the longest prompt among the first `rows`."""
+
+    def __init__(self, rows: int) -> None:
+        self._numbers = iter(range(rows))
+        self.found: LongestPrompt | None = None
+
+    def add(self, row: Row | None) -> None:
+        index = next(self._numbers, None)
+        if index is None or row is None:
+            return
+        nbytes = prompt_bytes(row)
+        if self.found is None or nbytes > self.found.nbytes:
+            self.found = LongestPrompt(nbytes, index)
 
 
 class _Digests:

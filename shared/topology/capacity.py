@@ -10,7 +10,8 @@ import math
 from collections import Counter
 
 from shared.stages import RECORD, Per, Stage, task_stages, text_limit_bytes, with_keys_of
-from shared.topology.model_files import named_shapes
+from shared.topology.fields import format_size
+from shared.topology.model_files import named_shapes, read_config
 from shared.topology.schema import Topology
 
 # Number of sequences per sample for whose keys room is reserved. A workflow can begin more contexts than that, but each
@@ -27,6 +28,8 @@ _SPARE_VERSIONS = 1
 # In deterministic mode, besides `staleness` versions: the version being written, one more with which a step may be
 # sampled, and one that a reloaded trainer publishes again.
 _EXACT_VERSIONS = 3
+_TEMPLATE_TOKENS = 256
+"""Assumed maximum number of tokens that a chat template adds to a prompt."""
 # With algorithm.kl.refresh_every: the reference's version, and its next one while the last tasks from before a refresh
 # are still being scored.
 _REFERENCE_VERSIONS = 2
@@ -168,6 +171,45 @@ def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: i
     tasks = held_tasks(topology) * task_bytes(topology, max_prompt_tokens)
     extra = replay_bytes(topology, max_prompt_tokens) + record_bytes(topology, max_prompt_tokens)
     return tasks + extra + weight_versions(topology) * weight_bytes
+
+
+def longest_prompt(topology: Topology, prompt_bytes: int) -> int:
+    """Return an upper bound on the number of tokens in a prompt that is sampled without `max_prompt_tokens`, if the
+    longest prompt of the training set has `prompt_bytes` bytes.
+
+    One token per byte is assumed, but no more than the model's context has room for, because a longer prompt is
+    dropped.
+    """
+    prompt, context = prompt_bytes + _TEMPLATE_TOKENS, context_tokens(topology)
+    return prompt if context is None else min(prompt, max(context - topology.sampling.max_new_tokens, 1))
+
+
+def context_tokens(topology: Topology) -> int | None:
+    """Return the maximum number of tokens that the engine can process in a sequence, or None if no file says it."""
+    rollout, config = topology.services.rollout, read_config(topology.policy.model)
+    limit = rollout.engine_args.get("max_model_len") if rollout.engine == "vllm" else None
+    scaled = config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("factor")
+    if limit is None and (rollout.engine == "transformers" or not scaled):  # servers extend a scaled context
+        limit = config.get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
+
+
+def rows_problem(topology: Topology, prompt_bytes: int, place: str) -> str:
+    """Return why the stores cannot hold all tasks that may be live, which would stall the run later, or an empty
+    string. `prompt_bytes` is the size of the longest prompt of the training set, which is at `place`.
+
+    Raises the errors of `weight_bytes`.
+    """
+    prompt, limit = longest_prompt(topology, prompt_bytes), limit_bytes(topology)
+    needed = worst_case_bytes(topology, prompt, weight_bytes(topology.policy.model, topology.policy.dtype))
+    if limit >= needed:
+        return ""
+    return (
+        f"services.batch-store.memory: {limit} bytes ({format_size(limit)}) cannot hold what this run might need: "
+        f"prompts have up to {prompt} tokens (the longest is {place}; one token per byte, plus the chat template, "
+        f"within the model's context); set at least {needed} ({format_size(needed)}), or set "
+        "data.train.max_prompt_tokens"
+    )
 
 
 def limit_bytes(topology: Topology) -> int:

@@ -11,7 +11,7 @@ import difflib
 from pathlib import Path as FilePath
 
 from proto.limits import MAX_INLINE_BYTES
-from shared.data.open import matching_files, split_parameters
+from shared.data.open import absent, matching_files, split_parameters
 from shared.names import EVALUATION_PREFIX, is_text, shown
 from shared.topology import hub, monitor, service_checks
 from shared.topology.algorithm import (
@@ -80,7 +80,7 @@ def _files(topology: Topology) -> Found:
         scheme, _, rest = source.partition(":")
         file, _ = split_parameters(rest)
         if scheme == "hub" or (scheme in ("jsonl", "parquet") and not any(map(FilePath.is_file, matching_files(file)))):
-            yield where, _absent(hub.source_name(source), f"no file {file}", "put it there")
+            yield where, _absent(hub.source_name(source), absent(file), "put it there")
         for match in matching_files(file):
             if not is_text(match):
                 yield where, f"{shown(match)}: its name is not UTF-8; rename it"

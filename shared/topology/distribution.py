@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from proto.errors import WireError
-from shared.data.open import matching_files, split_parameters
+from shared.data.open import matching_files, pattern_of, split_parameters
 from shared.names import listed
 from shared.topology.document import Path
 
@@ -38,7 +38,7 @@ def files(data: Mapping[str, Any]) -> list[tuple[DistributedFile, FilePath]]:
         root = FilePath(path)
         every = [file for file in root.rglob("*") if file.is_file()] if root.is_dir() else matching_files(path)
         for file in sorted(listed(every)):
-            name = PurePosixPath(place).parent / file.relative_to(root.parent)
+            name = PurePosixPath(place.partition("/")[0]) / file.relative_to(_above(path))
             distributed.append((DistributedFile(str(name), file.stat().st_size), file))
     return distributed
 
@@ -64,10 +64,16 @@ def inside(folder: FilePath, file: DistributedFile) -> FilePath:
 
 
 def _places(data: Mapping[str, Any]) -> dict[str, str]:
-    """Return a map from each path on the home host to its place in a host's folder; the place ends with the same
-    name."""
+    """Return a map from each path on the home host to its place in a host's folder; the place ends with the same name
+    or pattern."""
     paths = dict.fromkeys(path for _, path in _keys(data))
-    return {path: f"{number}/{FilePath(path).name}" for number, path in enumerate(paths)}
+    return {path: f"{number}/{FilePath(path).relative_to(_above(path))}" for number, path in enumerate(paths)}
+
+
+def _above(path: str) -> FilePath:
+    """Return the folder of a path, or the folder in which its pattern matches."""
+    folder, pattern = pattern_of(path)
+    return folder if pattern else folder.parent
 
 
 def _keys(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:

@@ -21,6 +21,13 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from shared.unusable import Unusable
 
 SHOWN_CHARS = 80
+MOST_CHARS = 256 << 10
+"""Maximum characters of a topology, and of its values with every alias written out. A value counts as its text and
+`_VALUE_CHARS` more."""
+MOST_LEVELS = 64
+"""Maximum number of mappings and lists around a value."""
+_VALUE_CHARS = 10
+_TOO_LARGE = f"the topology has more than {MOST_CHARS >> 10} Ki characters"
 Path = tuple[str | int, ...]
 Found = Iterator[tuple[Path, str]]
 """The findings of a check: the path of a key, and the value, the limit and the remedy in one line."""
@@ -59,6 +66,7 @@ class TopologyError(Unusable):
 
 
 _COLLECTION_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 @dataclass
@@ -69,6 +77,9 @@ class Document:
     data: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     origins: dict[Path, str] = field(default_factory=dict)
+    _chars: int = 0
+    """Size of the values so far, as `MOST_CHARS` counts it."""
+    _constructor: Any = field(default_factory=lambda: _yaml().constructor)
 
     def where(self, path: Path) -> str:
         """Return the origin, `file:line` or `--set`, of the key at `path` or of the nearest written key above it."""
@@ -90,7 +101,7 @@ class Document:
             return
         try:
             node = _yaml().compose(text)
-        except YAMLError as error:
+        except (YAMLError, RecursionError) as error:
             self.problems.append(Problem(label, (), f"value is not YAML ({_reason(error)}); quote it"))
             return
         container: Any = self.data
@@ -134,12 +145,13 @@ class Document:
         if not isinstance(target, dict):
             return  # the value there is reported
         del self.data[short]
-        for name, value in items.items():
-            if name in target:
+        placed = {name: value for name, value in items.items() if name not in target}
+        for name in items:
+            if name not in placed:
                 self.report((short, name), f"given twice, also as {'.'.join((*path, name))}; remove one")
-                continue
-            target[name] = value
-            for origin in [origin for origin in self.origins if origin[:2] == (short, name)]:
+        target.update(placed)
+        for origin in [origin for origin in self.origins if origin[0] == short and origin[1:2] != ()]:
+            if origin[1] in placed:
                 self.origins[(*path, *origin[1:])] = self.origins.pop(origin)
 
     def forget(self, path: Path) -> None:
@@ -148,11 +160,17 @@ class Document:
             del self.origins[origin]
 
     def _plain(self, node: Node, path: Path, label: str | None, above: tuple[int, ...]) -> Any:
-        """Return the data of `node` and record its origins. `label` replaces file:line for an override."""
+        """Return the data of `node` and record its origins. `label` replaces file:line for an override.
+
+        Raises TopologyError for a value that makes the document too large or too deep.
+        """
         if id(node) in above:
             self.report(path, "an alias that contains itself; write the value out")
             return None
         above += (id(node),)
+        if len(above) > MOST_LEVELS:
+            raise self._refused(path, f"is within more than {MOST_LEVELS} mappings and lists; use fewer")
+        self._count(node, path)
         if not isinstance(node, ScalarNode) and node.tag not in _COLLECTION_TAGS:
             self.report(path, f"has the tag {shown(node.tag)}; write a plain value")
             return None
@@ -168,7 +186,7 @@ class Document:
 
     def _mapping(self, node: MappingNode, path: Path, label: str | None, above: tuple[int, ...]) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
-        for key_node, value_node in node.value:
+        for key_node, value_node, merged in self._items(node, path, above):
             where = label or self._line(key_node)
             if not isinstance(key_node, ScalarNode):
                 self.problems.append(Problem(where, path, "a key must be a string, not a list or mapping"))
@@ -176,17 +194,46 @@ class Document:
             name = str(key_node.value)
             here = (*path, name)
             if name in mapping:
-                first = self.origins[here]
-                self.problems.append(Problem(where, here, f"duplicate key, first at {first}; remove one"))
+                if not merged:
+                    first = self.origins[here]
+                    self.problems.append(Problem(where, here, f"duplicate key, first at {first}; remove one"))
                 continue
             self.origins[here] = where
             mapping[name] = self._plain(value_node, here, label, above)
         return mapping
 
+    def _items(
+        self, node: MappingNode, path: Path, above: tuple[int, ...], *, merged: bool = False
+    ) -> Iterator[tuple[Node, Node, bool]]:
+        """Yield the key and the value of each item of a mapping, its own items before those that `<<` merges into it,
+        and whether it is merged. The first item of a name is the one that counts."""
+        sources: list[Node] = []
+        for key, value in node.value:
+            self._count(key, path)
+            if key.tag == _MERGE_TAG:
+                sources += value.value if isinstance(value, SequenceNode) else [value]
+            else:
+                yield key, value, merged
+        for source in sources:
+            if not isinstance(source, MappingNode) or id(source) in above:
+                self.report(path, "<< needs an alias of another mapping, or a list of such aliases")
+                continue
+            yield from self._items(source, path, (*above, id(source)), merged=True)
+
+    def _count(self, node: Node, path: Path) -> None:
+        """Raise TopologyError if the values so far, with this one, make the document too large."""
+        self._chars += _VALUE_CHARS + (len(node.value) if isinstance(node, ScalarNode) else 0)
+        if self._chars > MOST_CHARS:
+            raise self._refused(path, f"{_TOO_LARGE} with every alias written out; use fewer aliases or values")
+
+    def _refused(self, path: Path, message: str) -> TopologyError:
+        return TopologyError([Problem(self.where(path), path, message)])
+
     def _scalar(self, node: Node, path: Path) -> str | int | float | bool | None:
         try:
-            value = _yaml().constructor.construct_object(node)
+            value = self._constructor.construct_object(node)
         except (YAMLError, ValueError) as error:
+            self._constructor = _yaml().constructor  # an error leaves the node marked as one that contains itself
             self.report(path, f"cannot be read ({_reason(error)}); write a plain value")
             return None
         if value is None or isinstance(value, str | int | float):
@@ -206,12 +253,14 @@ def read(path: str | os.PathLike[str]) -> Document:
     file = os.fspath(path)
     try:
         with open(file, encoding="utf-8") as stream:
-            text = stream.read()
+            text = stream.read(MOST_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise TopologyError([Problem(file, (), f"cannot be read ({_reason(error)})")]) from error
+    if len(text) > MOST_CHARS:
+        raise TopologyError([Problem(file, (), f"{_TOO_LARGE}; is it a topology?")])
     try:
         node = _yaml().compose(text)
-    except YAMLError as error:
+    except (YAMLError, RecursionError) as error:
         raise TopologyError([Problem(_mark(file, error), (), f"not YAML: {_reason(error)}")]) from error
     if not isinstance(node, MappingNode):
         raise TopologyError([Problem(f"{file}:1", (), "must be a mapping with the keys run, policy, data, ...")])
@@ -247,6 +296,8 @@ def _yaml() -> YAML:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "too many mappings and lists within each other"
     if isinstance(error, MarkedYAMLError):
         return " ".join(part for part in (error.context, error.problem) if part)
     if isinstance(error, OSError) and error.strerror:
@@ -254,6 +305,6 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _mark(file: str, error: YAMLError) -> str:
+def _mark(file: str, error: Exception) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     return file if mark is None else f"{file}:{mark.line + 1}"

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from proto.ids import split_task_id
 from proto.messages import DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
 from services.rollout.engine import Prompt, SamplingParams
-from services.rollout.sampling.prompts import NoChatTemplate, PromptBuilder
+from services.rollout.sampling.prompts import NoChatTemplate, PromptBuilder, PromptTooLong
 from shared.data import DataError, Row, Source, SourceChanged, SourceLost, open_source
 from shared.data.source import RowCheck, RowDigests
 from shared.lease import Lease
@@ -136,10 +136,7 @@ class TaskSets:
                 if grant.split in self._checks:
                     self._checks[grant.split].check(index)  # raises SourceChanged if it named another row
                 row = self._sources[grant.split].row(index)
-                ids = self._token_ids(grant.split, handle.task_id, row)
-                if len(ids) > longest:
-                    place = self._place(grant.split, handle.task_id)
-                    raise _TooLong(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
+                ids = self._token_ids(grant.split, handle.task_id, row, longest, limit)
                 answer = self._answer(grant.split, handle.task_id, row, sampling.max_new_tokens)
             except SourceChanged as error:
                 raise BadInput(str(error)) from error
@@ -153,12 +150,22 @@ class TaskSets:
         min_survivors = min(2, sampling.samples) if grant.split == TRAIN else 1
         return PreparedTasks(ready, dropped, sampling, min_survivors, not_sampled)
 
-    def _token_ids(self, split: str, task_id: str, row: Row) -> list[int]:
+    def _token_ids(self, split: str, task_id: str, row: Row, longest: int, limit: str) -> list[int]:
         try:
-            return self._prompts.token_ids(row)
+            ids = self._prompts.token_ids(row, longest)
         except ValueError as error:
-            kind = NoChatTemplate if isinstance(error, NoChatTemplate) else ValueError
-            raise kind(f"{self._place(split, task_id)}: {error}") from None
+            place = self._place(split, task_id)
+            match error:
+                case PromptTooLong():
+                    raise _TooLong(f"{place}: {error} ({limit})") from None
+                case NoChatTemplate():
+                    raise NoChatTemplate(f"{place}: {error}") from None
+                case _:
+                    raise ValueError(f"{place}: {error}") from None
+        if len(ids) > longest:
+            place = self._place(split, task_id)
+            raise _TooLong(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
+        return ids
 
     def _answer(self, split: str, task_id: str, row: Row, longest: int) -> list[int] | None:
         if split != TRAIN or not self._recites:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
+from shared.data import open_source
 from shared.sample import Sample
 from shared.topology import load
 
@@ -71,10 +75,47 @@ def test_every_topology_and_module_of_the_page_is_tested() -> None:
     assert set(BLOCKS) == {"verl.yaml", "trl.yaml", "gspo.yaml", "prime.yaml"} | rewards
 
 
-def test_the_reward_of_the_verl_example_reads_the_nested_answer(tmp_path: Path) -> None:
+def verl_row(index: int, split: str) -> dict[str, Any]:
+    """Return a row as verl's examples/data_preprocess/gsm8k.py writes it."""
+    question, answer = f"What is {index} + 1200?", f"{index} + 1200 = {index + 1200}\n#### {index + 1200}"
+    ask = f'{question} Let\'s think step by step and output the final answer after "####".'
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": ask}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(index + 1200)},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }
+
+
+def test_the_verl_example_reads_files_of_verls_preprocessing_as_they_are(tmp_path: Path) -> None:
     score = function(tmp_path, "gsm8k_rewards:score")
-    row = {"reward_model": {"style": "rule", "ground_truth": "1200"}}
-    assert [score(sample(text, **row)) for text in ("so\n#### 1,200", "#### 1201", "1200")] == [1.0, 0.0, 0.0]
+    (tmp_path / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        rows = [verl_row(index, split) for index in range(3)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "gsm8k" / f"{split}.parquet")
+    path = tmp_path / "verl.yaml"
+    path.write_text(BLOCKS["verl.yaml"])
+    data = load(path, [*SMALLER, "data.train.max_prompt_tokens=64"]).data
+    for split, named in (("train", data.train.source), ("test", data.eval["test"].source)):
+        source = open_source(named, where="verl.yaml")
+        assert source.validate() == []
+        row = source.row(1)
+        assert row == {**verl_row(1, split), "answer": "1201"}
+        sums = [Sample("train/0/1", row, [], text, [1], "stop") for text in ("so\n#### 1,201", "#### 1202", "1201")]
+        assert [score(each) for each in sums] == [1.0, 0.0, 0.0]
+
+
+def test_the_sources_in_the_table_of_data_sets_take_the_fields_that_it_says(tmp_path: Path) -> None:
+    table = PAGE.split("## Data sets")[1].split("## Whole examples")[0]
+    queries = [source.partition("?")[2] for source in re.findall(r"\| `(\w+:[^`]+)` \|$", table, re.M)]
+    trl = {"prompt": "1+1=", "solution": "2"}
+    prime = {"question": "1+1=", "answer": "2", "info": '{"level": 1}', "task": "sums"}
+    for query, row in zip(queries, (verl_row(0, "train"), verl_row(0, "train"), trl, prime), strict=True):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        found = open_source(f"jsonl:{tmp_path}/rows.jsonl?{query}", where="t").row(0)
+        assert found["answer"] in ("1200", "2")
+        assert {**found, **row} == found
 
 
 def test_the_reward_of_the_trl_quick_start_compares_with_the_solution(tmp_path: Path) -> None:

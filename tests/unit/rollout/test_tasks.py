@@ -145,6 +145,21 @@ def test_a_prompt_must_leave_room_for_the_completion(tmp_path: Path, prompts: Pr
     assert "limit is 3 (the model's context of 11 less 8 new tokens)" in dropped.reason
 
 
+def test_a_prompt_of_megabytes_is_dropped_as_too_long_before_all_of_it_is_tokenised(
+    sets: TaskSets, tmp_path: Path
+) -> None:
+    for prompt in ("9" * 2_000_000, [{"role": "user", "content": "9" * 2_000_000}]):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+        again = TaskSets(
+            load(tmp_path / "t.yaml"), PromptBuilder(MODEL, add_generation_prompt=True), context_tokens=512
+        )
+        (dropped,) = again.prepare(grant("train", 0)).dropped
+        assert dropped.why == DropReason.TOO_LONG
+        assert "rows.jsonl:1: a prompt of 2000" in dropped.reason
+        assert "characters have" in dropped.reason
+        assert dropped.reason.endswith("there is room for 60 (data.train.max_prompt_tokens)")
+
+
 def test_a_completion_is_cut_before_the_first_stop_text(sets: TaskSets, prompts: PromptBuilder) -> None:
     ids = prompts.token_ids({"prompt": "90+12"})
     sampling = sets.prepare(grant("train", 0)).sampling
