@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -76,11 +77,16 @@ class OneLineErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
         except (RpcError, TopologyError) as error:
             print(error, file=sys.stderr)
             usage = isinstance(error, TopologyError) or error.code == ErrorCode.BAD_REQUEST
             raise typer.Exit(EXIT_USAGE if usage else EXIT_UNREACHABLE) from None
+        except BrokenPipeError:  # The reader has what it wants.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        return result
 
 
 app = typer.Typer(
@@ -175,7 +181,7 @@ def track(
 ) -> None:
     """Send missing data to the trackers of a run that has ended. Exit status 0 if they have everything."""
     run = _run_dir(context, "trackers can be fed")
-    trackers = list(load(run.topology, check_files=False).services.monitor.trackers)
+    trackers = list(load(run.topology, check_files=False).monitor.trackers)
     if not trackers or (name and name not in trackers):
         there = ", ".join(trackers) or "none"
         raise RpcError(ErrorCode.BAD_REQUEST, f"track {name}: no such tracker in the topology; it has {there}")

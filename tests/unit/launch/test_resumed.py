@@ -1,0 +1,126 @@
+"""Tests which keys may have other values when a run is resumed, and that the documents say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.checks import resumed
+from shared.inputs import Inputs
+from shared.rpc.errors import RpcError
+from shared.topology import Topology, load
+from shared.topology.load import written
+from tests.unit.shared.topology.small_topology import BASE, make, write
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+ALWAYS, DETERMINISTIC = "*Fixed.*", "*Fixed if deterministic.*"
+CHANGES = {
+    "run.steps": "4",
+    "run.seed": "5",
+    "run.start_limit_s": "9.0",
+    "policy.dtype": "float32",
+    "policy.chat_template.args": "{enable_thinking: false}",
+    "policy.passes.head": "blocks",
+    "data.train.max_prompt_tokens": "31",
+    "data.train.shuffle": "false",
+    "data.eval.held.every": "7",
+    "data.eval.held.rows": "2",
+    "data.eval.held.max_new_tokens": "5",
+    "reward.timeout_s": "3.0",
+    "reward.function": "builtin:numeric",
+    "sampling.temperature": "0.7",
+    "sampling.max_new_tokens": "7",
+    "staleness": "0",
+    "consume": "completion",
+    "algorithm.tasks_per_step": "12",
+    "algorithm.group_size": "5",
+    "algorithm.entropy_coef": "0.1",
+    "algorithm.filter_zero_variance.max_refill": "2",
+    "algorithm.kl.coef": "0.2",
+    "optimizer.lr": "2e-3",
+    "services.policy-trainer.threads": "2",
+    "services.reference.threads": "2",
+    "services.rollout.instances": "1",
+    "services.rollout.block_tasks": "2",
+    "services.rollout.threads": "2",
+    "services.batch-store.memory": "9MiB",
+    "monitor.samples.every": "3",
+    "checkpoint.every": "7",
+    "gc.after": "commit",
+    "lease.lease_s": "20.0",
+}
+"""A key of every kind, with another value than in the topology of the run."""
+NOT_DETERMINISTIC = {"consume", "algorithm.filter_zero_variance.max_refill"}
+"""Keys whose values here cannot be combined with deterministic mode."""
+PASSES = "policy.passes={sequences: packed, head: whole, decoder: modules}"
+
+
+def begin(folder: Path, *overrides: str) -> tuple[Path, Path]:
+    """Return the topology file of a run, and the run's directory."""
+    file = write(make(folder), BASE.replace("memory: 1MiB", "memory: 8MiB"))
+    path = folder / "run"
+    path.mkdir()
+    names = {"run": "run", "sockets": str(folder / "sockets"), "shm": str(folder / "shm")}
+    (path / "run.json").write_text(json.dumps(names))
+    load(file, [PASSES, *overrides]).dump_resolved(path / "topology.yaml")
+    Inputs().save(path)
+    return file, path
+
+
+def resume(file: Path, path: Path, *overrides: str) -> Topology:
+    """Return the topology with which the launcher would continue the run. Raises RpcError."""
+    topology = load(file, overrides)
+    topology = load(file, [*overrides, *resumed.kept(path, topology, written(file, overrides))])
+    return resumed.begun(path, topology)[1]
+
+
+def marked(key: str) -> str:
+    """Return the mark of a key in docs/keys.md."""
+    named = key.replace(".held.", ".<name>.")
+    [row] = re.findall(rf"^\| `{re.escape(named)}` \|.*$", (DOCS / "keys.md").read_text(), re.MULTILINE)
+    return next((mark for mark in (ALWAYS, DETERMINISTIC) if mark in row), "")
+
+
+@pytest.mark.parametrize("key", CHANGES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_are_refused_exactly_where_the_list_of_keys_says_that_they_are_fixed(
+    key: str, tmp_path: Path, deterministic: bool
+) -> None:
+    if deterministic and key in NOT_DETERMINISTIC:
+        pytest.skip("refused in deterministic mode")
+    mode = ["run.deterministic=true"] if deterministic else []
+    file, path = begin(tmp_path, *mode)
+    changed = [*mode, *([PASSES] if key.startswith("policy.passes") else []), f"{key}={CHANGES[key]}"]
+    fixed = marked(key) in ((ALWAYS, DETERMINISTIC) if deterministic else (ALWAYS,))
+    if not fixed:
+        resume(file, path, *changed)
+        return
+    with pytest.raises(RpcError) as refused:
+        resume(file, path, *changed)
+    named = str(refused.value).partition("different values of ")[2].partition(";")[0].split(", ")
+    assert [key for each in named if f"{key}.".startswith(f"{each.replace('*', 'held')}.")], named
+    assert "services.rollout.block_tasks" not in named or key == "services.rollout.block_tasks"
+
+
+def test_the_page_on_resuming_lists_the_keys_that_are_fixed() -> None:
+    text = (DOCS / "stopping.md").read_text()
+    always, deterministic = re.findall(r"^\| (?:in every run|also with [^|]*) \| (.*) \|$", text, re.MULTILINE)
+    assert set(re.findall(r"`([^`]+)`", always)) - {resumed.PASSES} == set(resumed.FIXED)
+    assert set(re.findall(r"`([^`]+)`", deterministic)) == {*resumed.FIXED_BITS, resumed.PASSES}
+
+
+def test_another_number_of_rollouts_keeps_the_tasks_per_lease(tmp_path: Path) -> None:
+    file, path = begin(tmp_path)
+    assert load(file).services.rollout.block_tasks == 3
+    assert load(file, ["services.rollout.instances=1"]).services.rollout.block_tasks == 6
+    topology = resume(file, path, "services.rollout.instances=1")
+    assert (topology.services.rollout.instances, topology.services.rollout.block_tasks) == (1, 3)
+
+
+def test_tasks_per_lease_that_the_user_writes_are_refused_by_name(tmp_path: Path) -> None:
+    file, path = begin(tmp_path)
+    with pytest.raises(RpcError, match=r"different values of services\.rollout\.block_tasks; resume it with"):
+        resume(file, path, "services.rollout.instances=1", "services.rollout.block_tasks=6")
