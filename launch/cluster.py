@@ -198,9 +198,8 @@ def _loaded(
                 with interrupts.telling(hub.leave):
                     hub.fetch(names)
             topology = load(file, overrides, check_files=not fetches)
-        if resume:
-            overrides = [*overrides, *resumed.kept(path, topology, written(file, overrides))]
-            topology = load(file, overrides, check_files=not fetches)
+        if resume and (more := resumed.kept(path, topology, written(file, overrides))):
+            topology = load(file, [*overrides, *more], check_files=not fetches)
     except TopologyError as error:
         _refuse(str(problem) for problem in error.problems)
     except hub.HubError as error:

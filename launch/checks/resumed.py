@@ -21,7 +21,7 @@ from shared.topology import Topology, load_resolved
 from shared.topology.load import value_at
 
 DERIVED = "services.rollout.block_tasks"
-"""A fixed key whose default depends on keys that may change. A resumed run keeps its value unless a value is written."""
+"""A fixed key whose default depends on keys that may change. If it is not written, a resumed run keeps its value."""
 PASSES = "policy.passes"
 """Keys below `policy` that are fixed only in deterministic mode, because other passes change nothing but the last
 bits."""
