@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -77,16 +76,14 @@ class OneLineErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # A reader that has left is noticed here, where it causes no traceback.
         except (RpcError, TopologyError) as error:
             print(error, file=sys.stderr)
             usage = isinstance(error, TopologyError) or error.code == ErrorCode.BAD_REQUEST
             raise typer.Exit(EXIT_USAGE if usage else EXIT_UNREACHABLE) from None
-        except BrokenPipeError:  # The reader has what it wants.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
-        return result
 
 
 app = typer.Typer(

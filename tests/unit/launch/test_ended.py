@@ -17,7 +17,8 @@ from launch.supervisor.events import RunOutcome
 from shared.rundir import RunDir
 from shared.topology import load
 
-QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
+ROOT = Path(__file__).resolve().parents[3]
+QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 AT = 1_700_000_000.0
 COMMANDS = (
     ["status"],
@@ -124,6 +125,11 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     for command in COMMANDS:
         done = CliRunner().invoke(ctl.app, ["--run", str(tmp_path), *command])
         assert (done.exit_code, done.stderr.startswith(f"run directory {tmp_path}: not a run")) == (2, True)
+
+
+def test_a_demo_that_is_stopped_on_purpose_is_no_error_of_make() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].splitlines()[1]
+    assert recipe.endswith(" -m launch.cluster launch/topologies/quickstart.yaml --stopped-ok")
 
 
 @pytest.mark.parametrize(

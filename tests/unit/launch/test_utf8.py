@@ -85,19 +85,14 @@ def test_samples_are_shown_with_what_the_output_lacks_escaped(
     assert TEXT.encode(encoding, "backslashreplace") in done.stdout
 
 
-def test_a_reader_that_leaves_early_causes_no_traceback(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        samples_command(run_with_samples(tmp_path, 2000)),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    process.stdout.close()
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    assert (process.wait(60), errors) == (0, b"")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_leaves_early_causes_no_traceback(tmp_path: Path, options: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "wb") as gone:
+        command = [*samples_command(run_with_samples(tmp_path, 1)), *options]
+        done = subprocess.run(command, cwd=ROOT, stdout=gone, stderr=subprocess.PIPE, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_processes_of_a_run_use_utf_8_whatever_the_launcher_prints(monkeypatch: pytest.MonkeyPatch) -> None:
