@@ -30,7 +30,7 @@ POLLED_S = (0.0, 1.0, 2.557, 400.0, 402.0, 404.0)
 
 def sample() -> list[str]:
     """Return the lines of the README that show the output of the quickstart."""
-    block = re.search(r"```\n(passes .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    block = re.search(r"```\n(run …/.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert block is not None
     return block[1].splitlines()
 
@@ -57,11 +57,9 @@ def test_the_launcher_prints_the_lines_of_the_readme(tmp_path: Path, capsys: pyt
     console.summarise(RunEnded(RunOutcome.DONE, "", None))
     printed = capsys.readouterr().out.replace(f"{tmp_path}/", "…/").splitlines()
     lines = sample()
-    assert len(lines) == 12
+    assert len(lines) == 10
     for line in lines:
         name = line.split()[0]
-        if name in ("passes", "libraries"):
-            continue  # printed by the checks before a start and by the spares
         if name == "report":
             assert [each for each in printed if each.startswith("report     ")]
         elif name == "wall":
