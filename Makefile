@@ -114,7 +114,7 @@ lock: setup-dev ## rewrite requirements/ from what is now installed in .venv/
 # -------------------------------------------------------------------------------------------------- run
 .PHONY: demo
 demo: setup ## setup + the quickstart: a real GRPO run on CPU
-	$(PY) -m launch.cluster launch/topologies/quickstart.yaml
+	$(PY) -m launch.cluster launch/topologies/quickstart.yaml --stopped-ok
 
 # ------------------------------------------------------------------------------------------------- docs
 .PHONY: docs

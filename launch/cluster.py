@@ -1,6 +1,7 @@
 """`python -m launch.cluster T.yaml` runs a topology from start to end on this machine. It does no training itself.
 
-Exit status: 0 if the run is done, 1 if it failed or was stopped, 2 if the command line or the topology is wrong.
+Exit status: 0 if the run is done, 1 if it failed or was stopped, 2 if the command line or the topology is wrong. With
+`--stopped-ok`, the status of a run that was stopped on purpose (`ctl stop`, Ctrl-C or SIGTERM) is 0, too.
 
 SIGINT, SIGTERM and SIGHUP are handled from the first line to the last. A signal that the launcher inherited as ignored
 stays ignored: `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT in commands started with `&`.
@@ -45,6 +46,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, check_new, newest_run, run_path, sweep_abandoned
 from shared.security.roles import Role
 from shared.topology import Topology, TopologyError, hub_names, load, stop_limit_s
+from shared.topology.load import written
 
 POLL_S = 1.0
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -91,6 +93,9 @@ def main(
             "--checkpoint", metavar="DIR", help="evaluate RUN/checkpoints/step-N or RUN/export instead of policy.model"
         ),
     ] = None,
+    stopped_ok: Annotated[
+        bool, typer.Option("--stopped-ok", help="exit with status 0 also if the run is stopped on purpose")
+    ] = False,
     access: Annotated[
         Path | None,
         typer.Option(
@@ -103,16 +108,7 @@ def main(
     """Start the services of a topology and keep them running until the run is done."""
     interrupts = Interrupts()
     if attach:
-        if (
-            overrides
-            or resume
-            or no_call
-            or dry_run
-            or detach
-            or evaluate
-            or checkpoint is not None
-            or access is not None
-        ):
+        if overrides or resume or no_call or dry_run or detach or evaluate or checkpoint or access or stopped_ok:
             _refuse(["--attach: shows a run in progress and accepts no option other than --run-dir"])
         raise typer.Exit(_attach(topology_file, run_dir))
     if topology_file is None:
@@ -155,11 +151,28 @@ def main(
             raise typer.Exit(EXIT_DONE)
         if checkpoint is not None and not evaluation.is_checkpoint(checkpoint):
             checkpoint = None  # its folder is already a model
-        status = _launch(topology, path, inputs, interrupts, engine, checkpoint, access, resume=resume, detaches=detach)
+        status = _launch(
+            topology,
+            path,
+            inputs,
+            interrupts,
+            engine,
+            checkpoint,
+            access,
+            resume=resume,
+            detaches=detach,
+            stopped_ok=stopped_ok,
+        )
     except KeyboardInterrupt:
         print("interrupted before anything was started", file=sys.stderr)
         status = EXIT_FAILED
     raise typer.Exit(status)
+
+
+def exit_status(outcome: RunOutcome, *, stopped_ok: bool) -> int:
+    """Return the exit status for a run that ended like this."""
+    good = (RunOutcome.DONE, RunOutcome.STOPPED) if stopped_ok else (RunOutcome.DONE,)
+    return EXIT_DONE if outcome in good else EXIT_FAILED
 
 
 def _loaded(
@@ -188,6 +201,8 @@ def _loaded(
                 with interrupts.telling(hub.leave):
                     hub.fetch(names)
             topology = load(file, overrides, check_files=not fetches)
+        if resume and (more := resumed.kept(path, topology, written(file, overrides))):
+            topology = load(file, [*overrides, *more], check_files=not fetches)
     except TopologyError as error:
         _refuse(str(problem) for problem in error.problems)
     except hub.HubError as error:
@@ -267,6 +282,7 @@ def _launch(
     *,
     resume: bool,
     detaches: bool,
+    stopped_ok: bool,
 ) -> int:
     """Run `topology`, with the weights of a checkpoint if one is given, and return the exit status."""
     root = preflight.shm_root(topology)
@@ -329,7 +345,7 @@ def _launch(
         console.summarise(ended)
     except OSError:  # stdout is closed; the exit status still reports the outcome, even if Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return EXIT_DONE if ended.outcome == RunOutcome.DONE else EXIT_FAILED
+    return exit_status(ended.outcome, stopped_ok=stopped_ok)
 
 
 async def _supervise(

@@ -76,7 +76,10 @@ class OneLineErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # A reader that has left is noticed here, where it causes no traceback.
         except (RpcError, TopologyError) as error:
             print(error, file=sys.stderr)
             usage = isinstance(error, TopologyError) or error.code == ErrorCode.BAD_REQUEST
@@ -175,7 +178,7 @@ def track(
 ) -> None:
     """Send missing data to the trackers of a run that has ended. Exit status 0 if they have everything."""
     run = _run_dir(context, "trackers can be fed")
-    trackers = list(load(run.topology, check_files=False).services.monitor.trackers)
+    trackers = list(load(run.topology, check_files=False).monitor.trackers)
     if not trackers or (name and name not in trackers):
         there = ", ".join(trackers) or "none"
         raise RpcError(ErrorCode.BAD_REQUEST, f"track {name}: no such tracker in the topology; it has {there}")

@@ -25,6 +25,7 @@ import typer
 import zmq
 
 from launch.utf8 import ensure_utf8
+from launch.viewers.ended import ended_text
 from launch.viewers.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
 from launch.viewers.terminal import panes
 from launch.viewers.terminal.feed import LOST_S, Feed, opened
@@ -107,15 +108,17 @@ async def _watch(run: Run, work: Coroutine[Any, Any, None]) -> None:
             loop.add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
-        _check_end(run)
+        _tell_end(run)
 
 
-def _check_end(run: Run) -> None:
-    """Raise RpcError(deadline) for a run on another machine: its stream ends only when the monitor has fallen
-    silent."""
+def _tell_end(run: Run) -> None:
+    """Print on stderr how the run ended. Raises RpcError(deadline) for a run on another machine, whose stream ends only
+    when the monitor has fallen silent."""
     if isinstance(run, Access):
         text = f"run {run.name}: the monitor has not answered for {LOST_S:g} s; the run ended or the connection broke"
         raise RpcError(ErrorCode.DEADLINE, text)
+    if text := ended_text(run):
+        print(text, file=sys.stderr)
 
 
 async def _print_rows(run: Run, prefixes: tuple[str, ...], show: Callable[[TopicRow], None]) -> None:
@@ -162,7 +165,7 @@ async def _terminal(run: Run) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, interface.exit)
     await interface.run_async()
     if feed.ended:
-        _check_end(run)
+        _tell_end(run)
 
 
 async def _check_access(run: Run) -> None:

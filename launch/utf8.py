@@ -6,6 +6,7 @@ import codecs
 import locale
 import os
 import sys
+from io import TextIOWrapper
 
 
 def ensure_utf8() -> None:
@@ -13,6 +14,9 @@ def ensure_utf8() -> None:
 
     Output keeps the encoding of the locale; characters that it lacks are escaped.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="backslashreplace")  # PYTHONIOENCODING may ask for another encoding, strictly
     encoding = locale.getencoding()
     if sys.flags.utf8_mode or codecs.lookup(encoding).name == "utf-8":
         return

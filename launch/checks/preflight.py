@@ -373,10 +373,10 @@ def _check_connections(topology: Topology, findings: Findings) -> None:
 
 def _check_trackers(topology: Topology, findings: Findings) -> None:
     """Warn about each tracker whose client is not installed. The run goes on without such a tracker."""
-    for name in topology.services.monitor.trackers:
+    for name in topology.monitor.trackers:
         if lacking := missing(name):
             findings.warn(
-                f"services.monitor.{name}: {', '.join(lacking)} not installed; the run goes on without {name}, which "
+                f"monitor.{name}: {', '.join(lacking)} not installed; the run goes on without {name}, which "
                 "receives no steps; run `make setup-trackers`, then `ctl restart tracker` or, after the run, "
                 f"`ctl track {name}` sends them"
             )
@@ -396,17 +396,17 @@ def check_doors(topology: Topology, findings: Findings) -> None:
 def _check_monitor(topology: Topology, findings: Findings) -> None:
     """Check the libraries and the token files of the browser page and the exporter, and that their addresses can be
     used."""
-    monitor = topology.services.monitor
+    monitor = topology.monitor
     findings.error(*(f"{dotted(path)}: {message}" for path, message in token_problems(monitor)))
     findings.error(*missing_libraries(topology))
     for name, section in (("web", monitor.web), ("prometheus", monitor.prometheus)):
         if section is not None:
-            _check_address(split_address(section.listen), (f"services.monitor.{name}.listen",) * 2, findings)
+            _check_address(split_address(section.listen), (f"monitor.{name}.listen",) * 2, findings)
 
 
 def missing_libraries(topology: Topology) -> list[str]:
     """Return a line for each library that the exporter needs and that is not installed."""
-    monitor = topology.services.monitor
+    monitor = topology.monitor
     needed: dict[str, str] = {}
     if monitor.prometheus is not None:
         needed["prometheus"] = "prometheus_client"
@@ -414,7 +414,7 @@ def missing_libraries(topology: Topology) -> list[str]:
         needed["traces.otlp"] = "opentelemetry.proto"
     remedy = "which is not installed; run make setup-observability"
     return [
-        f"services.monitor.{key}: needs the package {module}, {remedy}"
+        f"monitor.{key}: needs the package {module}, {remedy}"
         for key, module in needed.items()
         if not _is_installed(module)
     ]

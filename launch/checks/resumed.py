@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -20,6 +21,11 @@ from shared.rundir import RunDir
 from shared.topology import Topology, load_resolved
 from shared.topology.load import value_at
 
+DERIVED = "services.rollout.block_tasks"
+"""A fixed key whose default depends on keys that may change. If it is not written, a resumed run keeps its value."""
+PASSES = "policy.passes"
+"""Keys below `policy` that are fixed only in deterministic mode, because other passes change nothing but the last
+bits."""
 FIXED = (
     "run.seed",
     "run.deterministic",
@@ -35,7 +41,7 @@ FIXED = (
     "algorithm.group_size",
     "algorithm.filter_zero_variance",
     "algorithm.kl.refresh_every",
-    "services.rollout.block_tasks",
+    DERIVED,
 )
 """Keys fixed by the journal and the checkpoints of a run, because other values would contradict them."""
 FIXED_BITS = (
@@ -52,6 +58,18 @@ FIXED_BITS = (
 _NICE = 19
 
 
+def kept(path: Path, topology: Topology, written: dict[str, Any]) -> list[str]:
+    """Return the overrides with which `topology` keeps the value of `DERIVED` with which the run in `path` began.
+
+    There are none if `written`, the keys that the user gave, has a value for it, or if other keys differ that must not,
+    because `begun` refuses those. Raises RpcError(bad_request) if there is no run, and TopologyError.
+    """
+    old, _, differ = _compared(path, topology)
+    if differ != [DERIVED] or _value(written, DERIVED) is not None:
+        return []
+    return [f"{DERIVED}={_value(old.document(), DERIVED)}"]
+
+
 def begun(path: Path, topology: Topology) -> tuple[Inputs, Topology]:
     """Return the record of the inputs with which the run in `path` began, and `topology` with the passes with which it
     began, unless it names other ones.
@@ -59,17 +77,7 @@ def begun(path: Path, topology: Topology) -> tuple[Inputs, Topology]:
     Raises RpcError(bad_request) if there is no run, if it began with other values of keys in `FIXED` or `FIXED_BITS`,
     or if the record is damaged, and OSError.
     """
-    old = load_resolved(RunDir.open(path).topology)
-    passes = old.policy.passes
-    if topology.policy.passes is None and passes is not None:
-        topology = topology.with_passes(passes)
-    then, now = old.document(), topology.document()
-    if passes is None or not topology.run.deterministic:
-        then["policy"]["passes"] = now["policy"]["passes"]  # other passes change nothing but the last bits
-    fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
-    differ = [key for key in fixed if value_at(then, (*key.split("."),)) != value_at(now, (*key.split("."),))]
-    if old.needs_reference != topology.needs_reference and "algorithm" not in differ:
-        differ.append("algorithm.kl")
+    _, topology, differ = _compared(path, topology)
     if differ:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
@@ -77,6 +85,28 @@ def begun(path: Path, topology: Topology) -> tuple[Inputs, Topology]:
             f"resume it with {path / 'topology.yaml'}, or begin a new run",
         )
     return Inputs.load(path), topology
+
+
+def _compared(path: Path, topology: Topology) -> tuple[Topology, Topology, list[str]]:
+    """Return the topology with which the run in `path` began, `topology` with its passes, and the fixed keys that
+    differ."""
+    old = load_resolved(RunDir.open(path).topology)
+    passes = old.policy.passes
+    if topology.policy.passes is None and passes is not None:
+        topology = topology.with_passes(passes)
+    then, now = old.document(), topology.document()
+    if passes is None or not topology.run.deterministic:
+        then["policy"]["passes"] = now["policy"]["passes"]  # see PASSES
+    fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
+    differ = [key for key in fixed if _value(then, key) != _value(now, key)]
+    if old.needs_reference != topology.needs_reference and "algorithm" not in differ:
+        differ.append("algorithm.kl")
+    # The value of DERIVED may follow from the others.
+    return old, topology, [key for key in differ if key != DERIVED] or differ
+
+
+def _value(data: dict[str, Any], key: str) -> Any:
+    return value_at(data, (*key.split("."),))
 
 
 def inputs_now(topology: Topology, rows: dict[str, RowDigests], then: Inputs) -> Inputs:

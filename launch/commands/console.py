@@ -16,6 +16,7 @@ from launch.processes.plan import gpus_wanted, module_of, own_gpus, processes_at
 from launch.spares.processes import spare_kinds
 from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
+from launch.viewers.ended import resume_command
 from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.viewers.report import write_in_time
 from proto.messages import Status
@@ -44,8 +45,8 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
     print(f"run directory  {path.absolute()}")
     print(f"steps          {topology.run.last_step}")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
-    if topology.services.monitor.web is not None:
-        print(f"page           http://{topology.services.monitor.web.listen}/")
+    if topology.monitor.web is not None:
+        print(f"page           http://{topology.monitor.web.listen}/")
     at_home = {service for service, _ in processes_at_home(topology)}
     print(f"spares         {'; '.join(kind.name for kind in spare_kinds(topology, at_home)) or 'none'}")
     if machines:
@@ -105,8 +106,8 @@ class Console:
         run = self._topology.run
         work = "an evaluation" if run.evaluate else f"{run.steps} steps"
         self.notice(f"run {self._run.path}: {work}, {len(self._topology.services_plan())} services")
-        if self._topology.services.monitor.web is not None:
-            self.notice(f"page http://{self._topology.services.monitor.web.listen}/")
+        if self._topology.monitor.web is not None:
+            self.notice(f"page http://{self._topology.monitor.web.listen}/")
 
     def notice(self, text: str) -> None:
         """Show `text` above the progress."""
@@ -193,8 +194,8 @@ class Console:
             for line in evaluation.best_lines(run):
                 print(line)
         else:
-            print(f"continue   python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
-        for name in topology.services.monitor.trackers:
+            print(f"continue   {resume_command(run)}")
+        for name in topology.monitor.trackers:
             if rest := unsent(run.path, name):
                 print(f"{rest}; python -m launch.ctl --run {run.path} track {name} sends the rest", file=sys.stderr)
         sys.stdout.flush()

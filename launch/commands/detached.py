@@ -7,7 +7,6 @@ child inherits the locks, so there is no moment at which another launcher could 
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -16,14 +15,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.commands import place
-from launch.processes.plan import SUPERVISOR
-from launch.supervisor.events import RunOutcome
+from launch.viewers.ended import ended_text
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from shared.runfiles.lines import FollowedFile
 from shared.runfiles.logs import tail
+from shared.runfiles.outcome import is_held, read_outcome
 
 SHOWN_LINES = 20
 POLL_S = 0.2
@@ -108,9 +106,8 @@ def attach(run: RunDir) -> int:
     Raises RpcError(bad_request) if the run is not running, or was not started with `--detach`.
     """
     file = console_of(run)
-    if not place.is_held(run.path):
-        text = f"run {run.path} is not running; continue it with `python -m launch.cluster {run.topology} "
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{text}--run-dir {run.path} --resume`")
+    if not is_held(run.path):
+        raise RpcError(ErrorCode.BAD_REQUEST, ended_text(run) or f"run {run.path}: no launcher has started it")
     if not file.exists():
         text = f"run {run.path} was not started with --detach, so its console is where it was started; use ctl status"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
@@ -121,14 +118,15 @@ def attach(run: RunDir) -> int:
     try:
         for line in tail(file, SHOWN_LINES):
             print(line, flush=True)
-        while place.is_held(run.path):
+        while is_held(run.path):
             _print_new(console)
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         print("detached again; the run continues", flush=True)
         return 0
     _print_new(console)
-    return 0 if _outcome(run) == RunOutcome.DONE else 1
+    end = read_outcome(run.path)
+    return 0 if end is not None and end.outcome == "done" else 1
 
 
 def console_of(run: RunDir) -> Path:
@@ -139,15 +137,3 @@ def console_of(run: RunDir) -> Path:
 def _print_new(console: FollowedFile) -> None:
     for line in console.new_lines():
         print(line, flush=True)
-
-
-def _outcome(run: RunDir) -> str:
-    """Return the outcome recorded in the supervisor's log, or an empty string if the supervisor was killed."""
-    for line in reversed(tail(run.log_file(SUPERVISOR, 0), SHOWN_LINES)):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and entry.get("event") == "ended":
-            return str(entry.get("outcome", ""))
-    return ""

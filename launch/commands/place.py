@@ -18,6 +18,7 @@ from shared.names import EVALUATION_PREFIX, listed
 from shared.os_limits import DISK_FULL_ERRNOS
 from shared.rpc.errors import RpcError
 from shared.rundir import UNFINISHED_PREFIX, RunDir
+from shared.runfiles.outcome import LAUNCHER_LOCK
 from shared.topology import Topology
 
 BASE = Path("runs")
@@ -67,7 +68,7 @@ def lock(path: Path, save_limit_s: float = 0.0) -> int:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        own = os.open(path / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        own = os.open(path / LAUNCHER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno in DISK_FULL_ERRNOS:
             raise
@@ -82,22 +83,6 @@ def lock(path: Path, save_limit_s: float = 0.0) -> int:
             raise _in_use_error(path, "services of a launcher that was killed")
         time.sleep(_POLL_S)
     return shared
-
-
-def is_held(path: Path) -> bool:
-    """Return whether a launcher holds the run directory."""
-    try:
-        descriptor = os.open(path / "launcher.lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from launch.processes.plan import Key, threads_of, visible_gpus
-from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow, WaitKind, WaitRow
+from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, HostRow, ProcessRow, WaitKind, WaitRow
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
@@ -110,6 +110,7 @@ class HostBook:
         self._threads: dict[str, int] = {}
         """The number of CPU threads of each process, by service."""
         self.hosts: dict[str, HostEntry] = {}
+        self.home = topology.home if topology is not None else None
         stores = topology.store_hosts() if topology is not None else []
         for number, name in enumerate(stores):
             if topology is not None and name is not None and name != topology.home:
@@ -158,6 +159,23 @@ class HostBook:
                 if place is None or place.host == host.name:
                     rows[row.service, row.instance] = row
         return list(rows.values())
+
+    def host_rows(self, now: float) -> list[HostRow]:
+        """Return a row for each host, with its state, its silence and its processes."""
+        return [
+            HostRow(
+                host=host.name,
+                state=host.state,
+                state_s=now - host.since,
+                silent_s=now - host.heard_at if host.report is not None else -1.0,
+                processes=[
+                    service_name(*key)
+                    for key in (host.store, *(key for place in self._on[host.name] for key in place.processes))
+                ],
+                cause=host.cause,
+            )
+            for host in self.hosts.values()
+        ]
 
     @property
     def all_ready(self) -> bool:

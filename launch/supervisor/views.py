@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,8 @@ from shared.rpc.mailbox import Call
 from shared.rundir import RunDir, service_name
 from shared.security.curve import is_tcp
 
+HOME = "HOME"
+"""The state of the host on which the run was started, which is never awaited or lost."""
 CALL_S = 1.0
 """Maximum time, in seconds, for one call. Two calls fit into the time that `ctl` waits for the supervisor."""
 
@@ -50,6 +53,7 @@ class Views:
         self._sockets = sockets
         self._spares = spares
         self._hosts = hosts
+        self._begun = time.monotonic()
         self._telling = asyncio.Lock()
         """Held while a story is prepared, so that stories are prepared one at a time."""
         handle = sockets.mailbox.handle
@@ -101,10 +105,23 @@ class Views:
         return messages.Pong(service=SUPERVISOR, instance=0, incarnation=life, state=self._state.phase, at=time.time())
 
     def _get_state(self, _: messages.GetSupervisorState, call: Call) -> messages.SupervisorState:
-        rows = self.rows() + self._hosts.rows()
+        rows = self.rows()
         return messages.SupervisorState(
-            run=self._run.name, phase=self._state.phase, processes=rows, spares=self._spares()
+            run=self._run.name,
+            phase=self._state.phase,
+            processes=rows + self._hosts.rows(),
+            spares=self._spares(),
+            hosts=self._host_rows(rows),
         )
+
+    def _host_rows(self, here: list[messages.ProcessRow]) -> list[messages.HostRow]:
+        """Return the hosts of the run, this one first, or nothing if there are no others."""
+        if not self._hosts.hosts:
+            return []
+        now = time.monotonic()  # the clock of the event loop, and so of the book
+        names = [service_name(row.service, row.instance) for row in here]
+        home = messages.HostRow(self._hosts.home or socket.gethostname(), HOME, now - self._begun, 0.0, names)
+        return [home, *self._hosts.host_rows(now)]
 
     async def _get_story(self, request: messages.GetStory, call: Call) -> messages.Story:
         """Have another process replay the journal, because the replay would keep this process from answering."""

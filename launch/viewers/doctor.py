@@ -18,7 +18,7 @@ import zmq
 
 from launch.processes.plan import SUPERVISOR, Key
 from launch.processes.programs import stopped_processes
-from launch.viewers.peer import Run, answer_or_none
+from launch.viewers.peer import Run, answer_or_none, no_answer_text
 from proto.ids import new_incarnation
 from proto.messages import (
     ErrorCode,
@@ -111,8 +111,7 @@ async def examine(run: Run) -> Examined:
         answer_or_none(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
     )
     if status is None and state is None:
-        where = run.path if isinstance(run, RunDir) else run.name
-        raise RpcError(ErrorCode.DEADLINE, f"run {where}: neither scheduler nor supervisor answers; is it running?")
+        raise RpcError(ErrorCode.DEADLINE, no_answer_text(run))
     states = {service_name(row.service, row.instance): row.state for row in state.processes} if state else {}
     registered = {service_name(row.service, row.instance): row for row in status.services} if status else {}
     ours = {f"{SUPERVISOR}/0", "scheduler/0", *(name for name, stated in states.items() if stated not in _AWAY)}

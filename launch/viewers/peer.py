@@ -9,6 +9,7 @@ from typing import TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from launch.viewers.ended import ended_text
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode
 from proto.registry import Message, Request
@@ -38,10 +39,18 @@ def find(run: Path | None, access: Path | None) -> Run:
     return read(access)
 
 
+def no_answer_text(run: Run) -> str:
+    """Return one line about a run of which neither the scheduler nor the supervisor answers."""
+    if isinstance(run, Access):
+        return f"run {run.name}: neither scheduler nor supervisor answers; is it running?"
+    return ended_text(run) or f"run {run.path}: neither scheduler nor supervisor answers; see {run.logs}"
+
+
 async def with_client(run: Run, service: str, request: Request, reply: type[R], deadline_s: float = DEADLINE_S) -> R:
     """Return the reply of instance 0 of `service`, which must arrive within `deadline_s` seconds.
 
-    Raises RpcError: `deadline` if the service is not running, `bad_request` if it refuses this access.
+    Raises RpcError: `deadline` if the service does not answer, which says how the run ended if it has; `bad_request` if
+    the service refuses this access.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
@@ -51,13 +60,15 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R], 
         elif run.socket_file(service, 0).exists():
             where, endpoint = f"run {run.path}", run.endpoint(service, 0)
         else:
-            raise RpcError(ErrorCode.DEADLINE, f"run {run.path}: no {service} is running")
+            raise RpcError(ErrorCode.DEADLINE, ended_text(run) or f"run {run.path}: no {service} is running")
         ring = run.keys if isinstance(run, Access) else None
         client = Client(context, endpoint, service_name(service, 0), new_incarnation(), keys=ring)
         try:
             return await client.call(request, reply, deadline_s=deadline_s)
         except DeadlineExceeded:
-            raise RpcError(ErrorCode.DEADLINE, f"{where}: {service} does not answer within {deadline_s:g} s") from None
+            over = ended_text(run) if isinstance(run, RunDir) else ""
+            text = over or f"{where}: {service} does not answer within {deadline_s:g} s"
+            raise RpcError(ErrorCode.DEADLINE, text) from None
         finally:
             client.close()
     finally:

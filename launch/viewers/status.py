@@ -6,19 +6,20 @@ Values that neither of them provides are null (None), never guesses.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from launch.processes.plan import SUPERVISOR
-from launch.viewers.peer import Run, answer_or_none
+from launch.viewers.ended import last_row, last_step
+from launch.viewers.peer import Run, answer_or_none, no_answer_text
 from proto.messages import (
     ErrorCode,
     GetSnapshot,
     GetStatus,
     GetSupervisorState,
+    HostRow,
     ProcessRow,
     ServiceRow,
     Snapshot,
@@ -29,8 +30,9 @@ from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
 from shared.runfiles import warnings
-from shared.runfiles.logs import tail
-from shared.topology import TopologyError, load
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SHOWN_WARNINGS = 5
 """Number of newest warnings that are listed."""
@@ -39,24 +41,9 @@ _GONE = frozenset(
 )
 
 
-def _no_answer_text(run: Run) -> str:
-    if not isinstance(run, RunDir):
-        return f"run {run.name}: neither scheduler nor supervisor answers; is it running?"
-    last = _last_row(run).get("step")
-    if last is not None and last == _steps(run) == 0:
-        return f"run {run.path} is done; its evaluation is in {run.metrics}"
-    if last is not None and last == _steps(run) and run.export.is_dir():
-        return f"run {run.path} is done; its model is in {run.export}"
-    so_far = f"it has reached step {last:g} of {_steps(run)}" if last is not None else "it has not completed a step"
-    return (
-        f"run {run.path}: neither scheduler nor supervisor answers, so it is not running; {so_far}; continue it with "
-        f"`python -m launch.cluster {run.topology} --run-dir {run.path} --resume`"
-    )
-
-
 async def collect(run: Run) -> dict[str, Any]:
-    """Return `{run, step, steps, version, services: [...], tasks, store, dropped, lost, last_drop, spares: [...],
-    troubles: [...], warnings: [...]}`. The newest warnings come last.
+    """Return `{run, step, steps, version, services: [...], hosts: [...], tasks, store, dropped, lost, last_drop,
+    spares: [...], troubles: [...], warnings: [...]}`. The newest warnings come last.
 
     Raises RpcError if neither the scheduler nor the supervisor answers.
     """
@@ -66,14 +53,19 @@ async def collect(run: Run) -> dict[str, Any]:
         _warnings(run),
     )
     if seen is None and supervised is None:
-        raise RpcError(ErrorCode.DEADLINE, _no_answer_text(run))
-    last = _last_row(run) if isinstance(run, RunDir) else {}
+        raise RpcError(ErrorCode.DEADLINE, no_answer_text(run))
+    last = last_row(run) if isinstance(run, RunDir) else {}
     return {
         "run": run.name,
         "step": seen.step if seen else last.get("step"),
-        "steps": seen.steps if seen else _steps(run) if isinstance(run, RunDir) else None,
+        "steps": seen.steps if seen else last_step(run) if isinstance(run, RunDir) else None,
         "version": seen.version if seen else last.get("policy/version"),
-        "services": _merge(seen.services if seen else [], supervised.processes if supervised else []),
+        "services": _merge(
+            seen.services if seen else [],
+            supervised.processes if supervised else [],
+            supervised.hosts if supervised else [],
+        ),
+        "hosts": [msgspec.structs.asdict(row) for row in supervised.hosts] if supervised else None,
         "tasks": dict(seen.tasks) if seen else {},
         "store": {
             "bytes": seen.store_bytes if seen else None,
@@ -99,14 +91,16 @@ async def _warnings(run: Run) -> list[warnings.WarningRecord]:
     return sorted(records, key=lambda record: record.at)[-SHOWN_WARNINGS:]
 
 
-def _merge(registered: list[ServiceRow], supervised: list[ProcessRow]) -> list[dict[str, Any]]:
+def _merge(registered: list[ServiceRow], supervised: list[ProcessRow], hosts: list[HostRow]) -> list[dict[str, Any]]:
     """Merge the supervisor's rows (processes, restarts) and the scheduler's rows (hosts, heartbeats), by service."""
+    places = {name: row.host for row in hosts for name in row.processes}
     by_process = {(row.service, row.instance): row for row in registered}
     entries: list[dict[str, Any]] = []
     for process in supervised:
         row = by_process.pop((process.service, process.instance), None)
         same = row if row is not None and row.incarnation == process.incarnation else None
-        host = same.host if same else socket.gethostname()
+        name = service_name(process.service, process.instance)
+        host = same.host if same else places.get(name, socket.gethostname())
         age_s = same.heartbeat_age_s if same and process.state not in _GONE else None
         rss_bytes = process.rss_bytes or (same.rss_bytes if same else 0)
         entries.append(_entry(process, process.pid or None, host, process.restarts, age_s, rss_bytes))
@@ -131,22 +125,20 @@ def _entry(
     }
 
 
-def _last_row(run: RunDir) -> dict[str, Any]:
-    for line in reversed(tail(run.metrics, 2)):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            return row
-    return {}
+def _hosts_table(hosts: list[dict[str, Any]]) -> Table:
+    """Return a table of the hosts, each with its state, its silence and its processes."""
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _steps(run: RunDir) -> int | None:
-    try:
-        return load(run.topology).run.last_step
-    except TopologyError:
-        return None
+    rows = Table(box=None, pad_edge=False)
+    for column in ("host", "state", "for", "silent", "processes"):
+        rows.add_column(column, justify="right" if column in ("for", "silent") else "left")
+    for row in hosts:
+        silent = "-" if row["silent_s"] < 0 else f"{row['silent_s']:.1f} s"
+        cause = f" (last: {row['cause']})" if row["cause"] else ""
+        what = Text(f"{', '.join(row['processes']) or 'none'}{cause}")
+        rows.add_row(row["host"], row["state"], f"{row['state_s']:.0f} s", silent, what)
+    return rows
 
 
 def table(answer: dict[str, Any]) -> None:
@@ -173,6 +165,8 @@ def table(answer: dict[str, Any]) -> None:
             f"{entry['incarnation']:016x}"[:8],
         )
     console.print(rows)
+    if answer["hosts"]:
+        console.print(_hosts_table(answer["hosts"]))
     if answer["tasks"]:
         console.print("tasks  " + "  ".join(f"{state} {count}" for state, count in answer["tasks"].items() if count))
     for name in ("dropped", "lost"):

@@ -15,6 +15,7 @@ from proto.messages.process import (
     GetStory,
     GetSupervisorState,
     GetWaits,
+    HostRow,
     KillInstance,
     LogLines,
     ProcessRow,

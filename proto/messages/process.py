@@ -65,6 +65,17 @@ class SpareRow(Record, frozen=True, array_like=True):
     rss_bytes: int = 0
 
 
+class HostRow(Record, frozen=True, array_like=True):
+    """One host of a run that has several."""
+
+    host: str  # name of the host
+    state: str  # HOME for the host on which the run was started; otherwise AWAITED, JOINED, LOST or ENDED
+    state_s: float  # seconds since the host entered that state
+    silent_s: float  # seconds since its agent last reported; 0 for HOME, -1 if no agent has reported
+    processes: list[str]  # the processes that run or will run there, such as `rollout/0`
+    cause: str = ""  # the last reason why the host was lost or could not join, in one line
+
+
 @message(13)
 class SupervisorState(Message, frozen=True, kw_only=True):
     """The processes of the run."""
@@ -73,6 +84,7 @@ class SupervisorState(Message, frozen=True, kw_only=True):
     phase: str  # STARTING, RUNNING, DRAINING or ENDED
     processes: list[ProcessRow]  # the processes that the supervisor started
     spares: list[SpareRow] = []  # the spare processes
+    hosts: list[HostRow] = []  # the hosts of the run, HOME first; empty if there are no others
 
 
 @message(14, reply=SupervisorState)

@@ -85,7 +85,7 @@ class StoreService(Service):
         self._parent = os.getppid()
         loaded = topology.load_resolved(run.topology)
         settings = loaded.services.batch_store
-        self.telemetry.traced_share = loaded.services.monitor.traced_share
+        self.telemetry.traced_share = loaded.monitor.traced_share
         self.index = StoreState(self.name, settings.memory, self.incarnation, settings.spill_limit or 0)
         self._mappings = MappingCache()
         folder = f"{self.NAME}-{instance}"

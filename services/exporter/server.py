@@ -51,7 +51,7 @@ class ExporterService(Service):
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        monitor = load_resolved(run.topology).services.monitor
+        monitor = load_resolved(run.topology).monitor
         self._prometheus, self._traces = monitor.prometheus, monitor.traces
         self._server = self._page(self._prometheus) if self._prometheus is not None else None
         self._otlp = _sender(self._traces.otlp, run.name) if self._traces is not None and self._traces.otlp else None

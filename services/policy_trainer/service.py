@@ -87,7 +87,7 @@ class PolicyTrainerService(Service):
 
     async def serve(self) -> None:
         topology = topologies.load_resolved(self.run.topology)
-        self.telemetry.traced_share = topology.services.monitor.traced_share
+        self.telemetry.traced_share = topology.monitor.traced_share
         scheduler = SchedulerCalls(self.scheduler, self.incarnation, self._show_batch)
         workers = group_dispatch(topology.policy_model, self.client, self.incarnation)
         lost_at, losses, damages = -1, 0, 0

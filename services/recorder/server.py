@@ -51,7 +51,7 @@ class RecorderService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         topology = load_resolved(run.topology)
-        settings = topology.services.monitor.samples
+        settings = topology.monitor.samples
         if settings is None:
             raise BadInput("recorder: monitor.samples is null, so there is nothing to record")
         self._trained_keys = with_keys_of(RECORD, topology).makes

@@ -74,7 +74,7 @@ class ReferenceService(Service):
         if not models:
             raise BadInput("reference: the topology has no services.reference; set algorithm.kl.coef above 0")
         self._model = models[0]
-        self.telemetry.traced_share = topology.services.monitor.traced_share
+        self.telemetry.traced_share = topology.monitor.traced_share
         self._data = DataClient(self.client, reports=True, plain=not topology.transport.encrypt_bulk)
         ranks = self._model.settings.parallel.model_ranks
         self._first = instance - instance % ranks

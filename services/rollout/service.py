@@ -99,7 +99,7 @@ class RolloutService(Service):
 
     async def start(self) -> None:
         topology = await self._on_text(partial(_load_topology, self.run))
-        self.telemetry.traced_share = topology.services.monitor.traced_share
+        self.telemetry.traced_share = topology.monitor.traced_share
         self._data.streams.plain = not topology.transport.encrypt_bulk
         self._parts = await self._build(topology)
 

@@ -7,7 +7,6 @@ in the run directory. A tracker whose library exceeds the deadline of a call rec
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import secrets
@@ -29,6 +28,7 @@ from shared.rundir import RunDir
 from shared.runfiles.lines import FollowedFile
 from shared.runfiles.logs import shorten
 from shared.runfiles.metrics import CommittedRow, CommittedRows
+from shared.runfiles.outcome import read_outcome
 from shared.runfiles.warnings import parse
 from shared.topology import Topology
 
@@ -57,8 +57,8 @@ class Outlet:
         """Set once nothing more will be delivered."""
         self._run = run
         self._configuration = without_secrets(topology.document())
-        self._section = topology.services.monitor.trackers[name]
-        recorded = topology.services.monitor.samples
+        self._section = topology.monitor.trackers[name]
+        recorded = topology.monitor.samples
         self._recorded = recorded.every if recorded is not None else 1
         """Only steps that are multiples of this number have recorded training samples."""
         self._ledger = ledger.read(run.path, name)
@@ -283,8 +283,5 @@ def finish(outlets: Sequence[Outlet], end: End, limit_s: float = math.inf) -> No
 
 def end_of(run: RunDir) -> End:
     """Return how the run ended, as recorded by its supervisor when the run began to shut down."""
-    try:
-        outcome = json.loads(run.outcome.read_bytes())
-        return End(str(outcome["outcome"]), str(outcome["cause"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return End("killed")
+    recorded = read_outcome(run.path)
+    return End(recorded.outcome, recorded.cause) if recorded is not None else End("killed")

@@ -30,7 +30,7 @@ class TrackerService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         loaded = topology.load_resolved(run.topology)
-        self._outlets = [Outlet(run, loaded, name) for name in loaded.services.monitor.trackers]
+        self._outlets = [Outlet(run, loaded, name) for name in loaded.monitor.trackers]
         self.progress = lambda: sum(outlet.sent for outlet in self._outlets)
 
     async def start(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shared.runfiles.files import RunFiles
+from shared.runfiles.outcome import read_outcome
 from shared.view.curves import PANELS, Panel
 
 
@@ -47,8 +47,5 @@ def notices(files: RunFiles, *, live: bool = False) -> dict[str, Any]:
 
 def ended(run: Path) -> str:
     """Return how the run ended and why, or an empty string if this is not known."""
-    try:
-        outcome = json.loads((run / "outcome.json").read_bytes())
-        return f"{outcome['outcome']}: {outcome['cause']}".removesuffix(": ")
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    recorded = read_outcome(run)
+    return f"{recorded.outcome}: {recorded.cause}".removesuffix(": ") if recorded is not None else ""

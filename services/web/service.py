@@ -23,7 +23,7 @@ class WebService(Service):
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
-        web = topologies.load_resolved(run.topology).services.monitor.web or Web()
+        web = topologies.load_resolved(run.topology).monitor.web or Web()
         try:
             token, operator = (
                 Secret(read_token(file)) if file is not None else None for file in (web.token, web.operator_token)

@@ -32,7 +32,7 @@ class Choice(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, topology: Topology) -> Choice | None:
         """Return the choice for a topology, or None if no samples are recorded."""
-        samples = topology.services.monitor.samples
+        samples = topology.monitor.samples
         if samples is None:
             return None
         return cls(samples.every, samples.per_step, topology.algorithm.tasks_per_step)

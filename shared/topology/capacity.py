@@ -93,7 +93,7 @@ def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     is chosen with the same probability, so the number of chosen tasks is taken as its mean plus six standard
     deviations. At most `hold_tasks` tasks of maximum size that have ended wait for the recorder.
     """
-    samples = topology.services.monitor.samples
+    samples = topology.monitor.samples
     if samples is None:
         return 0
     group, tokens = topology.algorithm.group_size, max_sample_tokens(topology, max_prompt_tokens)

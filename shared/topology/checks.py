@@ -60,7 +60,7 @@ def check(topology: Topology) -> Found:
     yield from _evaluation(topology)
     yield from _lengths(topology)
     yield from service_checks.check(topology)
-    yield from monitor.check(topology.services.monitor)
+    yield from monitor.check(topology.monitor)
     yield from _deterministic(topology)
     yield from _memory(topology)
 

@@ -55,8 +55,8 @@ def fill(data: dict[str, Any]) -> None:
     if rollout is not None and rollout.get("weights", "shards") != "shards":
         lease = data.get("lease")
         lease_s = lease.get("lease_s", _LEASE_S) if isinstance(lease, dict) else _LEASE_S
-        if isinstance(lease_s, int | float) and lease_s > 0:
-            rollout.setdefault("transfer_s", lease_s * _TRANSFER_OF_LEASE)
+        if isinstance(lease_s, int | float) and lease_s > 0 and rollout.get("transfer_s") is None:
+            rollout["transfer_s"] = lease_s * _TRANSFER_OF_LEASE
 
 
 def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rollout: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
@@ -91,14 +91,20 @@ class Document:
     def report(self, path: Path, message: str) -> None:
         self.problems.append(Problem(self.where(path), path, message))
 
-    def override(self, setting: str) -> None:
-        """Apply one `a.b=v`. `v` is YAML, and a number indexes a list. Missing mappings are created."""
+    def override(self, setting: str, former: Mapping[tuple[str, ...], tuple[str, ...]]) -> None:
+        """Apply one `a.b=v`. `v` is YAML, and a number indexes a list. Missing mappings are created.
+
+        `former` are former places of sections with their present ones. Keys below them are set in the present place.
+        """
         label = f"--set {setting}"
         key, equals, text = setting.partition("=")
         names = [part.strip() for part in key.split(".")]
         if not equals or not all(names):
             self.problems.append(Problem(label, (), "not an override; it must look like a.b=value"))
             return
+        for old, new in former.items():
+            if (*names[: len(old)],) == old:
+                names[: len(old)] = new
         try:
             node = _yaml().compose(text)
         except (YAMLError, RecursionError) as error:
@@ -134,25 +140,29 @@ class Document:
             self.problems.append(Problem(label, path, message))
         return None
 
-    def place(self, short: str, path: tuple[str, ...]) -> None:
-        """Move the items of `short`, the top-level short form of the section at `path`, into that section."""
-        items = self.data.get(short)
+    def move(self, old: tuple[str, ...], new: tuple[str, ...]) -> None:
+        """Move the items of a section from its former place to its present one."""
+        above: Any = self.data
+        for part in old[:-1]:
+            above = above.get(part) if isinstance(above, dict) else None
+        items = above.get(old[-1]) if isinstance(above, dict) else None
         if not isinstance(items, dict):
             return  # missing, or reported as an unknown key
         target: Any = self.data
-        for part in path:
+        for part in new:
             target = target.setdefault(part, {}) if isinstance(target, dict) else None
         if not isinstance(target, dict):
             return  # the value there is reported
-        del self.data[short]
+        del above[old[-1]]
         placed = {name: value for name, value in items.items() if name not in target}
         for name in items:
             if name not in placed:
-                self.report((short, name), f"given twice, also as {'.'.join((*path, name))}; remove one")
+                self.report((*old, name), f"given twice, also as {dotted((*new, name))}; remove one")
         target.update(placed)
-        for origin in [origin for origin in self.origins if origin[0] == short and origin[1:2] != ()]:
-            if origin[1] in placed:
-                self.origins[(*path, *origin[1:])] = self.origins.pop(origin)
+        below = len(old)
+        for origin in [origin for origin in self.origins if origin[:below] == old and origin[below:][:1] != ()]:
+            if origin[below] in placed:
+                self.origins[(*new, *origin[below:])] = self.origins.pop(origin)
 
     def forget(self, path: Path) -> None:
         """Drop the origins at and below `path`, whose value is about to be replaced."""

@@ -26,6 +26,8 @@ from shared.topology.schema import Topology
 MODEL: Path = ("policy", "model")
 _FILES: tuple[Path, ...] = (MODEL, ("data",))
 """Keys whose values name files."""
+_FORMER: dict[tuple[str, ...], tuple[str, ...]] = {("services", "monitor"): ("monitor",)}
+"""Former places of sections, which files and overrides may still use, with their present places."""
 
 
 def load(
@@ -72,6 +74,14 @@ def hub_names(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> di
     return {key: name for key, name in names.items() if name is not None}
 
 
+def written(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the keys that the file and the overrides give, without derived values and defaults, as plain data.
+
+    Raises TopologyError if the file cannot be read.
+    """
+    return _document(path, overrides).data
+
+
 def value_at(data: Any, key: Path) -> Any:
     """Return the value of a key in plain data, or None. The part `*` of a key stands for every name."""
     for number, part in enumerate(key, 1):
@@ -91,9 +101,10 @@ def _hub_keys(data: dict[str, Any]) -> Iterator[tuple[Path, Callable[[str], HubN
 
 def _document(path: str | os.PathLike[str], overrides: Sequence[str]) -> Document:
     document = read(path)
+    for old, new in _FORMER.items():
+        document.move(old, new)
     for setting in overrides:
-        document.override(setting)
-    document.place("monitor", ("services", "monitor"))
+        document.override(setting, _FORMER)
     return document
 
 

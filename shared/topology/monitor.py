@@ -20,7 +20,7 @@ from shared.topology.fields import Count, LocalPath, Section, Size, Strings, not
 MIN_TOKEN = 16
 """Minimum number of characters in a token."""
 _MAKE = "openssl rand -hex 24 > FILE; chmod 600 FILE"
-_MONITOR = ("services", "monitor")
+_MONITOR = ("monitor",)
 _SCHEMES = ("http://", "https://")
 
 

@@ -18,6 +18,7 @@ from shared.topology import document
 from shared.topology.algorithm import Algorithm, Optimizer
 from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
 from shared.topology.models import DEVICE_SERVICE, POLICY, REFERENCE, WORKERS, FrozenModel, Publication, TrainedModel
+from shared.topology.monitor import Monitor
 from shared.topology.passes import Passes
 from shared.topology.services import (
     GC,
@@ -259,6 +260,9 @@ class Topology(Section):
     algorithm: Algorithm = Field(description="what a training step computes")
     optimizer: Optimizer = Field(description="how the weights are updated")
     services: Services = Field(default_factory=Services, description="the processes of the run")
+    monitor: Monitor = Field(
+        default_factory=Monitor, description="what is recorded about the run, and where it is shown"
+    )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="when the state is saved")
     gc: GC = Field(default_factory=GC, description="when trained tasks are collected")
     placement: Placement = Field(default_factory=Placement, description="what starts processes, and where")
@@ -375,13 +379,13 @@ class Topology(Section):
         plan = [ServiceSpec("scheduler", 0, home)]
         plan += [ServiceSpec("batch-store", i, host) for i, host in enumerate(self.store_hosts())]
         plan += [ServiceSpec("monitor", 0, home)]
-        if self.services.monitor.samples is not None:
+        if self.monitor.samples is not None:
             plan += [ServiceSpec("recorder", 0, home)]
-        if self.services.monitor.web is not None:
+        if self.monitor.web is not None:
             plan += [ServiceSpec("web", 0, home)]
-        if self.services.monitor.exports:
+        if self.monitor.exports:
             plan += [ServiceSpec("exporter", 0, home)]
-        if self.services.monitor.trackers:
+        if self.monitor.trackers:
             plan += [ServiceSpec("tracker", 0, home)]
         for model in self.trained:
             workers = self.hosts_of(model.settings, 1, model.settings.world_size)

@@ -293,12 +293,10 @@ def _route(topology: Topology) -> Found:
         yield ("services", "rollout", "transfer_s"), message
     if route == "shards":
         return
-    if rollout.transfer_s is None:
-        yield ("services", "rollout", "transfer_s"), f"null: {route} needs a limit; leave it out or set seconds"
-    elif rollout.transfer_s >= topology.lease.lease_s:
+    if rollout.transfer_s is not None and rollout.transfer_s >= topology.lease.lease_s:
         message = f"{rollout.transfer_s:g} is not less than lease.lease_s ({topology.lease.lease_s:g}): an engine that"
         yield ("services", "rollout", "transfer_s"), f"{message} waits would lose its lease; use less, or raise lease_s"
-    else:
+    elif rollout.transfer_s is not None:
         yield from _too_short(topology, rollout.transfer_s)
     if rollout.engine == "openai":
         yield path, f"{route}: engine openai receives weights as a file; use shards"

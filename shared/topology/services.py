@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shared.topology.fields import Count, LocalPath, Seconds, Section, Size, Strings
-from shared.topology.monitor import Monitor
 
 Backend = Literal["torch", "megatron"]
 WeightsRoute = Literal["shards", "gloo", "nccl", "ipc"]
@@ -141,7 +140,6 @@ class Services(Section):
     )
     rollout: Rollout = Field(default_factory=Rollout, description="the sampling engines")
     batch_store: BatchStore = Field(default_factory=BatchStore, alias="batch-store", description="limits of the store")
-    monitor: Monitor = Field(default_factory=Monitor, description="telemetry")
 
     @property
     def scorers(self) -> dict[str, ScorerSettings]:

@@ -68,11 +68,11 @@ def settings(web: int, prometheus: int, ports: dict[str, int]) -> list[str]:
         f"placement.hosts={{{HOST}: {{}}}}",
         "transport.listen=127.0.0.1",
         *(f"transport.{name}={port}" for name, port in ports.items()),
-        f'services.monitor.web={{listen: "127.0.0.1:{web}"}}',
-        f'services.monitor.prometheus={{listen: "127.0.0.1:{prometheus}"}}',
-        f"services.monitor.traces={{file_limit: {TRACES_BYTES}}}",
-        f"services.monitor.samples.limit_bytes={SAMPLES_BYTES}",
-        "services.monitor.tensorboard={}",
+        f'monitor.web={{listen: "127.0.0.1:{web}"}}',
+        f'monitor.prometheus={{listen: "127.0.0.1:{prometheus}"}}',
+        f"monitor.traces={{file_limit: {TRACES_BYTES}}}",
+        f"monitor.samples.limit_bytes={SAMPLES_BYTES}",
+        "monitor.tensorboard={}",
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
 
+from launch.checks.resumed import FIXED, FIXED_BITS, PASSES
 from shared.topology.fields import Section, format_size, parse_size
 from shared.topology.schema import Topology
 from shared.topology.service_checks import UNSUPPORTED
@@ -37,18 +38,13 @@ python -m launch.cluster my.yaml --run-dir runs/first --resume
 - A wrong key causes exit status 2 and a one-line error that names the file, the line and the nearest valid key.
 - An option that would have no effect under the given topology is an error. `tests/unit/shared/topology/test_keys.py`
   covers every key.
-- The resolved topology, with all defaults, is `topology.yaml` in the run directory. A run can be resumed with other
-  values of some keys: [stopping.md](stopping.md#keys-that-may-change).
-- The section `monitor` may be written at the top level, as on this page, or below `services`, as in a run's
-  `topology.yaml` and in error messages: `monitor.web` and `services.monitor.web` are the same key. If both are given,
-  the topology is refused. With a run's own `topology.yaml`, therefore, use the long form:
-  `--set services.monitor.web={}`.
+- The resolved topology, with all defaults, is `topology.yaml` in the run directory. `--resume` refuses other values of
+  the keys that are marked *fixed* ([stopping.md](stopping.md#keys-that-may-change)).
+- Keys of `monitor` may also be written below `services`, as in earlier releases; `--set` takes both forms.
 
 In the tables, `<name>` stands for a name of your choice, and `[]` for the items of a list. The page is written from
 [shared/topology/](../shared/topology) by `python -m tests.golden.topology_keys`.
 """
-LONG_FORM = "services.monitor."
-"""The section that the page lists by its short form."""
 
 
 def section_of(hint: Any) -> tuple[str, type[Section]] | None:
@@ -96,6 +92,16 @@ def refused(key: str) -> str:
     return ". *Not available in this version; use 1.*" if key in refused_keys else ""
 
 
+def fixed(key: str) -> str:
+    """Return a mark for a key of which a run that is resumed must have its first value."""
+
+    def below(keys: Iterable[str]) -> bool:
+        return any(f"{key}.".startswith(f"{each.replace('*', '<name>')}.") for each in keys)
+
+    always = below(FIXED) and not below([PASSES])
+    return ". *Fixed.*" if always else ". *Fixed if deterministic.*" if below((*FIXED, *FIXED_BITS)) else ""
+
+
 def rows(section: type[Section], prefix: str = "") -> Iterator[str]:
     """Yield the table row for every key of a section and of its nested sections."""
     hints = typing.get_type_hints(section, include_extras=True)
@@ -106,7 +112,7 @@ def rows(section: type[Section], prefix: str = "") -> Iterator[str]:
             values = values_of(hints[name])
             text = (field.description or "").replace("|", "\\|").replace("<", "\\<")
             listed = f" ({', '.join(f'`{value}`' for value in values)})" if values else ""
-            yield f"| `{key}` | {default_of(field)} | {text}{listed}{refused(key)} |"
+            yield f"| `{key}` | {default_of(field)} | {text}{listed}{refused(key)}{fixed(key)} |"
         if inside is not None:
             yield from rows(inside[1], f"{key}{inside[0]}.")
 
@@ -124,11 +130,7 @@ def page() -> str:
         inside = section_of(typing.get_type_hints(Topology, include_extras=True)[name])
         if inside is None:
             continue
-        listed = list(rows(inside[1], f"{key}."))
-        monitor = [row.replace("services.", "", 1) for row in listed if row.startswith(f"| `{LONG_FORM}")]
-        parts += [f"## `{key}`: {field.description}\n", table(row for row in listed if LONG_FORM not in row)]
-        if monitor:
-            parts += ["## `monitor`: what is recorded about the run, and where it is shown\n", table(monitor)]
+        parts += [f"## `{key}`: {field.description}\n", table(rows(inside[1], f"{key}."))]
     alone = [name for name in Topology.model_fields if section_of(Topology.model_fields[name].annotation) is None]
     parts.append("## Keys outside of a section\n")
     listed = [row for row in rows(Topology) if row.split("`")[1] in alone]

@@ -7,9 +7,14 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from typer.models import CommandInfo
+
+from launch import ctl
+
 ROOT = Path(__file__).parents[2]
 _MAKE = re.compile(r"`make ([a-z][a-z-]*[a-z])[^`\n{]*`")
 _MODULE = re.compile(r"python -m ((?:launch|services|shared|tests)[a-z0-9_.]*[a-z0-9_])")
+_CTL = re.compile(r"(?<![a-z])ctl(?: --run [^ `]+| --access [^ `]+| --json)* ([a-z][a-z-]+)")
 _INSTALLS = re.compile(r"rlbus\[\w+\]")
 
 
@@ -40,6 +45,18 @@ def test_named_modules_can_be_run() -> None:
     modules = named(_MODULE)
     assert {"launch.cluster", "launch.ctl"} <= modules.keys()
     assert {module: name for module, name in modules.items() if not can_be_run(module)} == {}
+
+
+def test_named_commands_of_ctl_exist() -> None:
+    commands = named(_CTL)
+    assert {"status", "restart", "export-access"} <= commands.keys()
+    existing = {command.name or callback_name(command) for command in ctl.app.registered_commands}
+    assert {command: name for command, name in commands.items() if command not in existing} == {}
+
+
+def callback_name(command: CommandInfo) -> str:
+    assert command.callback is not None
+    return command.callback.__name__.replace("_", "-")
 
 
 def can_be_run(module: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from launch.viewers.ended import is_over
 from launch.viewers.peer import Run
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -25,7 +26,7 @@ def opened(run: Run) -> Stream:
 
     def ended() -> bool:
         if isinstance(run, RunDir):
-            return not run.sockets.exists()
+            return not run.sockets.exists() or is_over(run)
         return asyncio.get_running_loop().time() - stream.heard_at > LOST_S
 
     stream = Stream(run, ended=ended)

@@ -72,7 +72,7 @@ class WarningDesk:
         except (OSError, TopologyError) as error:
             log.warning("no warnings will be given", error=str(error))
             return None
-        off = topology.services.monitor.warnings.off
+        off = topology.monitor.warnings.off
         return cls(run, Watch(Facts.of(topology), file.told, off=off), file, log)
 
     def close(self) -> None:

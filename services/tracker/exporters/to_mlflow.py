@@ -122,8 +122,7 @@ class MlflowExporter:
         if experiment.lifecycle_stage != "active":
             name = self._section.experiment
             raise TrackerRefused(
-                f"experiment {name!r} has been deleted; restore it, or name another "
-                "(services.monitor.mlflow.experiment)"
+                f"experiment {name!r} has been deleted; restore it, or name another (monitor.mlflow.experiment)"
             )
         return str(experiment.experiment_id)
 

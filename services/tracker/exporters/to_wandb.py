@@ -28,7 +28,7 @@ INIT_S = 60.0
 """Maximum time, in seconds, that the server may take to answer at the start of a run."""
 _KEY_REFUSED = re.compile(r"unauthori[sz]ed|\b401\b", re.IGNORECASE)
 _PROJECT_REFUSED = re.compile(r"permission denied|not found|\b40[34]\b", re.IGNORECASE)
-_KEY_REMEDY, _PROJECT_REMEDY = "WANDB_API_KEY, or `wandb login`", "services.monitor.wandb.entity and project"
+_KEY_REMEDY, _PROJECT_REMEDY = "WANDB_API_KEY, or `wandb login`", "monitor.wandb.entity and project"
 
 
 class WandbExporter:

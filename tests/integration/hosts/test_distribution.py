@@ -40,7 +40,7 @@ def home(tmp_path: Path) -> Iterator[tuple[RunDir, Access]]:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     text = run.topology.read_text().replace('"builtin:addition"', f'"jsonl:{tmp_path / "rows.jsonl"}"')
     run.topology.write_text(text.replace("dtype: float32", "dtype: float32, distribute: true"))
-    sets = ["transport.listen=127.0.0.1", "placement.hosts={b: {}}", "services.monitor.warnings.off=[kl-blow-up]"]
+    sets = ["transport.listen=127.0.0.1", "placement.hosts={b: {}}", "monitor.warnings.off=[kl-blow-up]"]
     load(run.topology, sets).dump_resolved(run.topology)
     port = free_port()
     processes = [
@@ -76,7 +76,7 @@ def test_a_host_receives_the_files_from_home_and_its_topology_names_them(
     assert contents(folder / "0" / "model") == contents(tmp_path / "model")
     assert (folder / "1" / "rows.jsonl").read_bytes() == (tmp_path / "rows.jsonl").read_bytes()
     named = document.plain(taken.topology)
-    assert named["services"]["monitor"]["warnings"] == {"off": ["kl-blow-up"]}
+    assert named["monitor"]["warnings"] == {"off": ["kl-blow-up"]}
     assert named["policy"]["model"] == str(folder / "0" / "model")
     assert named["data"]["train"]["source"] == f"jsonl:{folder / '1' / 'rows.jsonl'}"
     # a damaged file, an incomplete file and a file that is too long are repaired

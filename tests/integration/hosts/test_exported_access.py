@@ -37,11 +37,17 @@ def test_an_agent_waits_for_the_access_file_which_exists_as_long_as_the_run(tmp_
     words = [word for each in sets for word in ("--set", each)]
     agent = host("--access", str(file), "--wait", f"{LIMIT_S:g}", "--run-dir", str(tmp_path / "away"))
     try:
-        with launched(path, *words, "--export-access", str(file)) as here:
+        with launched(path, *words, "--export-access", str(file), "--stopped-ok") as here:
             here.wait_ready(SERVICES + 1)  # The additional service is the store of the other host.
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
+            home, away = here.status()["hosts"]
+            assert (home["state"], len(home["processes"])) == ("HOME", SERVICES)
+            assert (away["host"], away["state"], away["processes"]) == (HOST, "JOINED", ["batch-store/1"])
+            assert 0 <= away["silent_s"] < 5
+            assert away["state_s"] < LIMIT_S
+            assert f"{HOST}  " in ctl(path, "status").stdout
             assert ctl(path, "stop").returncode == 0
-            here.end()
+            assert here.end()[0] == 0
             assert agent.wait(LIMIT_S) == 0
         assert not file.exists()
     finally:

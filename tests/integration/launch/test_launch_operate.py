@@ -172,7 +172,8 @@ def test_detached_run_outlives_its_launcher_and_can_be_attached_and_stopped(tmp_
             capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60,
         )  # fmt: skip
     assert gone.returncode == 2
-    assert "is not running; continue it with" in gone.stderr
+    assert gone.stderr == ctl(run.path, "status").stderr
+    assert f"run {run.path} was stopped at " in gone.stderr
     assert len(gone.stderr.splitlines()) == 1
 
 
@@ -193,6 +194,9 @@ def test_killed_detached_supervisor_leaves_nothing_and_the_run_can_be_resumed(tm
         [supervisor] = [pid for pid in processes_of(run.path) if "tests.integration.tiny.launcher" in _arguments(pid)]
         os.kill(supervisor, signal.SIGKILL)
         assert_nothing_left(run)
+        gone = ctl(run.path, "status")
+        assert gone.returncode == 1
+        assert f"run {run.path} was killed before its first step: its supervisor recorded no end" in gone.stderr
         with launched(tmp_path / "run", "--resume") as again:
             wait_for("the second launcher's services", lambda: len(again.status().get("services", [])) == SERVICES)
             again.wait_ready()

@@ -129,6 +129,12 @@ def test_other_values_of_fixed_keys_are_refused_in_a_dry_run_too(stopped: Stoppe
     assert "was begun with different values of run.seed, data.eval.*.every; resume it with" in line
 
 
+def test_a_run_can_continue_with_another_number_of_rollouts(stopped: Stopped) -> None:
+    done = stopped.resume("--dry-run", "--set", "services.rollout.instances=2")
+    assert done.returncode == 0, done.stderr
+    assert "rollout/1 " in done.stdout
+
+
 def test_the_same_inputs_are_accepted_and_rows_may_be_added_at_the_end(stopped: Stopped) -> None:
     os.utime(stopped.data)
     os.utime(stopped.model / "config.json")

@@ -79,9 +79,9 @@ SETTINGS = (
     "placement.colocate=[policy-trainer, reference, rollout]",
     "services.rollout.partial_s=0.1",
     "services.batch-store.memory=64MiB",
-    f"services.monitor.samples={{every: 1, per_step: 4, limit_bytes: {SAMPLES_BYTES}}}",
-    "services.monitor.tensorboard={}",
-    "services.monitor.wandb={project: p, mode: offline}",
+    f"monitor.samples={{every: 1, per_step: 4, limit_bytes: {SAMPLES_BYTES}}}",
+    "monitor.tensorboard={}",
+    "monitor.wandb={project: p, mode: offline}",
     "checkpoint={every: 2, keep_last: 1, keep_every: 1000, keep_best: eval/heldout/accuracy}",
 )
 CALL_BYTES = 1_500_000
@@ -170,7 +170,7 @@ def test_every_file_of_a_run_stays_within_its_bound_while_rewards_print_much(tmp
         killed = bounded(run)
         last = rows(run)[-1] + 2
         resumed = command(path, "--resume", "--set", f"run.steps={last}")
-        resumed += ["--set", f"services.monitor.traces={{file_limit: {TRACE_BYTES}}}"]
+        resumed += ["--set", f"monitor.traces={{file_limit: {TRACE_BYTES}}}"]
         assert subprocess.run(resumed, env=variables, cwd=ROOT, timeout=LIMIT_S, check=False).returncode == 0
     finally:
         for pid in processes_of(path):

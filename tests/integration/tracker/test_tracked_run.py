@@ -152,5 +152,5 @@ def test_a_run_continues_without_a_tracker_that_is_not_installed(
         assert ctl(here.path, "stop").returncode == 0
         _, _, errors = here.end(120)
         [warning] = [line for line in errors.splitlines() if line.startswith("warning: ")]
-        assert "services.monitor.trackio: trackio not installed; the run goes on without trackio" in warning
+        assert "monitor.trackio: trackio not installed; the run goes on without trackio" in warning
         assert "trackio lacks steps 0-2 (trackio not installed in this environment); python -m launch.ctl" in errors

@@ -238,8 +238,8 @@ def refusal(here: Tracked) -> str:
     ("status", "message", "remedy"),
     [
         (401, "user is not logged in", "(WANDB_API_KEY, or `wandb login`)"),
-        (403, "permission denied", "(services.monitor.wandb.entity and project)"),
-        (404, "entity a-team not found during upsertBucket", "(services.monitor.wandb.entity and project)"),
+        (403, "permission denied", "(monitor.wandb.entity and project)"),
+        (404, "entity a-team not found during upsertBucket", "(monitor.wandb.entity and project)"),
     ],
 )
 def test_wandb_refuses_a_wrong_key_entity_or_project_with_a_one_line_error(
@@ -283,7 +283,7 @@ def test_a_deleted_mlflow_experiment_is_refused_with_a_one_line_error(tmp_path: 
     client.delete_experiment(client.create_experiment("a"))
     with tracked(tmp_path, "mlflow", {"uri": uri, "experiment": "a"}) as here:
         assert refusal(here) == (
-            "mlflow: experiment 'a' has been deleted; restore it, or name another (services.monitor.mlflow.experiment)"
+            "mlflow: experiment 'a' has been deleted; restore it, or name another (monitor.mlflow.experiment)"
         )
 
 
@@ -294,7 +294,7 @@ def test_a_warning_names_a_missing_library_and_what_is_lost_and_the_command_that
     monkeypatch.setitem(sys.modules, "trackio", None)  # importing trackio fails as if it were not installed
     findings = preflight.check(topology, "t.yaml")
     assert [line for line in findings.warnings if "trackio" in line] == [
-        "t.yaml: services.monitor.trackio: trackio not installed; the run goes on without trackio, which receives no "
+        "t.yaml: monitor.trackio: trackio not installed; the run goes on without trackio, which receives no "
         "steps; run `make setup-trackers`, then `ctl restart tracker` or, after the run, `ctl track trackio` sends "
         "them"
     ]

@@ -9,7 +9,7 @@ import pytest
 
 from launch.placement.book import HostBook, HostLost, HostState, Told, Unable
 from launch.processes.plan import Key
-from proto.messages import ErrorCode, HostOrders, HostReport, ProcessRow
+from proto.messages import ErrorCode, HostOrders, HostReport, HostRow, ProcessRow
 from shared.rpc.errors import RpcError
 from shared.topology import load
 from tests.opcodes import opcodes
@@ -101,6 +101,18 @@ def test_processes_of_a_lost_host_move_to_other_hosts_with_enough_gpus(folder: P
     ]
     rows = {(row.service, row.instance): row.state for row in made.rows()}
     assert rows["rollout", 2] == "WAITING"
+
+
+def test_every_host_is_listed_with_its_state_silence_and_processes(folder: Path) -> None:
+    made = book(folder)
+    joined(made, "b", "c", now=1.0)
+    made.lose("b", "power cut", 3.0)
+    made.report(report("c"), 5.0)
+    assert made.host_rows(6.0) == [
+        HostRow("b", "LOST", 3.0, 5.0, ["batch-store/1", "rollout/0", "rollout/2"], "power cut"),
+        HostRow("c", "JOINED", 5.0, 1.0, ["batch-store/2", "rollout/1", "rollout/3"]),
+        HostRow("spare", "AWAITED", 6.0, -1.0, ["batch-store/3"]),
+    ]
 
 
 def test_the_user_is_told_once_why_a_host_cannot_join(folder: Path) -> None:

@@ -21,7 +21,7 @@ from launch.processes import guard
 from launch.processes.plan import threads_of
 from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
 from launch.viewers.status import _merge
-from proto.messages import DropReason, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
+from proto.messages import DropReason, HostRow, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
 from shared.rpc.errors import RpcError
 from shared.rundir import ABANDONED_S, RunDir, release, sweep_abandoned
 from shared.runfiles.lines import FollowedFile
@@ -177,14 +177,17 @@ def test_status_merges_the_views_of_supervisor_and_scheduler() -> None:
     supervised = [
         ProcessRow("rollout", 0, "READY", 11, 5, 2, "", 110),
         ProcessRow("monitor", 0, "STARTING", 14, 8, 1, "", 310),
+        ProcessRow("batch-store", 1, "WAITING", 0, 0, 0),
     ]
-    rows = {row["service"]: row for row in _merge(registered, supervised)}
+    hosts = [HostRow("host-c", "AWAITED", 1.0, -1.0, ["batch-store/1"])]
+    rows = {row["service"]: row for row in _merge(registered, supervised, hosts)}
     assert (rows["rollout"]["restarts"], rows["rollout"]["heartbeat_age_s"], rows["rollout"]["rss_bytes"]) == (
         2,
         0.5,
         110,
     )
     assert (rows["reference"]["restarts"], rows["reference"]["host"]) == (None, "host-b")
+    assert rows["batch-store"]["host"] == "host-c"
     assert rows["monitor"]["heartbeat_age_s"] is None, "the heartbeat of an earlier life says nothing"
 
 

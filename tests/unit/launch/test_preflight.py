@@ -348,9 +348,9 @@ def test_an_exporter_whose_port_or_token_cannot_be_used_is_refused(tmp_path: Pat
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         found = errors(f"monitor.prometheus={{listen: '{address}', token: {token}}}")
     assert [line for line in found if "prometheus" in line] == [
-        f"services.monitor.prometheus.token: {token}: 5 characters; it must be one ASCII word of 16 or more: "
+        f"monitor.prometheus.token: {token}: 5 characters; it must be one ASCII word of 16 or more: "
         "openssl rand -hex 24 > FILE; chmod 600 FILE",
-        f"services.monitor.prometheus.listen: {address.partition(':')[2]} cannot be used (Address already in use); "
+        f"monitor.prometheus.listen: {address.partition(':')[2]} cannot be used (Address already in use); "
         "choose another",
     ]
 
@@ -363,9 +363,8 @@ def test_an_exporter_without_its_libraries_is_refused_with_the_command_that_inst
         monkeypatch.delitem(sys.modules, name)
     wanted = load(QUICKSTART, ["monitor.prometheus={}", "monitor.traces={otlp: 'http://localhost:4318'}"])
     assert preflight.missing_libraries(wanted) == [
-        "services.monitor.prometheus: needs the package prometheus_client, which is not installed; run make "
-        "setup-observability",
-        "services.monitor.traces.otlp: needs the package opentelemetry.proto, which is not installed; run make "
+        "monitor.prometheus: needs the package prometheus_client, which is not installed; run make setup-observability",
+        "monitor.traces.otlp: needs the package opentelemetry.proto, which is not installed; run make "
         "setup-observability",
     ]
     assert preflight.missing_libraries(load(QUICKSTART, ["monitor.traces={}"])) == []

@@ -82,8 +82,8 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "services.rollout.threads": ("services.rollout.threads=2",),
     "services.rollout.instances": ("services.rollout.instances=3",),
     "services.rollout.block_tasks": ("services.rollout.block_tasks=2",),
-    "services.monitor.samples.every": ("services.monitor.samples.every=3",),
-    "services.monitor.samples.per_step": ("monitor.samples.per_step=2",),
+    "monitor.samples.every": ("monitor.samples.every=3",),
+    "monitor.samples.per_step": ("monitor.samples.per_step=2",),
     "checkpoint.keep_last": ("checkpoint.keep_last=3",),
     "gc.after": ("gc.after=commit",),
     "services.policy-trainer.host": (*HOSTS, "services.policy-trainer.host=a"),
@@ -151,23 +151,23 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.run.spares",
         "integration/launch/test_spares.py::test_no_spare_is_kept_if_spares_are_disabled",
     ),
-    "services.monitor.web.listen": (
+    "monitor.web.listen": (
         "services/web/service.py",
         "web.listen",
         "integration/web/test_web_service.py::test_page_of_a_live_run_needs_the_token",
     ),
-    "services.monitor.web.token": (
+    "monitor.web.token": (
         "services/web/service.py",
         "web.token",
         "integration/web/test_web_service.py::test_page_of_a_live_run_needs_the_token",
     ),
-    "services.monitor.web.operator_token": (
+    "monitor.web.operator_token": (
         "services/web/service.py",
         "web.operator_token",
         "integration/web/test_web_service.py::test_an_operator_restarts_a_service_from_the_page",
     ),
     **{
-        f"services.monitor.{key}": (
+        f"monitor.{key}": (
             f"services/tracker/exporters/to_{key.partition('.')[0]}.py",
             f"section.{key.partition('.')[2]}",
             f"integration/tracker/test_tracker_keys.py::{test}",
@@ -184,7 +184,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         }.items()
     },
     **{
-        f"services.monitor.{tracker}.samples": (
+        f"monitor.{tracker}.samples": (
             "services/tracker/outlet.py",
             "self._section.samples > 0",
             "integration/tracker/test_tracker_keys.py::test_no_samples_are_sent_if_the_topology_says_so",
@@ -192,7 +192,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         for tracker in ("wandb", "tensorboard", "mlflow", "trackio")
     },
     **{
-        f"services.monitor.{tracker}.samples_every": (
+        f"monitor.{tracker}.samples_every": (
             "services/tracker/outlet.py",
             "self._section.samples_every",
             "unit/tracker/test_outlet.py::test_the_first_recorded_step_of_each_interval_is_due",
@@ -214,7 +214,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.placement.hosts[name].gpus",
         "unit/launch/test_host_book.py::test_an_agent_with_fewer_gpus_than_the_topology_gives_it_is_refused",
     ),
-    "services.monitor.samples.limit_bytes": (
+    "monitor.samples.limit_bytes": (
         "services/recorder/server.py",
         "settings.limit_bytes",
         "unit/recorder/test_files.py::test_the_oldest_steps_are_removed_to_stay_within_the_limit",
@@ -407,34 +407,34 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.services.batch_store.directory",
         "integration/batch_store/test_spill_disk.py::test_a_directory_can_replace_shared_memory",
     ),
-    "services.monitor.prometheus.listen": (
+    "monitor.prometheus.listen": (
         EXPORTER,
         "settings.listen",
         "integration/exporter/test_exporter.py::test_a_scraper_reads_the_monitors_values_and_learns_when_the_monitor_is_gone",
     ),
-    "services.monitor.prometheus.token": (
+    "monitor.prometheus.token": (
         EXPORTER,
         "settings.token",
         "integration/exporter/test_exporter.py::test_a_scraper_without_the_token_is_refused",
     ),
-    "services.monitor.traces.otlp": (
+    "monitor.traces.otlp": (
         EXPORTER,
         "_traces.otlp",
         "integration/exporter/test_exporter.py::test_spans_reach_the_file_and_a_collector_that_is_absent_at_first",
     ),
-    "services.monitor.traces.file": (
+    "monitor.traces.file": (
         EXPORTER,
         "_traces.file",
         "integration/exporter/test_exporter.py::test_spans_reach_the_file_and_a_collector_that_is_absent_at_first",
     ),
-    "services.monitor.traces.file_limit": (
+    "monitor.traces.file_limit": (
         EXPORTER,
         "settings.file_limit",
         "unit/exporter/test_spans.py::test_the_file_is_valid_after_every_write_and_stays_within_its_limit",
     ),
-    "services.monitor.traces.share": (
+    "monitor.traces.share": (
         ROLLOUT,
-        "topology.services.monitor.traced_share",
+        "topology.monitor.traced_share",
         "unit/exporter/test_spans.py::test_every_process_traces_the_same_tasks",
     ),
     "checkpoint.every": (
@@ -462,9 +462,9 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.checkpoint.memory",
         "unit/launch/test_preflight.py::test_snapshots_that_do_not_fit_are_turned_off_and_one_line_reports_it",
     ),
-    "services.monitor.warnings.off": (
+    "monitor.warnings.off": (
         "services/monitor/warnings/desk.py",
-        "topology.services.monitor.warnings.off",
+        "topology.monitor.warnings.off",
         "unit/monitor/test_watch.py::test_a_kind_that_is_turned_off_is_not_reported",
     ),
     "lease.lease_s": (

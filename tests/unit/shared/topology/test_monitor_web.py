@@ -32,9 +32,7 @@ def test_an_address_that_other_hosts_can_reach_is_refused_with_a_one_line_error_
     folder: Path, address: str
 ) -> None:
     [line] = problems(write(folder), f'monitor.web.listen="{address}"')
-    assert (
-        f"services.monitor.web.listen: {address}: others reach this address, and monitor.web.token is not set" in line
-    )
+    assert f"monitor.web.listen: {address}: others reach this address, and monitor.web.token is not set" in line
     assert line.endswith("or listen on 127.0.0.1")
 
 
@@ -48,25 +46,25 @@ def test_a_loopback_address_needs_no_token_and_adds_the_web_service_to_the_plan(
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:0", "127.0.0.1:65536", ":8080", "127.0.0.1:http"])
 def test_an_address_without_a_usable_port_is_refused_with_a_one_line_error(folder: Path, address: str) -> None:
     [line] = problems(write(folder), f'monitor.web.listen="{address}"')
-    assert "services.monitor.web.listen" in line
+    assert "monitor.web.listen" in line
     assert repr(address) in line
 
 
 def test_token_files_that_are_missing_short_or_readable_by_others_are_refused_before_the_start(folder: Path) -> None:
     [missing] = token_problems(folder, token=folder / "nowhere")
-    assert "services.monitor.web.token" in missing
+    assert "monitor.web.token" in missing
     assert "No such file or directory; write a token into a file" in missing
     [short] = token_problems(folder, token=token_file(folder, "short", "12345"))
     assert "5 characters; it must be one ASCII word of 16 or more" in short
     [open_to_all] = token_problems(folder, operator_token=token_file(folder, "open", mode=0o644))
-    assert "services.monitor.web.operator_token" in open_to_all
+    assert "monitor.web.operator_token" in open_to_all
     assert "others may read it (mode 0644); run chmod 600" in open_to_all
 
 
 def test_the_operator_token_must_differ_from_the_visitors_token(folder: Path) -> None:
     same = {"token": token_file(folder, "one"), "operator_token": token_file(folder, "two")}
     [line] = token_problems(folder, **same)
-    assert "services.monitor.web.operator_token" in line
+    assert "monitor.web.operator_token" in line
     assert "the same token as monitor.web.token; make another" in line
     same["operator_token"] = token_file(folder, "two", "another-token-of-some-length")
     assert token_problems(folder, **same) == []
@@ -84,5 +82,5 @@ def test_a_port_in_use_is_found_before_the_start(folder: Path) -> None:
         port = taken.getsockname()[1]
         topology = load(write(folder), [f"monitor.web.listen=127.0.0.1:{port}"])
         [line] = preflight.check(topology, "t.yaml").errors
-    expected = f"services.monitor.web.listen: {port} cannot be used (Address already in use); choose another"
+    expected = f"monitor.web.listen: {port} cannot be used (Address already in use); choose another"
     assert line == f"t.yaml: {expected}"

@@ -126,16 +126,16 @@ def test_an_exporter_runs_only_if_something_is_exported(folder: Path, section: s
     [
         (
             "monitor.prometheus.listen=0.0.0.0:9464",
-            "services.monitor.prometheus.listen",
+            "monitor.prometheus.listen",
             "0.0.0.0:9464: others reach this address, and monitor.prometheus.token is not set",
         ),
-        ("monitor.prometheus.listen=localhost", "services.monitor.prometheus.listen", "is not an address with a port"),
-        ("monitor.prometheus.listen=localhost:0", "services.monitor.prometheus.listen", "has no valid port"),
-        ("monitor.traces.file=false", "services.monitor.traces", "no span would be kept"),
-        ("monitor.traces.otlp=ftp://host", "services.monitor.traces.otlp", "is not the address of a collector"),
-        ("monitor.traces.otlp=http://u:p@host", "services.monitor.traces.otlp", "is not the address of a collector"),
-        ("monitor.traces.file_limit=1KiB", "services.monitor.traces.file_limit", "must be 65536 or more"),
-        ("monitor.traces.share=1.5", "services.monitor.traces.share", "1.5 is out of range"),
+        ("monitor.prometheus.listen=localhost", "monitor.prometheus.listen", "is not an address with a port"),
+        ("monitor.prometheus.listen=localhost:0", "monitor.prometheus.listen", "has no valid port"),
+        ("monitor.traces.file=false", "monitor.traces", "no span would be kept"),
+        ("monitor.traces.otlp=ftp://host", "monitor.traces.otlp", "is not the address of a collector"),
+        ("monitor.traces.otlp=http://u:p@host", "monitor.traces.otlp", "is not the address of a collector"),
+        ("monitor.traces.file_limit=1KiB", "monitor.traces.file_limit", "must be 65536 or more"),
+        ("monitor.traces.share=1.5", "monitor.traces.share", "1.5 is out of range"),
     ],
 )
 def test_invalid_exporter_settings_are_refused_with_a_one_line_error(
@@ -147,7 +147,7 @@ def test_invalid_exporter_settings_are_refused_with_a_one_line_error(
 
 
 def test_an_address_that_other_hosts_can_reach_is_accepted_with_a_token(folder: Path) -> None:
-    given = load(write(folder), ["monitor.prometheus={listen: '[::]:9464', token: ./token}"]).services.monitor
+    given = load(write(folder), ["monitor.prometheus={listen: '[::]:9464', token: ./token}"]).monitor
     assert given.prometheus is not None
     assert given.prometheus.token == f"{folder}/token"
 
@@ -344,20 +344,33 @@ def test_quickstart_loads_unchanged(folder: Path) -> None:
 
 def test_an_unknown_kind_of_warning_is_refused_and_the_nearest_is_suggested(folder: Path) -> None:
     [line] = problems(write(folder), "monitor.warnings.off=[truncation, reward-slwo]")
-    assert line.startswith("--set monitor.warnings.off=[truncation, reward-slwo]: services.monitor.warnings.off: ")
+    assert line.startswith("--set monitor.warnings.off=[truncation, reward-slwo]: monitor.warnings.off: ")
     assert "'reward-slwo' is not one of" in line
     assert "nearest 'reward-slow'" in line
-    assert load(folder / "t.yaml", ["monitor.warnings.off=truncation"]).services.monitor.warnings.off == ("truncation",)
+    assert load(folder / "t.yaml", ["monitor.warnings.off=truncation"]).monitor.warnings.off == ("truncation",)
 
 
-def test_monitor_is_a_short_name_for_services_monitor(folder: Path) -> None:
-    [line] = problems(write(folder), "monitor.wandb.project=")
-    assert line.startswith("--set monitor.wandb.project=: services.monitor.wandb.project: ")
+def test_the_former_place_of_monitor_is_read_but_errors_name_the_present_one(folder: Path) -> None:
+    [line] = problems(write(folder), "services.monitor.wandb.project=")
+    assert line.startswith("--set services.monitor.wandb.project=: monitor.wandb.project: ")
+    path = edited(folder, "services:\n", "services:\n  monitor:\n    web: {listen: 1}\n")
+    [line] = problems(path)
+    assert line.startswith("t.yaml:23: monitor.web.listen: 1 is not a string")
 
 
-def test_monitor_key_given_under_both_names_is_refused(folder: Path) -> None:
-    [line] = problems(write(folder), "services.monitor.web={}", "monitor.web={}")
-    assert line == "--set monitor.web={}: monitor.web: given twice, also as services.monitor.web; remove one"
+@pytest.mark.parametrize("form", ["monitor", "services.monitor"])
+def test_a_key_of_monitor_can_be_set_in_a_resolved_topology(folder: Path, form: str) -> None:
+    path = write(folder, BASE + "  monitor: {web: {token: ./token}}\n")
+    load(path).dump_resolved(path)
+    assert "monitor" not in document.plain(path.read_text())["services"]
+    web = load(path, [f"{form}.web.listen=127.0.0.1:9000", f"{form}.samples=null"]).monitor.web
+    assert web is not None
+    assert (web.listen, web.token) == ("127.0.0.1:9000", str(folder / "token"))
+
+
+def test_a_key_of_monitor_that_a_file_has_in_both_places_is_refused(folder: Path) -> None:
+    [line] = problems(write(folder, BASE + "  monitor: {web: {}}\nmonitor: {web: {}}\n"))
+    assert line == "t.yaml:28: services.monitor.web: given twice, also as monitor.web; remove one"
 
 
 def test_qwen7b_example_is_valid_except_for_its_missing_files(
