@@ -32,6 +32,9 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "workflow": ("workflow={function: 'builtin:calculator'}", "services.rollout.partial_s=null"),
     "algorithm.advantage.scale": ("algorithm.advantage.scale=none",),
     "algorithm.advantage.std_epsilon": ("algorithm.advantage.std_epsilon=0.1",),
+    "algorithm.advantage.per": ("algorithm.advantage={name: 'a:b', per: token}",),
+    "algorithm.advantage.gamma": ("algorithm.advantage={name: reinforce, gamma: 0.5}",),
+    "algorithm.advantage.whiten": ("algorithm.advantage={name: reinforce, whiten: none}",),
     "algorithm.loss.clip": (TWICE, "algorithm.loss.clip=[0.1, 0.1]"),
     "algorithm.loss.dual_clip": (TWICE, "algorithm.loss.dual_clip=3.0"),
     "algorithm.loss.clamp": (TWICE, "algorithm.loss.name=cispo", "algorithm.loss.clamp=both"),
@@ -82,6 +85,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
 """For each key that may be null, what gives it a value in BASE."""
 BESIDE: dict[str, tuple[str, ...]] = {
     "reward.function": ("reward.functions=[{function: 'builtin:numeric'}]",),
+    "algorithm.advantage.per": ("algorithm.advantage.whiten=null",),
     "algorithm.loss.clamp": ("algorithm.loss.clip=null",),
     "algorithm.kl": ("services.reference=null",),
     "services.policy-trainer.host": ("placement.hosts={}",),
@@ -93,6 +97,8 @@ REFILLED = frozenset(
     {
         "algorithm.advantage.scale",
         "algorithm.advantage.std_epsilon",
+        "algorithm.advantage.gamma",
+        "algorithm.advantage.whiten",
         "algorithm.loss.clip",
         "algorithm.loss.clamp",
         "algorithm.loss.temperatures",
