@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from proto.messages import SupervisorState, TopicRow
+from proto.messages import ProcessRow, TopicRow
 
 Values = Mapping[str, float | str]
 UNKNOWN = "?"
@@ -136,7 +136,7 @@ def _text(values: Values, name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def process_rows(state: SupervisorState, at: float) -> list[TopicRow]:
+def process_rows(processes: Iterable[ProcessRow], at: float) -> list[TopicRow]:
     """Return a row for each process, attributed to that process. `at` is in seconds since 1970."""
     return [
         TopicRow(
@@ -152,5 +152,5 @@ def process_rows(state: SupervisorState, at: float) -> list[TopicRow]:
                 "cause": row.cause,
             },
         )
-        for row in state.processes
+        for row in processes
     ]
