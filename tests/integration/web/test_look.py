@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
 
 from shared.view.look import WorkKind
+from tests.integration.tiny.harness import wait_for
 from tests.integration.web.chromium import DESKTOP, PHONE, chromium, visit
 from tests.integration.web.shown_run import add_samples, ended_run, page_of, rgb, row, sample
 
@@ -170,7 +171,7 @@ def test_prompts_and_completions_come_first_on_a_phone(browser: Browser, run: Pa
         texts = page.locator("#sample .text")
         expect(texts.nth(1)).to_contain_text("an answer of many words")
         expect(page.locator("#sample")).to_be_focused()
-        page.wait_for_function("document.querySelector('#sample').getBoundingClientRect().top < 40")
+        wait_for("the scroll to the sample", lambda: box(page.locator("#sample"))["y"] < 40)
         facts = page.locator("#sample > .facts").first
         tops = [box(element)["y"] for element in (texts.nth(0), texts.nth(1), facts)]
         assert tops == sorted(tops)
