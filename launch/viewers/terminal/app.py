@@ -98,6 +98,8 @@ class MonitorApp(App[None]):
         self._level = "info"
         self._filter = ""
         self._log_shown: LogLine | None = None
+        self._log_width = 0
+        """The width to which log lines are wrapped, or 0 if they are not."""
         self._split, self._sample_step, self._sample_task = TRAIN, -1, ""
         self._records: list[SampleRecord] = []
         self._order: Order | None = None
@@ -207,12 +209,7 @@ class MonitorApp(App[None]):
                 pane.redraw(self.size.width - 4, self.size.height - 5)
 
     def on_resize(self) -> None:
-        self.call_after_refresh(self._after_resize)
-
-    def _after_resize(self) -> None:
-        if self.tab == "log" and self._main.query_one("#log-lines", RichLog).wrap:
-            self._redraw_log()
-        self.redraw()
+        self.call_after_refresh(self.redraw)
 
     @on(TabbedContent.TabActivated)
     def _on_tab(self) -> None:
@@ -249,6 +246,11 @@ class MonitorApp(App[None]):
 
     def _draw_log(self) -> None:
         pane = self._main.query_one("#log-lines", RichLog)
+        width = pane.scrollable_content_region.width if pane.wrap else 0
+        if width != self._log_width:
+            self._log_width = width
+            self._redraw_log()
+            return
         lines = self.feed.view.log.lines(level=self._level, containing=self._filter)[-MAX_LOG_SHOWN:]
         new = lines
         if self._log_shown is not None:
@@ -406,7 +408,7 @@ class MonitorApp(App[None]):
         pane = self._main.query_one("#log-lines", RichLog)
         pane.wrap = not pane.wrap
         pane.scroll_to(x=0, animate=False, immediate=True)
-        self._redraw_log()
+        self._draw_log()
 
     def action_step(self, by: int) -> None:
         run = self.feed.run
