@@ -161,7 +161,7 @@ function settings(chart) {
     cursor: { sync: { key: "steps" }, focus: { prox: 20 }, drag: { x: true, y: false, setScale: true } },
     scales: { x: { time: false }, y: { range: (_, low, high) => limits(chart.panel.names, low, high) } },
     legend: { markers: { width: 3, dash: (_, index) => BORDERS[chart.lines[index - 1].dash], fill: () => "transparent" } },
-    axes: [{ stroke, grid, size: 30 }, { stroke, grid, size: 52, values: (_, ticks) => ticks.map(number) }],
+    axes: [{ stroke, grid, size: 30 }, { stroke, grid, size: 62, values: (_, ticks) => ticks.map(number) }],
     series: [
       { label: "step", value },
       ...chart.lines.map(({ run, name, color, dash }) => ({

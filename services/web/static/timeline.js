@@ -73,8 +73,7 @@ export function draw() {
   for (let tick = 0; tick <= 4; tick += 1) {
     const seconds = (-picture.seconds * tick) / 4;
     context.textAlign = tick === 0 ? "right" : "center";
-    const end = head.live ? "now" : new Date(1000 * picture.now).toLocaleTimeString();
-    context.fillText(tick ? `−${duration(-seconds)}` : end, place(seconds, width), height - LANE / 2);
+    context.fillText(tick ? `−${duration(-seconds)}` : head.live ? "now" : "end", place(seconds, width), height - LANE / 2);
   }
   context.textAlign = "left";
   canvas.setAttribute("aria-label", `timeline of ${picture.lanes.length} processes and ${picture.steps.length} steps`);
@@ -85,7 +84,9 @@ export function draw() {
     kinds.set(kind, (kinds.get(kind) ?? new Set()).add(what));
   }
   const legend = [...kinds].map(([kind, whats]) => h("span", {}, mark(kind), ` ${kind}: ${[...whats].join(", ")}`));
-  $("lane-names").replaceChildren(h("div", { class: "facts" }, ...shares), h("div", { class: "facts soft" }, ...legend));
+  const until = h("p", { class: "soft" }, `The last span ended at ${new Date(1000 * picture.now).toLocaleString()}.`);
+  const parts = [h("div", { class: "facts" }, ...shares), h("div", { class: "facts soft" }, ...legend)];
+  $("lane-names").replaceChildren(...(head.live ? [] : [until]), ...parts);
   $("waits").replaceChildren(...waits());
 }
 

@@ -81,11 +81,12 @@ def check_last_states(shown: Page) -> None:
 
     shown.get_by_role("button", name="Timeline").click()
     expect(shown.locator("#lane-names")).to_contain_text("reference/0 works")
+    expect(shown.locator("#lane-names")).to_contain_text("The last span ended at ")
     expect(shown.locator("#waits tr", has_text="reference/0")).to_contain_text("scheduler/0")
     expect(shown.locator("#lanes")).to_have_attribute("aria-label", re.compile("and 3 steps"))
     legend = {
         entry.inner_text().strip(): entry.locator(".mark").evaluate(MARK)
-        for entry in shown.locator("#lane-names .soft span").all()
+        for entry in shown.locator("#lane-names .facts.soft span").all()
     }
     assert legend == {
         "step: step": rgb(WorkKind.STEP),
