@@ -74,10 +74,16 @@ class ServiceBook:
         self._states: dict[str, tuple[float, Values]] = {}
 
     def supervised(self, name: str, at: float, values: Values) -> None:
-        """Record the supervisor's report about a process (topic `cluster/process`)."""
-        before = _number(self._supervised.get(name, values), "restarts") or 0
-        if (_number(values, "restarts") or 0) > before:
+        """Record the supervisor's report about a process (topic `cluster/process`).
+
+        The cause of a restart is kept when the process later ends without a cause.
+        """
+        before = self._supervised.get(name, values)
+        restarts = _number(values, "restarts") or 0
+        if restarts > (_number(before, "restarts") or 0):
             self._restarted[name] = at
+        if restarts and not _text(values, "cause"):
+            values = {**values, "cause": _text(before, "cause")}
         self._supervised[name] = values
 
     def own(self, name: str, at: float, values: Values) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -14,10 +17,12 @@ from playwright.sync_api import Browser, Page, expect
 from proto.messages import ProcessRow
 from services.web.saved import WINDOWS_S, page
 from shared.rundir import RunDir
+from shared.runfiles.files import RunFiles
 from shared.runfiles.last import as_lines
 from shared.view.look import WorkKind
 from shared.view.services import process_rows
 from tests.integration.monitor.played_run import PlayedRun, start_monitor
+from tests.integration.tiny.harness import SERVICES, launched, wait_for
 from tests.integration.web.chromium import chromium, visit
 from tests.integration.web.shown_run import HOSTILE, ended_run, page_of, rgb
 
@@ -124,3 +129,26 @@ def test_a_run_whose_processes_were_all_killed_says_why_nothing_is_known_about_t
             expect(shown.locator(where)).to_be_visible()
             expect(shown.locator(where)).to_contain_text("last.jsonl is missing")
             expect(shown.locator(where)).to_contain_text("all its processes were killed at the same moment")
+
+
+def test_a_run_records_its_last_states_and_their_restarts(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready(SERVICES)
+
+        def rollout() -> dict[str, Any]:
+            rows = here.status().get("services", [])
+            return next((row for row in rows if row["service"] == "rollout" and row["state"] == "READY"), {})
+
+        os.kill(rollout()["pid"], signal.SIGKILL)
+        wait_for("another life", lambda: rollout().get("restarts") == 1)
+        here.process.send_signal(signal.SIGINT)
+        assert here.process.wait(120) == 1
+        run = here.run.path
+    files = RunFiles(run)
+    files.read_last()
+    last = {view.name: view for view in files.view.services(files.view.newest_at)}
+    assert len(last) == SERVICES
+    assert {view.state for view in last.values()} == {"STOPPED"}
+    assert {name: view.restarts for name, view in last.items() if view.restarts} == {"rollout/0": 1}
+    assert last["rollout/0"].cause == "killed by SIGKILL"
+    assert files.view.pipeline().tasks

@@ -40,6 +40,15 @@ def test_the_states_that_the_supervisor_adds_replace_those_that_the_monitor_has_
     assert (lane.name, lane.working_s) == ("rollout/0", 1.0)
 
 
+def test_the_cause_of_a_restart_is_kept_at_the_orderly_end_of_a_run(tmp_path: Path) -> None:
+    killed = states("READY", restarts=1, at=END - 1, cause="killed by SIGKILL")
+    (tmp_path / LAST).write_bytes(as_lines([*killed, *states("STOPPED", restarts=1, at=END)]))
+    files = RunFiles(tmp_path)
+    files.read_last()
+    [service] = files.view.services(END)
+    assert (service.state, service.restarts, service.cause) == ("STOPPED", 1, "killed by SIGKILL")
+
+
 def test_time_before_the_oldest_recorded_span_counts_as_unknown(tmp_path: Path) -> None:
     rows = [span(END - (MAX_HISTORY - number) / 100) for number in range(1, MAX_HISTORY + 1)]
     (tmp_path / LAST).write_bytes(as_lines(rows))
