@@ -96,6 +96,11 @@ class RunDir:
         return self.path / "warnings.jsonl"
 
     @property
+    def last(self) -> Path:
+        """What was known about the run when it ended (`shared.runfiles.last`)."""
+        return self.path / "last.jsonl"
+
+    @property
     def outcome(self) -> Path:
         """`{"outcome": "done" | "stopped" | "failed", "cause": "..."}`. The file exists from the moment the run begins
         to shut down."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
@@ -27,7 +28,9 @@ from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir, service_name
+from shared.runfiles.last import as_lines
 from shared.security.access import Access
+from shared.view.services import process_rows
 
 SOCKETS_DELETED = "the folder of the run's sockets, was deleted; continue the run with --resume"
 EVENTS = e.Died | e.GivenUp | e.Spawned | e.Reported | Told
@@ -67,7 +70,7 @@ class Supervisor:
         self._run = run
         self._on_event = on_event
         self._listen = listen
-        self._outcome_due = access is None
+        self._is_home = self._outcome_due = access is None
 
         def notice(text: str) -> None:
             on_event(Told(text))
@@ -118,7 +121,8 @@ class Supervisor:
         try:
             self.sockets.open(self._listen)
             self.hosts.begin()
-            self._run.outcome.unlink(missing_ok=True)
+            for file in (self._run.outcome, self._run.last):
+                file.unlink(missing_ok=True)
             self._programs.start_guard()
             self._feed(e.TimePassed())
             self._spares.fill()
@@ -195,6 +199,7 @@ class Supervisor:
                 self._on_event(effect)
             case e.RunEnded():
                 self._log.info("ended", outcome=effect.outcome, cause=effect.cause)
+                self._add_last()
                 self._ended.put_nowait(effect)
             case _:
                 assert_never(effect)
@@ -224,6 +229,17 @@ class Supervisor:
             partial.replace(self._run.outcome)
         except OSError as error:
             self._log.warning("the outcome cannot be written", error=str(error))
+
+    def _add_last(self) -> None:
+        """Add the final states of the processes to what the monitor has written."""
+        if not self._is_home:
+            return
+        processes = self.views.rows() + self.hosts.book.rows()
+        try:
+            with self._run.last.open("ab") as file:
+                file.write(as_lines(process_rows(processes, time.time())))
+        except OSError as error:
+            self._log.warning("the last states cannot be written", error=str(error))
 
     def _exited(self, key: Key, pid: int, status: int) -> None:
         if key[0] == DRIVER and status == 0 and not self.state.ending:

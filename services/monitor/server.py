@@ -46,12 +46,13 @@ from shared.rpc.mailbox import Call
 from shared.rpc.transport import Pump, open_socket
 from shared.rundir import RunDir
 from shared.runfiles.files import RunFiles
+from shared.runfiles.last import as_lines
 from shared.security.connections import Connections
 from shared.security.curve import lock
 from shared.security.roles import Role
 from shared.security.zap import Gate
 from shared.view.services import process_rows
-from shared.view.timeline import MAX_HISTORY
+from shared.view.timeline import MAX_HISTORY, SPAN
 
 PUB, SUPERVISOR = "monitor-pub", "supervisor"
 POLL_S = 1.0
@@ -69,7 +70,6 @@ RECEIVE_BYTES = 16 << 10
 connection has been closed."""
 CONFIRM_S = 0.02
 """Time, in seconds, after which new subscriptions are confirmed by an update. One update confirms all of them."""
-SPAN = "span"
 MAX_SPAN_BYTES = 512
 """Maximum encoded size of a span that is kept, in bytes. The spans (`MAX_HISTORY`) and the curves must fit in one 8 MiB
 message."""
@@ -95,6 +95,11 @@ class MonitorHistory:
         while self._files.read():
             pass
 
+    @property
+    def spans(self) -> list[TopicRow]:
+        """The newest spans, oldest first."""
+        return list(self._spans)
+
     def answer(self) -> History:
         """Return the part of the history that has been read."""
         curves = self._files.view.curves
@@ -103,7 +108,7 @@ class MonitorHistory:
             newest=curves.last,
             steps={name: np.asarray(steps) for name, (steps, _) in columns.items()},
             values={name: np.asarray(values) for name, (_, values) in columns.items()},
-            spans=list(self._spans),
+            spans=self.spans,
         )
 
 
@@ -173,6 +178,8 @@ class MonitorService(Service):
 
     async def drain(self) -> None:
         await self._warn()  # the warnings about the last steps of the run
+        await self._poll_scheduler()
+        await asyncio.to_thread(self._write_last)
 
     async def close(self) -> None:
         if self._confirming is not None:
@@ -188,6 +195,15 @@ class MonitorService(Service):
         for row in rows_of(status, time.time()):
             self._publish(self._state.put_changed(row))
             self._watch(row)
+
+    def _write_last(self) -> None:
+        """Write the last value of every topic and the newest spans, for those who look at the run after its end."""
+        partial = self.run.last.with_suffix(".partial")
+        try:
+            partial.write_bytes(as_lines([*self._state.snapshot().rows, *self._history.spans]))
+            partial.replace(self.run.last)
+        except OSError as error:
+            self.log.warning("the last values cannot be written", error=str(error))
 
     async def _warn(self) -> None:
         """Publish the warnings that are due. Yields to the event loop between pages of a long metrics.jsonl."""
@@ -214,7 +230,7 @@ class MonitorService(Service):
             except RpcError:
                 pass  # The supervisor has ended, and the run ends with it.
             else:
-                for row in process_rows(state, time.time()):
+                for row in process_rows(state.processes, time.time()):
                     self._publish(self._state.put_changed(row))
             await asyncio.sleep(POLL_S)
 

@@ -1,7 +1,7 @@
 """The HTTP interface of the page: its files, its data, and the requests that it admits. It is private to the page and
 may change; scripts should use `launch.monitor --json`.
 
-GET  /api/stream                                        server-sent events: head, services, pipeline, notices
+GET  /api/stream                                        server-sent events: look, head, services, pipeline, notices
 GET  /api/metrics?run=&name=&name=&after=&epoch=        metric points of this run or of another run in the same folder
 GET  /api/timeline?seconds=                             the work and waits of each process
 GET  /api/log?level=&text=                              the newest log lines
@@ -35,14 +35,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from proto.errors import WireError
-from services.web import samples
+from services.web import parts, samples
 from services.web.live_parts import MAX_STREAMS
 from services.web.page import Page
 from shared.guest_server import Secret, prove
 from shared.rpc.errors import RpcError
 from shared.runfiles.files import RunFiles
 from shared.samples.reader import Order
-from shared.view.timeline import thinned
 
 API = "/api/"
 HEADERS = {
@@ -66,8 +65,6 @@ MAX_NAMES = 64
 MAX_BODY_BYTES = 1024
 MAX_LOG_LINES = 500
 MAX_TIMELINE_S = 600.0
-MAX_PIECES = 1000
-"""Number of pieces of a time line, about one per pixel. Spans of the same kind with a smaller gap are sent as one."""
 READERS = 2
 """Maximum number of requests that read samples at the same time."""
 OPERATOR_TOKEN = "x-operator-token"  # noqa: S105  # the name of a header
@@ -205,29 +202,9 @@ class _Handlers:
 
     async def timeline(self, request: Request) -> Response:
         seconds = min(max(_number(request.query_params.get("seconds"), 60.0), 1.0), MAX_TIMELINE_S)
-        now = time.time()
-        view = self._page.own.view
-        return _json(
-            {
-                "now": now,
-                "seconds": seconds,
-                "lanes": [
-                    {
-                        "name": lane.name,
-                        "known_s": lane.known_s,
-                        "working_s": lane.working_s,
-                        "waiting_s": lane.waiting_s,
-                        "waits": [[wait.what[:80], wait.of[:80], wait.seconds] for wait in lane.waits],
-                        "spans": [
-                            [round(span.begin - now, 3), round(span.end - now, 3), span.what[:80], span.of[:80], count]
-                            for span, count in thinned(lane.spans, seconds / MAX_PIECES)
-                        ],
-                    }
-                    for lane in view.timeline(now, seconds)
-                ],
-                "steps": [[round(end.at - now, 3), end.step] for end in view.step_ends(now, seconds)],
-            }
-        )
+        live, own = self._page.calls is not None, self._page.own
+        now = time.time() if live else own.view.timeline_end or time.time()
+        return _json(parts.timeline(own, now, seconds))
 
     async def log(self, request: Request) -> Response:
         query = request.query_params

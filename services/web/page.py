@@ -24,6 +24,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name
 from shared.runfiles.files import RunFiles
 from shared.stream import Stream
+from shared.view import look
 from shared.view.services import process_rows
 
 TICK_S = 1.0
@@ -145,7 +146,7 @@ class Page:
         while True:
             if self.parts.watchers:
                 with contextlib.suppress(RpcError, WireError):
-                    for row in process_rows(await calls.state(), time.time()):
+                    for row in process_rows((await calls.state()).processes, time.time()):
                         self.own.view.apply(row)
             await asyncio.sleep(TICK_S)
 
@@ -161,8 +162,12 @@ class Page:
     async def _show(self) -> None:
         """Update the live parts with the current state."""
         await self.own.read_all()
-        view, now, live = self.own.view, time.time(), self.calls is not None
+        view, live = self.own.view, self.calls is not None
+        if not live:
+            self.own.read_last()
+        now = time.time() if live else view.newest_at
+        self.parts.put("look", look.document())
         self.parts.put("head", parts.head(self.own, self.runs(), live=live, operable=self._operable and live))
-        self.parts.put("services", view.services(now) if live else [])
-        self.parts.put("pipeline", view.pipeline() if live else None)
+        self.parts.put("services", view.services(now))
+        self.parts.put("pipeline", view.pipeline())
         self.parts.put("notices", parts.notices(self.own, live=live))

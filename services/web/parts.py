@@ -9,6 +9,10 @@ from typing import Any
 from shared.runfiles.files import RunFiles
 from shared.runfiles.outcome import read_outcome
 from shared.view.curves import PANELS, Panel
+from shared.view.timeline import thinned
+
+MAX_PIECES = 1000
+"""Number of pieces of a time line, about one per pixel. Spans of the same kind with a smaller gap are sent as one."""
 
 
 def head(
@@ -30,7 +34,32 @@ def head(
         "names": names,
         "panels": [{"title": panel.title, "names": panel.matching(names)} for panel in panels],
         "last": [files.epoch, files.last_step],
+        "ended_at": None if live else files.view.newest_at or None,
         "ended": "" if live else ended(files.path),
+    }
+
+
+def timeline(files: RunFiles, now: float, seconds: float, *, share: float = 1.0) -> dict[str, Any]:
+    """Return the spans in the `seconds` before `now`, thinned to `share` of the usual number of pieces."""
+    view, gap_s = files.view, seconds / (MAX_PIECES * share)
+    return {
+        "now": now,
+        "seconds": seconds,
+        "lanes": [
+            {
+                "name": lane.name,
+                "known_s": lane.known_s,
+                "working_s": lane.working_s,
+                "waiting_s": lane.waiting_s,
+                "waits": [[wait.what[:80], wait.of[:80], wait.seconds] for wait in lane.waits],
+                "spans": [
+                    [round(span.begin - now, 3), round(span.end - now, 3), span.what[:80], span.of[:80], count]
+                    for span, count in thinned(lane.spans, gap_s)
+                ],
+            }
+            for lane in view.timeline(now, seconds)
+        ],
+        "steps": [[round(end.at - now, 3), end.step] for end in view.step_ends(now, seconds)],
     }
 
 

@@ -1,7 +1,8 @@
 """Saves the page of a run as one file, which needs neither a server nor the network.
 
-The file holds the scripts of the live page and the data that they would request: all curves, warnings, the newest log
-lines, and a few samples of the newest step and of each evaluation. One or more other runs can be compared with the run.
+The file holds the scripts of the live page and the data that they would request: all curves, warnings, the last states
+of the processes and their last work and waits, the newest log lines, and a few samples of the newest step and of each
+evaluation. One or more other runs can be compared with the run.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from services.web import parts
 from services.web.samples import body
 from shared.runfiles.files import RunFiles
 from shared.samples.reader import read, splits, steps
-from shared.samples.record import FOLDER, SampleRecord, file_of, rank
+from shared.samples.record import FOLDER, SampleRecord, file_of, rank, shortened
 from shared.stages import TRAIN
+from shared.view import look
 from shared.view.curves import PANELS, Panel, Point
 
 LIMIT_BYTES = 2_000_000
@@ -31,6 +33,8 @@ POINTS = 30_000
 LOG_LINES, LOG_CHARS = 500, 600
 TEXT_CHARS, TOKENS = 4000, 500
 """Maximum length of a text and maximum number of tokens of a sample."""
+WINDOWS_S = (30, 60, 300)
+"""The windows of the timeline that the page offers."""
 SAMPLES_BYTES = 16 << 20
 """Maximum size, in bytes, of a sample file that is read."""
 BEST, WORST, LONGEST, EVALUATED = 4, 4, 2, 4
@@ -53,6 +57,7 @@ def page(folders: Sequence[Path], panels: Sequence[Panel] = PANELS) -> str:
             pass
     first = next(iter(runs.values()))
     first.read_logs()
+    first.read_last()
     records = {split: _chosen(first.path, split) for split in splits(first.path)}
     template, share = _template(), 1.0
     while True:
@@ -93,9 +98,15 @@ def _data(
     run, *others = runs
     files = runs[run]
     chars, tokens = int(share * TEXT_CHARS), int(share * TOKENS)
-    notices = parts.notices(files)
+    notices, view = parts.notices(files), files.view
     newest = files.view.warnings()[-max(1, int(share * len(notices["warnings"]))) :]
     return {
+        "look": look.document(),
+        "services": view.services(view.newest_at),
+        "pipeline": view.pipeline(),
+        "timeline": {
+            seconds: parts.timeline(files, view.timeline_end or 0.0, seconds, share=share) for seconds in WINDOWS_S
+        },
         "head": {**parts.head(files, others, panels=panels), "run": run, "compared": others},
         "notices": {
             **notices,
@@ -112,7 +123,7 @@ def _data(
             for split, (step, total, chosen) in records.items()
         },
         "log": [
-            {**msgspec.to_builtins(line), "text": line.text[:LOG_CHARS]}
+            {**msgspec.to_builtins(line), "text": shortened(line.text, LOG_CHARS)}
             for line in files.view.log.lines()[-max(1, int(share * LOG_LINES)) :]
         ],
     }

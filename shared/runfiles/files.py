@@ -1,4 +1,4 @@
-"""Keeps a `RunView` up to date from the files of a run: metrics, warnings and logs."""
+"""Keeps a `RunView` up to date from the files of a run: metrics, warnings and logs, and what was known at its end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
+from proto.messages import History
+from shared.runfiles.last import LAST, new_rows
 from shared.runfiles.lines import FollowedFile
 from shared.runfiles.logs import parsed
 from shared.runfiles.metrics import METRICS, MetricsFollower
 from shared.runfiles.warnings import new_warnings
 from shared.view import RunView
 from shared.view.curves import Curves
+from shared.view.timeline import SPAN
 
 LOG_BYTES = 128 << 10
 """Number of bytes that are initially read from the end of each log."""
@@ -34,6 +37,7 @@ class RunFiles:
         self.last_step = -1.0
         self._metrics = MetricsFollower(path / METRICS)
         self._warnings = FollowedFile(path / "warnings.jsonl")
+        self._last = FollowedFile(path / LAST)
         self._logs: dict[Path, FollowedFile] = {}
 
     def read(self) -> bool:
@@ -59,6 +63,14 @@ class RunFiles:
         while more:
             more = self.read()
             await asyncio.sleep(0)
+
+    def read_last(self) -> None:
+        """Read what was known about the run when it ended. During a run, the monitor's stream has newer values."""
+        rows = list(new_rows(self._last))
+        for row in rows:
+            self.view.apply(row)
+        if spans := [row for row in rows if row.topic == SPAN]:
+            self.view.load_history(History(newest={}, steps={}, values={}, spans=spans))
 
     def read_logs(self) -> None:
         """Read what was added to the logs."""

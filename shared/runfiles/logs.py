@@ -38,7 +38,8 @@ def readable(line: str) -> str:
 def parsed(line: str, limit_chars: int | None = None) -> LogLine | None:
     """Parse a line of a `.jsonl` log, or return None for other text.
 
-    The text of the result consists of the event, the fields and the traceback, cut to `limit_chars` characters.
+    The text of the result consists of the event, the fields and the traceback. Of a text that is longer than
+    `limit_chars` characters, it has the beginning and the end, and how many characters are left out between them.
     """
     try:
         entry = json.loads(line)
@@ -55,8 +56,15 @@ def parsed(line: str, limit_chars: int | None = None) -> LogLine | None:
         at=str(entry.get("timestamp", "")),
         level=str(entry.get("level", "")),
         service=service_name(str(entry.get("service", "?")), instance if isinstance(instance, int) else 0),
-        text=(f"{text}\n{trace}" if trace else text)[:limit_chars],
+        text=_cut(f"{text}\n{trace}" if trace else text, limit_chars),
     )
+
+
+def _cut(text: str, limit_chars: int | None) -> str:
+    if limit_chars is None or len(text) <= limit_chars:
+        return text
+    half = limit_chars // 2
+    return f"{text[:half]}… ({len(text) - 2 * half:,} more characters) …{text[-half:]}"
 
 
 def last_lines(run: RunDir, key: tuple[str, int], lines: int) -> list[str]:

@@ -103,6 +103,8 @@ class RunView:
         """Number of old warnings that are no longer kept."""
         self._rewinds: deque[Rewind] = deque(maxlen=MAX_REWINDS)
         self.log = LogTail()
+        self.newest_at = 0.0
+        """Time of the newest row of the stream, in seconds since 1970, or 0."""
         self.history_is_old = False
         """Whether the stream showed that the curves lack rows, or have rows of steps that were rolled back."""
 
@@ -111,6 +113,7 @@ class RunView:
     def apply(self, row: TopicRow) -> None:
         """Apply a row from the monitor's stream or snapshot."""
         name, values = f"{row.service}/{row.instance}", row.values
+        self.newest_at = max(self.newest_at, row.at)
         match row.topic:
             case "cluster/status":
                 self._status |= values
@@ -210,6 +213,11 @@ class RunView:
             dropped=_below(losses, "dropped/"),
             lost=_below(losses, "lost/"),
         )
+
+    @property
+    def timeline_end(self) -> float | None:
+        """The end of the newest span, in seconds since 1970, or None if no process has reported any."""
+        return self._timeline.end
 
     def timeline(self, now: float, seconds: float) -> list[Lane]:
         """Return the spans of each process in the `seconds` before `now`."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from proto.messages import SupervisorState, TopicRow
+from proto.messages import ProcessRow, TopicRow
 
 Values = Mapping[str, float | str]
 UNKNOWN = "?"
@@ -74,10 +74,16 @@ class ServiceBook:
         self._states: dict[str, tuple[float, Values]] = {}
 
     def supervised(self, name: str, at: float, values: Values) -> None:
-        """Record the supervisor's report about a process (topic `cluster/process`)."""
-        before = _number(self._supervised.get(name, values), "restarts") or 0
-        if (_number(values, "restarts") or 0) > before:
+        """Record the supervisor's report about a process (topic `cluster/process`).
+
+        The cause of a restart is kept when the process later ends without a cause.
+        """
+        before = self._supervised.get(name, values)
+        restarts = _number(values, "restarts") or 0
+        if restarts > (_number(before, "restarts") or 0):
             self._restarted[name] = at
+        if restarts and not _text(values, "cause"):
+            values = {**values, "cause": _text(before, "cause")}
         self._supervised[name] = values
 
     def own(self, name: str, at: float, values: Values) -> None:
@@ -136,7 +142,7 @@ def _text(values: Values, name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def process_rows(state: SupervisorState, at: float) -> list[TopicRow]:
+def process_rows(processes: Iterable[ProcessRow], at: float) -> list[TopicRow]:
     """Return a row for each process, attributed to that process. `at` is in seconds since 1970."""
     return [
         TopicRow(
@@ -152,5 +158,5 @@ def process_rows(state: SupervisorState, at: float) -> list[TopicRow]:
                 "cause": row.cause,
             },
         )
-        for row in state.processes
+        for row in processes
     ]

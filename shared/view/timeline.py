@@ -14,6 +14,8 @@ MAX_LANES = 512
 """Maximum number of processes with a lane."""
 MAX_HISTORY = 2000
 """Maximum number of spans in the monitor's answer to `GetHistory`."""
+SPAN = "span"
+"""The topic of spans."""
 STEP = "step"
 """The work of the process that completes a training step when it ends."""
 
@@ -96,6 +98,11 @@ class Timeline:
         """Note that spans that ended before `known_since` may be missing. Only the first call has an effect."""
         if self._known_since is None:
             self._known_since = known_since
+
+    @property
+    def end(self) -> float | None:
+        """The end of the newest span, in seconds since 1970, or None if there is no span."""
+        return max((lane.spans[-1].end for lane in self._lanes.values()), default=None)
 
     def lanes(self, begin: float, end: float) -> list[Lane]:
         """Return a lane for each process with a span between `begin` and `end`. Spans are clipped to these times."""

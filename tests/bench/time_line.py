@@ -20,10 +20,11 @@ from proto.messages import TopicRow
 from shared.actor.telemetry import SPAN
 from shared.rundir import RunDir, newest_run, service_name
 from shared.stream import Stream
+from shared.view.look import LOOKS, of_span
 
 COLUMNS = 100
 ROW, LEFT, WIDTH, TOP = 22, 250, 900, 30
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
+WAIT = "wait for the batch"
 Interval = tuple[float, float]
 
 
@@ -44,7 +45,7 @@ def spans_of(row: TopicRow) -> Iterable[Span]:
         yield Span(process, str(row.values["what"]), row.at - float(row.values["seconds"]), row.at)
     elif row.topic == "train":
         began = row.at - float(row.values["time/step"])
-        yield Span(process, "wait for the batch", began, began + float(row.values["time/wait_batch"]))
+        yield Span(process, WAIT, began, began + float(row.values["time/wait_batch"]))
 
 
 async def watch(run: RunDir, seconds: float) -> list[Span]:
@@ -123,15 +124,12 @@ def drawing(spans: Sequence[Span]) -> str:
         'font-family="sans-serif" font-size="12">',
         f'<rect width="100%" height="100%" fill="white"/><text x="{LEFT}" y="18">{last - first:.1f} s of a run</text>',
     ]
-    colours = {what: COLOURS[index % len(COLOURS)] for index, what in enumerate(sorted({what for _, what in rows}))}
     for index, ((process, what), row) in enumerate(rows.items()):
-        top = TOP + index * ROW
+        top, colour = TOP + index * ROW, LOOKS[of_span(what, waits=what == WAIT)].color
         out.append(f'<text x="8" y="{top + 15}">{process} {what}</text>')
         for span in row:
             left, wide = LEFT + (span.began - first) * scale, max((span.ended - span.began) * scale, 0.5)
-            out.append(
-                f'<rect x="{left:.1f}" y="{top + 3}" width="{wide:.1f}" height="{ROW - 6}" fill="{colours[what]}"/>'
-            )
+            out.append(f'<rect x="{left:.1f}" y="{top + 3}" width="{wide:.1f}" height="{ROW - 6}" fill="{colour}"/>')
     for second in range(int(last - first) + 1):
         x = LEFT + second * scale
         out.append(f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{height - 24}" stroke="#ccc"/>')

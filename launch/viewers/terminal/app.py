@@ -75,6 +75,7 @@ class MonitorApp(App[None]):
         Binding("plus,equals_sign", "window(-1)", "shorter", key_display="+"),
         Binding("slash", "filter", "filter", key_display="/"),
         Binding("l", "level", "level"),
+        Binding("w", "wrap", "whole lines"),
         Binding("comma", "step(-1)", "earlier", key_display=","),
         Binding("full_stop", "step(1)", "later", key_display="."),
         Binding("o", "order", "order"),
@@ -97,6 +98,8 @@ class MonitorApp(App[None]):
         self._level = "info"
         self._filter = ""
         self._log_shown: LogLine | None = None
+        self._log_width = 0
+        """The width to which log lines are wrapped, or 0 if they are not."""
         self._split, self._sample_step, self._sample_task = TRAIN, -1, ""
         self._records: list[SampleRecord] = []
         self._order: Order | None = None
@@ -125,7 +128,7 @@ class MonitorApp(App[None]):
                 )
             with TabPane(TITLES[5], id=TABS[5]):
                 yield Input(placeholder="/ filter by service or text", id="filter", compact=True)
-                yield RichLog(id="log-lines", max_lines=MAX_LOG_SHOWN, wrap=False, auto_scroll=True)
+                yield RichLog(id="log-lines", max_lines=MAX_LOG_SHOWN, min_width=0)
             with TabPane(TITLES[6], id=TABS[6]):
                 yield Input(placeholder="/ all samples of one task, such as train/0/17", id="task", compact=True)
                 yield Static("", id="sample-title", markup=False)
@@ -243,6 +246,11 @@ class MonitorApp(App[None]):
 
     def _draw_log(self) -> None:
         pane = self._main.query_one("#log-lines", RichLog)
+        width = pane.scrollable_content_region.width if pane.wrap else 0
+        if width != self._log_width:
+            self._log_width = width
+            self._redraw_log()
+            return
         lines = self.feed.view.log.lines(level=self._level, containing=self._filter)[-MAX_LOG_SHOWN:]
         new = lines
         if self._log_shown is not None:
@@ -250,17 +258,23 @@ class MonitorApp(App[None]):
             new = lines[at + 1 :] if at is not None else lines
             if at is None:
                 pane.clear()
+        follows = pane.is_vertical_scroll_end or not pane.lines
         for line in new:
-            pane.write(visible_text(panes.log_line(line)))
+            pane.write(visible_text(panes.log_line(line)), scroll_end=follows)
         if lines:
             self._log_shown = lines[-1]
         elif not isinstance(self.feed.run, RunDir) and not pane.lines:
             pane.write("the logs of a run on another machine: python -m launch.ctl --access FILE logs NAME -f")
 
     def _redraw_log(self) -> None:
+        """Draw all lines again. The view stays at the end of the log, or about as far from the end as before."""
+        pane = self._main.query_one("#log-lines", RichLog)
+        above = 1.0 if pane.is_vertical_scroll_end else pane.scroll_y / len(pane.lines)
         self._log_shown = None
-        self._main.query_one("#log-lines", RichLog).clear()
+        pane.clear()
         self._draw_log()
+        if above < 1.0:
+            pane.scroll_to(y=above * len(pane.lines), animate=False, immediate=True)
 
     # ---- samples
 
@@ -329,6 +343,7 @@ class MonitorApp(App[None]):
             "window": ("timeline",),
             "filter": tuple(INPUTS),
             "level": ("log",),
+            "wrap": ("log",),
             "step": ("samples",),
             "order": ("samples",),
             "colours": ("samples",),
@@ -388,6 +403,12 @@ class MonitorApp(App[None]):
         self._level = LEVELS[(LEVELS.index(self._level) + 1) % len(LEVELS)]
         self.notify(f"log lines of level {self._level} and above")
         self._redraw_log()
+
+    def action_wrap(self) -> None:
+        pane = self._main.query_one("#log-lines", RichLog)
+        pane.wrap = not pane.wrap
+        pane.scroll_to(x=0, animate=False, immediate=True)
+        self._draw_log()
 
     def action_step(self, by: int) -> None:
         run = self.feed.run

@@ -10,12 +10,13 @@ from rich.text import Text
 
 from launch.viewers.progress import duration
 from launch.viewers.samples import Color, described
-from launch.viewers.terminal.plot import COLOURS, Series, append_cells, bar, number, plot
+from launch.viewers.terminal.plot import Series, append_cells, bar, number, plot
 from launch.viewers.terminal.visible import visible
 from shared.samples.reader import Order
 from shared.samples.record import SampleRecord
 from shared.view import RunView
 from shared.view.curves import PANELS, Panel
+from shared.view.look import LOOKS, WorkKind, of_service, of_span
 from shared.view.notices import LogLine
 from shared.view.run_view import Progress
 from shared.view.services import Health, ServiceView
@@ -178,15 +179,18 @@ def timeline(view: RunView, now: float, width: int, seconds: float) -> list[Text
     across = max(width - NAME_WIDTH - 14, 10)
     ends = view.step_ends(now, seconds)
     columns = {min(int((step_end.at - now + seconds) / seconds * across), across - 1): step_end for step_end in ends}
-    kinds: dict[str, int] = {}
+    kinds: dict[WorkKind, dict[str, None]] = defaultdict(dict)
     lines = []
     for lane in lanes:
         line = Text(f"{lane.name[:NAME_WIDTH]:<{NAME_WIDTH}} ", no_wrap=True)
         cells = []
         for at, (what, waits) in enumerate(_cells(lane, now - seconds, seconds, across)):
-            colour = COLOURS[kinds.setdefault(what, len(kinds)) % len(COLOURS)] if what else ""
-            empty = STEP_END if at in columns else " "
-            cells.append((WAIT if waits else WORK if what else empty, f"dim {colour}" if waits else colour))
+            if not what:
+                cells.append((STEP_END if at in columns else " ", ""))
+                continue
+            kind = of_span(what, waits=waits)
+            kinds[kind][what] = None
+            cells.append((WAIT if waits else WORK, LOOKS[kind].color))
         append_cells(line, cells)
         line.append(f" {lane.working_s / lane.known_s:4.0%}", style="bold")
         line.append(f" {lane.waiting_s / lane.known_s:4.0%}", style="dim")
@@ -195,9 +199,9 @@ def timeline(view: RunView, now: float, width: int, seconds: float) -> list[Text
         lines.append(_steps(columns, across))
     axis = Text(" " * (NAME_WIDTH + 1) + f"{-seconds:g} s".ljust(across - 3) + "now  works waits", style="dim")
     legend = Text(no_wrap=False)
-    for what, index in kinds.items():
-        legend.append(f"{WORK} ", style=COLOURS[index % len(COLOURS)])
-        legend.append(f"{what}  ")
+    for kind, whats in kinds.items():
+        legend.append(f"{WAIT if kind is WorkKind.IDLE else WORK} ", style=LOOKS[kind].color)
+        legend.append(f"{kind}: {', '.join(whats)}  ")
     return [*lines, axis, legend, Text(), *_waits(lanes)]
 
 
@@ -242,7 +246,7 @@ def service_cells(service: ServiceView) -> list[Text]:
     style = HEALTH_STYLES[service.health]
     silent = service.health is Health.WRONG and service.state in ("READY", "STARTING", "DRAINING")
     return [
-        Text(service.name, style="bold"),
+        Text.assemble(("█ ", LOOKS[of_service(service.name)].color), (service.name, "bold")),
         Text("SILENT" if silent else service.state, style=style),
         Text("-" if service.restarts is None else str(service.restarts), style="yellow" if service.restarts else ""),
         Text("-" if service.progress_age_s is None else f"{service.progress_age_s:.0f} s ago"),
@@ -257,7 +261,7 @@ def service_cells(service: ServiceView) -> list[Text]:
 
 
 SERVICE_COLUMNS = {
-    **{"service": 23, "state": 9, "restarts": 8, "progress": 9, "CPU": 5, "memory": 10, "GPU memory": 10},
+    **{"service": 25, "state": 9, "restarts": 8, "progress": 9, "CPU": 5, "memory": 10, "GPU memory": 10},
     **{"host": 16, "pid": 8, "incarnation": 11, "last end": 80},
 }
 """Columns of the process list, with their widths."""
@@ -291,10 +295,11 @@ def notices(view: RunView, width: int, *, limit: int | None = None) -> list[Text
 
 
 def log_line(line: LogLine) -> Text:
-    """Return a log line with its level's colour."""
-    text = Text(f"{line.at[11:23]} ", style="dim", no_wrap=True)
+    """Return a log line with its level's colour, and a mark in the colour of its service's work."""
+    text = Text(f"{line.at[11:23]} ", style="dim")
     text.append(f"{line.level.upper():<8}", style=LEVEL_STYLES.get(line.level, "default not dim"))
-    text.append(f"{line.service:<{NAME_WIDTH}} ", style="cyan not dim")
+    text.append("█ ", style=f"{LOOKS[of_service(line.service)].color} not dim")
+    text.append(f"{line.service:<{NAME_WIDTH}} ", style="default not dim")
     text.append(line.text, style="default not dim")
     return text
 

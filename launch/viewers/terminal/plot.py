@@ -11,9 +11,10 @@ from operator import itemgetter
 from rich.text import Text
 
 from shared.view.curves import Point
+from shared.view.look import LOOKS, SIGNED, limits, of_metric
 
-COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-"""Colours of the curves in one picture. The terminal chooses their shades for light and dark backgrounds."""
+SHADES = ("", "bold ", "dim ")
+"""Shades of the curves of one picture that have the same colour, because they measure the same kind of work."""
 LABEL = 8
 """Width of the labels of the vertical axis."""
 _BLANK = 0x2800
@@ -40,7 +41,8 @@ def plot(title: str, series: Sequence[Series], width: int, height: int) -> list[
     first = min(curve.points[0][0] for curve in drawn)
     last = max(curve.points[-1][0] for curve in drawn)
     values = [value for curve in drawn for _, value in curve.points]
-    low, high = _limits(min(values), max(values))
+    low, high = limits(min(values), max(values), signed=any(curve.name.startswith(SIGNED) for curve in drawn))
+    colors = styles([curve.name for curve in drawn])
     cells = [[_BLANK] * columns for _ in range(rows)]
     owner = [[0] * columns for _ in range(rows)]
     for index, curve in enumerate(drawn):
@@ -52,7 +54,7 @@ def plot(title: str, series: Sequence[Series], width: int, height: int) -> list[
         line = Text(_label(row, rows, low, high).rjust(LABEL), style="dim")
         line.append("┤" if _labelled(row, rows) else "│", style="dim")
         styled = [
-            (" ", "") if cell == _BLANK else (chr(cell), COLOURS[index % len(COLOURS)])
+            (" ", "") if cell == _BLANK else (chr(cell), colors[index])
             for cell, index in zip(cells[row], owner[row], strict=True)
         ]
         lines.append(append_cells(line, styled))
@@ -60,6 +62,13 @@ def plot(title: str, series: Sequence[Series], width: int, height: int) -> list[
     gap = max(columns - len(left) - len(right), 1)
     lines.append(Text(f"{' ' * LABEL}└{left}{' ' * gap}{right}"[:width].ljust(width), style="dim"))
     return lines
+
+
+def styles(names: Sequence[str]) -> list[str]:
+    """Return a style for each metric: the colour of the kind of work that it measures, in different shades."""
+    kinds = [of_metric(name) for name in names]
+    shades = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]
+    return [f"{SHADES[shade % len(SHADES)]}{LOOKS[kind].color}" for kind, shade in zip(kinds, shades, strict=True)]
 
 
 def append_cells(line: Text, cells: Iterable[tuple[str, str]]) -> Text:
@@ -71,22 +80,14 @@ def append_cells(line: Text, cells: Iterable[tuple[str, str]]) -> Text:
 
 def _title(title: str, series: Sequence[Series], width: int) -> Text:
     head = Text(title, style="bold")
-    for index, curve in enumerate(series):
+    for style, curve in zip(styles([curve.name for curve in series]), series, strict=True):
         name = curve.name.rpartition("/")[2] if len(series) > 1 else ""
         if curve.name.startswith("eval/"):
             name = curve.name.split("/")[1]
-        head.append(f"  {name} " if name else "  ", style=COLOURS[index % len(COLOURS)])
-        head.append(number(curve.points[-1][1]), style=f"bold {COLOURS[index % len(COLOURS)]}")
+        head.append(f"  {name} " if name else "  ", style=style)
+        head.append(number(curve.points[-1][1]), style=style)
     head.truncate(width, overflow="ellipsis", pad=True)
     return head
-
-
-def _limits(low: float, high: float) -> tuple[float, float]:
-    """Return the ends of the vertical axis. A constant curve gets space above and below it."""
-    if low == high:
-        room = abs(low) / 10 or 1.0
-        return low - room, high + room
-    return low, high
 
 
 def _dots(

@@ -22,6 +22,7 @@ Services     r   restart the process    d   drain a rollout or reference
 Curves       ↓ ↑   next and previous    z   one chart or many
 Time         - +   longer and shorter window
 Log          /   filter by text         l   minimum level   (a run on this machine)
+             w   wrap long lines, or one row for each line
 Samples      , .   earlier and later step     o   order     c   colours     e   data set
              /   all samples of one task
 

@@ -2,9 +2,11 @@
 
 import { get } from "./api.js";
 import { $, clean, h, number } from "./dom.js";
+import { colorOf, limits, ofMetric } from "./look.js";
 
-const COLORS = ["#2f7ed8", "#e4572e", "#2ca02c", "#a855f7", "#d4a017", "#17a2b8", "#e83e8c", "#7a8699"];
+const RUN_COLORS = ["#2f7ed8", "#e4572e", "#2ca02c", "#a855f7", "#d4a017", "#17a2b8", "#e83e8c", "#7a8699"];
 const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
+const BORDERS = ["solid", "dashed", "dotted", "double"]; // of the marks in the legend
 const HEIGHT = 190;
 const MOST_CHARTS = 24;
 const OTHERS_EVERY_MS = 5000;
@@ -122,7 +124,12 @@ function draw() {
 
 function makeChart(panel, key) {
   const box = h("div");
-  const lines = [own, ...chosen].flatMap((run, i) => panel.names.map((name, j) => ({ run, name, i, j })));
+  const kinds = panel.names.map(ofMetric);
+  // With several runs, a colour is a run; otherwise, it is a kind of work. Curves of one colour differ in their dashes.
+  const style = (i, j) => (chosen.size
+    ? { color: RUN_COLORS[i % RUN_COLORS.length], dash: j % DASHES.length }
+    : { color: colorOf(kinds[j]), dash: kinds.slice(0, j).filter((kind) => kind === kinds[j]).length % DASHES.length });
+  const lines = [own, ...chosen].flatMap((run, i) => panel.names.map((name, j) => ({ run, name, ...style(i, j) })));
   return { key, panel, lines, box, plot: null, element: h("div", { class: "chart" }, h("h2", {}, h("bdi", {}, panel.title)), box) };
 }
 
@@ -134,7 +141,10 @@ function update(chart) {
   chart.element.dataset.points = shown.map(([steps]) => steps.length).join(" ");
   if (chart.plot) {
     chart.plot.setData(data, !zoom);
-    if (zoom) chart.plot.redraw();
+    if (zoom) {
+      chart.plot.redraw();
+      chart.plot.setLegend({});
+    }
   } else if (data[0].length) {
     chart.plot = new uPlot(settings(chart), data, chart.box);
     if (zoom) chart.plot.setScale("x", { min: zoom[0], max: zoom[1] });
@@ -149,22 +159,28 @@ function settings(chart) {
     width: chart.box.clientWidth || 380,
     height: HEIGHT,
     cursor: { sync: { key: "steps" }, focus: { prox: 20 }, drag: { x: true, y: false, setScale: true } },
-    scales: { x: { time: false } },
-    axes: [{ stroke, grid, size: 30 }, { stroke, grid, size: 52, values: (_, ticks) => ticks.map(number) }],
+    scales: { x: { time: false }, y: { range: (_, low, high) => limits(chart.panel.names, low, high) } },
+    legend: { markers: { width: 3, dash: (_, index) => BORDERS[chart.lines[index - 1].dash], fill: () => "transparent" } },
+    axes: [{ stroke, grid, size: 30 }, { stroke, grid, size: 62, values: (_, ticks) => ticks.map(number) }],
     series: [
-      { label: "step" },
-      ...chart.lines.map(({ run, name, i, j }) => ({
+      { label: "step", value },
+      ...chart.lines.map(({ run, name, color, dash }) => ({
         label: clean(several ? `${run} ${name}` : name).slice(0, 120),
-        stroke: COLORS[(several ? i : j) % COLORS.length],
-        dash: several ? DASHES[j % DASHES.length] : undefined,
+        stroke: color,
+        dash: DASHES[dash],
         width: 1.5,
         spanGaps: true,
         points: { show: (plot) => plot.data[0].length < 3 },
-        value: (_, value) => number(value),
+        value,
       })),
     ],
     hooks: { setScale: [onScale], ready: [addTouch] },
   };
+}
+
+// The text of a value in the legend: without a pointer, the newest value of the series.
+function value(plot, pointed, series, index) {
+  return number(index === null ? plot.data[series].findLast((each) => each !== null && each !== undefined) : pointed);
 }
 
 function dark() {
@@ -175,8 +191,8 @@ function dark() {
 let linking = false;
 
 function onScale(plot, scale) {
+  plot.root.dataset[scale === "x" ? "steps" : "values"] = `${plot.scales[scale].min} ${plot.scales[scale].max}`;
   if (scale !== "x") return;
-  plot.root.dataset.steps = `${plot.scales.x.min} ${plot.scales.x.max}`;
   if (linking || !plot.data[0].length) return;
   const steps = plot.data[0];
   const { min, max } = plot.scales.x;

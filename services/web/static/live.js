@@ -1,7 +1,8 @@
-// The state of a live run: progress, processes, pipeline, warnings.
+// The state of a live run, or the last state of an ended one: progress, processes, pipeline, warnings.
 
 import { operate, ask } from "./api.js";
 import { $, bytes, clean, duration, h, number, table } from "./dom.js";
+import { mark, ofService } from "./look.js";
 
 let operatorToken = "";
 let operable = false;
@@ -18,7 +19,17 @@ export function showHead(head) {
   if (live) facts.push(eta_s !== null && `${duration(eta_s)} left`, step_s !== null && `${duration(step_s)} per step`);
   if ("reward/mean" in values) facts.push(`reward ${number(values["reward/mean"])}`);
   $("progress").textContent = facts.filter(Boolean).join(" · ");
+  const last = () => `The last states, reported at ${new Date(1000 * head.ended_at).toLocaleString()}.`;
+  $("reported").hidden = live;
+  $("reported").textContent = whyNothing(head) ?? (live ? "" : last());
   document.title = `${step ?? 0}${steps ? `/${steps}` : ""} ${head.run}`;
+}
+
+// Why nothing is known about the processes of a run that is not live.
+export function whyNothing({ live: isLive, ended_at }) {
+  if (isLive || ended_at) return null;
+  return "The file last.jsonl is missing, so nothing is known about the processes. The monitor and the launcher write it "
+    + "when they end: this run has not begun, or all its processes were killed at the same moment.";
 }
 
 export function showContact(contact, head) {
@@ -34,7 +45,7 @@ export function showServices(services) {
   const heads = [["process"], ["state"], ["restarts", "number"], ["memory", "number"], ["CPU", "number"], ["GPU memory", "number"],
     ["progress", "number"], ["host"], ["pid", "number"], ["incarnation"], ["cause"], ...(operable ? [["operator"]] : [])];
   const rows = services.map((each) => h("tr", { "data-process": each.name },
-    h("td", {}, each.name),
+    h("td", {}, mark(ofService(each.name)), ` ${each.name}`),
     h("td", {}, h("span", { class: `chip ${healthOf(each)}` }, each.state)),
     h("td", { class: "number" }, number(each.restarts)),
     h("td", { class: "number" }, bytes(each.rss_bytes)),
@@ -47,7 +58,7 @@ export function showServices(services) {
     h("td", { class: "wide", title: each.cause }, each.cause),
     ...(operable ? [h("td", {}, ...buttons(each.name))] : []),
   ));
-  const nobody = h("p", { class: "soft" }, live ? "Nothing has reported yet." : "The run is not live.");
+  const nobody = h("p", { class: "soft" }, live ? "Nothing has reported yet." : "");
   $("processes").replaceChildren(services.length ? table(heads, rows) : nobody);
 }
 
@@ -74,7 +85,7 @@ async function order(action, name) {
 }
 
 export function showPipeline(pipeline) {
-  if (!pipeline) {
+  if (!Object.keys(pipeline.tasks).length && !pipeline.stores.length) {
     $("pipeline").replaceChildren();
     return;
   }

@@ -4,6 +4,7 @@ import { follow, get } from "./api.js";
 import * as curves from "./curves.js";
 import { $, h } from "./dom.js";
 import * as live from "./live.js";
+import * as look from "./look.js";
 import * as samples from "./samples.js";
 import * as timeline from "./timeline.js";
 
@@ -57,6 +58,7 @@ setTheme(localStorage.getItem("rlbus-theme") ?? "");
 setInterval(() => ["timeline", "log"].includes(tab) && head?.live && !document.hidden && refresh(), 1000);
 
 follow({
+  look: look.take,
   contact(is) {
     contact = is;
     live.showContact(contact, head);
@@ -66,6 +68,7 @@ follow({
     live.showHead(head);
     live.showContact(contact, head);
     samples.takeHead(head);
+    timeline.takeHead(head);
     curves.takeHead(head);
   },
   services: live.showServices,

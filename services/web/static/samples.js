@@ -1,7 +1,12 @@
-// Samples: the list of a step, and one sample with its tokens coloured by log-prob or by mismatch.
+// Samples: the list of a step, and one sample with its tokens coloured by log-prob or by mismatch. On a phone, prompts and
+// completions come first.
 
 import { get } from "./api.js";
 import { $, h, number, options, table } from "./dom.js";
+import { mark, tint } from "./look.js";
+
+const NUMBERS = new Set(["reward", "advantage", "tokens", "step"]);
+const HEADS = ["reward", "advantage", "tokens", "end", "state", "prompt", "completion", "task, sample", "step"];
 
 let found = null;
 let open = null;
@@ -36,19 +41,19 @@ export async function refresh(newest) {
 function list() {
   const rows = found.samples.map((each) => {
     const show = () => openSample(each);
+    const cells = [
+      number(each.reward), number(each.advantage), number(each.length), each.finish_reason,
+      [each.state, each.reason, each.failure].filter(Boolean).join(": "),
+      each.prompt, each.completion, `${each.task} ${each.sample}`, number(each.step),
+    ];
     return h("tr", { class: "open", tabindex: "0", onclick: show, onkeydown: (event) => event.key === "Enter" && show() },
-      h("td", { class: "number" }, number(each.reward)),
-      h("td", { class: "number" }, number(each.advantage)),
-      h("td", { class: "number" }, number(each.length)),
-      h("td", {}, each.finish_reason),
-      h("td", {}, [each.state, each.reason, each.failure].filter(Boolean).join(": ")),
-      h("td", { class: "wide" }, h("bdi", {}, each.prompt)),
-      h("td", { class: "wide" }, h("bdi", {}, each.completion)),
-      h("td", {}, `${each.task} ${each.sample}`),
-      h("td", { class: "number" }, number(each.step)),
-    );
+      ...cells.map((text, at) => {
+        const wide = ["prompt", "completion"].includes(HEADS[at]);
+        const kind = NUMBERS.has(HEADS[at]) ? "number" : wide ? "wide" : undefined;
+        return h("td", { class: kind, "data-head": HEADS[at] }, wide ? h("bdi", {}, text) : text);
+      }));
   });
-  const heads = [["reward", "number"], ["advantage", "number"], ["tokens", "number"], ["end"], ["state"], ["prompt"], ["completion"], ["task, sample"], ["step", "number"]];
+  const heads = HEADS.map((head) => [head, NUMBERS.has(head) ? "number" : undefined]);
   const none = h("p", { class: "soft" }, "There are no samples here. The key monitor.samples says which are kept.");
   const left = found.total - rows.length;
   const more = h("p", { class: "warn" }, `The first ${rows.length} of ${found.total} samples; ${left} are not shown.`);
@@ -58,6 +63,7 @@ function list() {
 async function openSample({ task, sample, step }) {
   open = await get("sample", { run: $("sample-run").value, split: found.split, step, task, sample });
   draw();
+  $("sample").focus({ preventScroll: true });
   $("sample").scrollIntoView({ behavior: "smooth" });
 }
 
@@ -70,13 +76,17 @@ function draw() {
     ["advantage", number(open.advantage)], ["tokens", number(open.length)], ["end", open.finish_reason],
     ["versions", open.versions.join(", ")], ["turns", number(open.turns)], ["tool calls", number(open.tool_calls)],
   ];
-  const texts = [["Prompt", open.prompt], ["Answer of the row", open.answer], ["Completion", open.completion], ["Conversation", open.conversation]];
+  const texts = [["Prompt", open.prompt], ["Completion", open.completion], ["Answer of the row", open.answer], ["Conversation", open.conversation]];
   const cut = open.cut + Math.max(0, open.tokens - open.pieces.length);
   $("sample").hidden = false;
   $("sample").replaceChildren(
-    h("div", { class: "facts" }, ...facts.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, h("bdi", {}, value))))),
+    h("div", { class: "facts" }, ...facts.map(([name, value]) => h("span", {},
+      ...(name.startsWith("reward") ? [mark("reward"), " "] : []), `${name} `, h("b", {}, h("bdi", {}, value))))),
     ...(cut ? [h("p", { class: "warn" }, `${cut} characters and tokens are not shown; the files in samples/ may have more.`)] : []),
-    ...texts.filter(([, text]) => text).flatMap(([name, text]) => [h("h2", {}, name), h("div", { class: "text", dir: "auto" }, text)]),
+    ...texts.filter(([, text]) => text).flatMap(([name, text]) => {
+      const first = ["Prompt", "Completion"].includes(name) ? "first" : "";
+      return [h("h2", { class: first }, name), h("div", { class: `text ${first}`, dir: "auto" }, text)];
+    }),
     ...tokens(),
   );
 }
@@ -101,17 +111,19 @@ function tokens() {
     span.addEventListener("click", say);
     return span;
   });
-  return [h("h2", {}, "Tokens by ", choice), detail, h("div", { class: "text tokens", dir: "auto" }, ...spans)];
+  const meaning = choice.value === "mismatch"
+    ? [["generate", "more probable for the engine"], ["forward and backward", "more probable for the trainer"]]
+    : [["generate", "improbable for the engine"]];
+  const legend = h("div", { class: "facts soft" }, ...meaning.map(([kind, text]) => h("span", {}, mark(kind), ` ${text}`)));
+  return [h("h2", {}, "Tokens by ", choice), legend, detail, h("div", { class: "text tokens", dir: "auto" }, ...spans)];
 }
 
-// Unlikely tokens are red: no colour at probability 1, full colour at e^-5.
-function logprobColor(logprob) {
-  return `rgba(220, 60, 40, ${Math.min(0.75, (0.75 * -logprob) / 5)})`;
-}
+// Improbable tokens have the colour of generation: none at probability 1, full colour at e^-5.
+const logprobColor = (logprob) => tint("generate", -logprob / 5);
 
-// Tokens are violet where the engine's log-prob is above the trainer's, teal where it is below; full colour at 0.5.
+// Tokens have the colour of generation where the engine's log-prob is above the trainer's, and that of training where it
+// is below; full colour at a difference of 0.5.
 function mismatchColor(engine, trainer) {
   const difference = engine - (trainer ?? engine);
-  const strength = Math.min(0.8, 1.6 * Math.abs(difference));
-  return difference > 0 ? `rgba(150, 70, 220, ${strength})` : `rgba(0, 150, 150, ${strength})`;
+  return tint(difference > 0 ? "generate" : "forward and backward", 2 * Math.abs(difference));
 }

@@ -11,15 +11,12 @@ export const ask = async () => "";
 export const operate = async () => ({ status: 409, text: "the run has ended" });
 
 export async function get(path, query = {}) {
-  return { metrics, samples, sample, log, timeline: () => ({ now: 0, seconds: Number(query.seconds), lanes: [], steps: [] }) }[path](query);
+  return { metrics, samples, sample, log, timeline: () => data.timeline[query.seconds] }[path](query);
 }
 
 export async function follow(on) {
   on.contact(true);
-  on.head(data.head);
-  on.services([]);
-  on.pipeline(null);
-  on.notices(data.notices);
+  for (const part of ["look", "head", "services", "pipeline", "notices"]) on[part](data[part]);
 }
 
 function metrics({ run, name, after }) {

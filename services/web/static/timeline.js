@@ -1,19 +1,24 @@
 // The timeline of the last steps: one lane per process. Filled spans are work; hatched spans are waits for another process;
-// vertical lines are the ends of steps.
+// vertical lines are the ends of steps. The timeline of an ended run ends with its last span.
 
 import { get } from "./api.js";
 import { $, clean, duration, h, table } from "./dom.js";
+import { whyNothing } from "./live.js";
+import { colorOf, mark, ofSpan } from "./look.js";
 
-const COLORS = ["#2f7ed8", "#2ca02c", "#e4572e", "#a855f7", "#d4a017", "#17a2b8", "#e83e8c", "#7a8699"];
 const LANE = 26;
 const LEFT = 150;
 const MIN_WAIT_S = 0.05;
 let picture = null;
-const colors = new Map();
+let head = null;
 
 export function setUp() {
   $("lanes").addEventListener("pointermove", point);
   $("lanes").addEventListener("pointerdown", point);
+}
+
+export function takeHead(value) {
+  head = value;
 }
 
 export async function refresh() {
@@ -24,6 +29,13 @@ export async function refresh() {
 export function draw() {
   if (!picture) return;
   const canvas = $("lanes");
+  canvas.hidden = !picture.lanes.length;
+  if (canvas.hidden) {
+    const idle = `No process has reported work or waits in the last ${duration(picture.seconds)}.`;
+    $("lane-names").replaceChildren(h("p", { class: "soft" }, whyNothing(head) ?? idle));
+    $("waits").replaceChildren();
+    return;
+  }
   const ratio = devicePixelRatio || 1;
   const width = canvas.clientWidth;
   const bottom = picture.lanes.length * LANE;
@@ -43,7 +55,8 @@ export function draw() {
     for (const [begin, end, what, of] of lane.spans) {
       const x = place(begin, width);
       const wide = Math.max(1, place(end, width) - x);
-      context.fillStyle = of ? hatched(context, colorOf(what)) : colorOf(what);
+      const color = colorOf(ofSpan(what, of));
+      context.fillStyle = of ? hatched(context, color) : color;
       context.fillRect(x, top + (of ? 8 : 4), wide, LANE - (of ? 16 : 8));
     }
   });
@@ -60,17 +73,20 @@ export function draw() {
   for (let tick = 0; tick <= 4; tick += 1) {
     const seconds = (-picture.seconds * tick) / 4;
     context.textAlign = tick === 0 ? "right" : "center";
-    context.fillText(tick ? `−${duration(-seconds)}` : "now", place(seconds, width), height - LANE / 2);
+    context.fillText(tick ? `−${duration(-seconds)}` : head.live ? "now" : "end", place(seconds, width), height - LANE / 2);
   }
   context.textAlign = "left";
   canvas.setAttribute("aria-label", `timeline of ${picture.lanes.length} processes and ${picture.steps.length} steps`);
   const shares = picture.lanes.map((lane) => h("span", {}, `${lane.name} `, h("b", {}, share(lane))));
-  const legend = [...colors].map(([what, color]) => {
-    const mark = h("i", { class: "mark" });
-    mark.style.backgroundColor = color;
-    return h("span", {}, mark, ` ${what}`);
-  });
-  $("lane-names").replaceChildren(h("div", { class: "facts" }, ...shares), h("div", { class: "facts soft" }, ...legend));
+  const kinds = new Map(); // what was done, by kind of work
+  for (const [, , what, of] of picture.lanes.flatMap((lane) => lane.spans)) {
+    const kind = ofSpan(what, of);
+    kinds.set(kind, (kinds.get(kind) ?? new Set()).add(what));
+  }
+  const legend = [...kinds].map(([kind, whats]) => h("span", {}, mark(kind), ` ${kind}: ${[...whats].join(", ")}`));
+  const until = h("p", { class: "soft" }, `The last span ended at ${new Date(1000 * picture.now).toLocaleString()}.`);
+  const parts = [h("div", { class: "facts" }, ...shares), h("div", { class: "facts soft" }, ...legend)];
+  $("lane-names").replaceChildren(...(head.live ? [] : [until]), ...parts);
   $("waits").replaceChildren(...waits());
 }
 
@@ -96,11 +112,6 @@ function share(lane) {
 
 function place(seconds, width) {
   return LEFT + ((width - LEFT) * (seconds + picture.seconds)) / picture.seconds;
-}
-
-function colorOf(what) {
-  if (!colors.has(what)) colors.set(what, COLORS[colors.size % COLORS.length]);
-  return colors.get(what);
 }
 
 function hatched(context, color) {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from textual.widgets import DataTable, Input
+from textual.widgets import DataTable, Input, RichLog
 
 from launch.viewers.terminal.app import MAX_SAMPLES, TABS, MonitorApp
 from launch.viewers.terminal.feed import Feed
@@ -185,6 +185,49 @@ def test_the_log_is_filtered_by_text_and_level(tmp_path: Path) -> None:
             await until(lambda: "lease granted" not in screen(app))
             assert "samples failed" in screen(app)
             assert app.query_one("#filter", Input).value == ""
+
+    with monitored(tmp_path) as run:
+        asyncio.run(scenario(run))
+
+
+def test_a_long_log_line_is_shown_whole_and_new_lines_do_not_move_the_lines_that_are_read(tmp_path: Path) -> None:
+    at = "2026-01-01T00:00:0"
+
+    async def scenario(run: RunDir) -> None:
+        def line(second: int, text: str) -> bytes:
+            entry = {"timestamp": f"{at}{second}", "level": "info", "service": "rollout", "instance": 0, "event": text}
+            return msgspec.json.encode(entry) + b"\n"
+
+        log = run.log_file("rollout", 0)
+        log.write_bytes(line(0, "began " + "long " * 60 + "end of the line") + line(1, "short") * 40)
+        app = MonitorApp(Feed(run))
+        async with app.run_test(size=(80, 24)) as pilot:
+            await pilot.press("6", "slash", *"rollout/0", "enter", "home")
+            await shows(app, "began long")
+            assert "end of the line" not in screen(app)
+            await pilot.press("w")
+            await pilot.press("home")
+            await shows(app, "began long", "end of the line")
+            pane = app.query_one("#log-lines", RichLog)
+            assert max(strip.cell_length for strip in pane.lines) <= pane.scrollable_content_region.width
+            await pilot.resize_terminal(60, 24)
+            await until(lambda: max(strip.cell_length for strip in pane.lines) <= 60)
+            await pilot.press("home")
+            await shows(app, "end of the line")
+            with log.open("ab") as file:
+                file.write(line(2, "newest"))
+            await until(lambda: "newest" in pane.lines[-1].text)
+            assert "end of the line" in screen(app)
+            await pilot.press("end")
+            await shows(app, "newest")
+            await pilot.press("w")
+            await shows(app, "newest")
+            with log.open("ab") as file:
+                file.write(line(3, "another"))
+            await shows(app, "another")
+            await pilot.press("home")
+            await shows(app, "began long")
+            assert "end of the line" not in screen(app)
 
     with monitored(tmp_path) as run:
         asyncio.run(scenario(run))

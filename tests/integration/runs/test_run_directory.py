@@ -41,6 +41,7 @@ BOUNDS: Mapping[str, int] = {
     "launcher.lock": 0,
     "inputs.json": MIB,
     "outcome.json": 4 * KIB,
+    "last.jsonl": 16 * MIB,
     "keys/*": 4 * KIB,
     "logs/*-*.jsonl": LIMIT_BYTES,
     "logs/*.out": LIMIT_BYTES,

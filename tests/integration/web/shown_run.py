@@ -14,6 +14,7 @@ import msgspec
 
 from shared.rundir import RunDir
 from shared.samples.record import SampleRecord
+from shared.view.look import LOOKS, WorkKind
 from tests.integration.tiny.harness import ROOT, environment
 
 HOSTILE = (
@@ -68,6 +69,12 @@ def sample(task: str, number: int, *, step: int, reward: float, text: str = "12"
         finish_reason="stop",
         versions=[step - 1],
     )
+
+
+def rgb(kind: WorkKind) -> str:
+    """Return the colour of a kind of work as a browser states it."""
+    digits = LOOKS[kind].color.removeprefix("#")
+    return f"rgb({', '.join(str(int(digits[at : at + 2], 16)) for at in (0, 2, 4))})"
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from shared.actor import logging
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
+from shared.runfiles.files import RunFiles
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +92,11 @@ def test_a_service_that_is_not_ready_in_time_is_killed_and_started_again(
     assert ended.cause == (
         "scheduler/0: not READY within 0.3 s of its start (run.start_limit_s) (death 4 in 300 s, limit 4)"
     )
+    files = RunFiles(run.path)
+    files.read_last()
+    [last] = files.view.services(files.view.newest_at)
+    assert (last.name, last.state, last.restarts) == ("scheduler/0", "FAILED", 3)
+    assert ended.cause == f"scheduler/0: {last.cause}"
 
 
 def test_a_driver_that_exits_on_a_signal_does_not_finish_the_run_even_if_the_scheduler_is_silent(

@@ -10,17 +10,19 @@ import pytest
 from starlette.testclient import TestClient
 
 from proto.messages import TopicRow
-from services.web.application import MAX_PIECES, application
+from services.web.application import application
 from services.web.page import Page
+from services.web.parts import MAX_PIECES
 
 RATE = 30
 WORK: dict[str, float | str] = {"what": "score", "seconds": 1 / RATE}
 WAIT: dict[str, float | str] = {"what": "call", "seconds": 1 / RATE, "of": "policy-trainer/0"}
 
 
+@pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("seconds", [5, 60, 300])
 def test_a_process_with_thirty_spans_per_second_fills_its_lane(
-    tmp_path: Path, seconds: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seconds: int, live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, now = Page(tmp_path, operable=False), time.time()
     for number in range(400 * RATE, 0, -1):
@@ -29,6 +31,8 @@ def test_a_process_with_thirty_spans_per_second_fills_its_lane(
             TopicRow(service="reference", instance=0, topic="span", at=now - number / RATE, values=values)
         )
     monkeypatch.setattr("services.web.application.time", SimpleNamespace(time=lambda: now))
+    if live:
+        monkeypatch.setattr(page, "calls", object())
     client = TestClient(application(page, None, None), base_url="http://127.0.0.1")
     [lane] = client.get(f"/api/timeline?seconds={seconds}").json()["lanes"]
     assert lane["known_s"] == pytest.approx(seconds)

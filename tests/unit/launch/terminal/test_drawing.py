@@ -10,11 +10,13 @@ from rich.text import Text
 
 from launch.viewers.samples import STYLES, Color
 from launch.viewers.terminal import panes
-from launch.viewers.terminal.plot import LABEL, Series, bar, number, plot
+from launch.viewers.terminal.plot import LABEL, Series, bar, number, plot, styles
 from launch.viewers.terminal.visible import visible, visible_text
 from proto.messages import TopicRow
 from shared.samples.record import SampleRecord
 from shared.view import RunView
+from shared.view.look import LOOKS, WorkKind
+from shared.view.notices import LogLine
 
 NOW = 1_000_000.0
 DOTS = [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]]
@@ -149,3 +151,36 @@ def test_a_sample_of_ten_megabytes_is_truncated() -> None:
     text = panes.sample_page(record, Color.LOGPROB).plain
     assert len(text) < 3 * panes.MAX_SHOWN_CHARS
     assert "10,465,760 more characters" in text
+
+
+def test_work_has_the_same_colour_in_lanes_curves_services_and_log_lines() -> None:
+    view = RunView()
+
+    def span(name: str, **values: float | str) -> None:
+        view.apply(TopicRow(service=name, instance=0, topic="span", at=NOW, values={"seconds": 5.0, **values}))
+
+    span("rollout", what="generate")
+    span("reference", what="lease", of="scheduler/0")
+    view.apply(TopicRow(service="rollout", instance=0, topic="service", at=NOW, values={"state": "READY"}))
+    idle, generate = LOOKS[WorkKind.IDLE].color, LOOKS[WorkKind.GENERATE].color
+    reference, rollout, *_, legend = panes.timeline(view, NOW, 78, 10.0)[:4]
+    assert {str(part.style) for part in reference.spans if "#" in str(part.style)} == {idle}
+    assert {str(part.style) for part in rollout.spans if "#" in str(part.style)} == {generate}
+    assert legend.plain == "░ waiting: lease  █ generate: generate  "
+    assert [str(part.style) for part in legend.spans] == [idle, generate]
+    [cell, *_] = panes.service_cells(view.services(NOW)[0])
+    assert (cell.plain, str(cell.spans[0].style)) == ("█ rollout/0", generate)
+    line = panes.log_line(LogLine("2026-01-01T00:00:00", "info", "rollout/0", "began"))
+    assert any(str(part.style).startswith(generate) for part in line.spans)
+
+
+def test_curves_of_one_colour_differ_in_their_shades() -> None:
+    names = ("time/forward_backward", "rollout/logprob_mismatch", "rollout/logprob_mismatch_lag")
+    generate = LOOKS[WorkKind.GENERATE].color
+    assert styles(names) == [LOOKS[WorkKind.TRAIN].color, generate, f"bold {generate}"]
+
+
+@pytest.mark.parametrize(("name", "ends"), [("rollout/truncated_fraction", ["1", "0"]), ("loss/kl", ["1", "-1"])])
+def test_a_curve_of_zeros_gets_the_axis_of_its_kind(name: str, ends: list[str]) -> None:
+    lines = plot("x", [Series(name, [(1.0, 0.0), (9.0, 0.0)])], 40, 8)
+    assert [lines[row].plain[:LABEL].strip() for row in (1, -2)] == ends

@@ -92,12 +92,16 @@ def test_damaged_rows_and_overlong_names_are_left_out(tmp_path: Path) -> None:
 def test_logs_of_all_services_are_read_from_their_ends_and_long_lines_are_cut(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     line = {"timestamp": "2026-01-01T00:00:00Z", "level": "info", "service": "rollout", "instance": 1, "event": "began"}
-    write(tmp_path / "logs" / "rollout-1.jsonl", {**line, "task": "train/0/1"}, {**line, "event": "x" * 9000})
+    long = {**line, "event": "x" * 9000, "exception": "ValueError: the end of a traceback"}
+    write(tmp_path / "logs" / "rollout-1.jsonl", {**line, "task": "train/0/1"}, long)
     files = RunFiles(tmp_path)
     read(files)
     first, second = files.view.log.lines()
     assert (first.service, first.text) == ("rollout/1", "began  task=train/0/1")
-    assert len(second.text) == MAX_LOG_TEXT
+    whole = len("x" * 9000 + "\n" + str(long["exception"]))
+    assert f"x… ({whole - MAX_LOG_TEXT:,} more characters) …x" in second.text
+    assert second.text.endswith("ValueError: the end of a traceback")
+    assert len(second.text) < MAX_LOG_TEXT + 40
 
 
 def test_warnings_in_the_file_are_shown_in_the_view(tmp_path: Path) -> None:
