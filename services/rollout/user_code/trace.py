@@ -11,22 +11,33 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shared.stacks import STACK_SIGNAL, written
 
 STACK_LIMIT_S = 0.25
-"""Maximum seconds to wait for a stack. A stopped process never writes one."""
+"""Maximum seconds that a report waits for a stack. A stopped process never writes one."""
 STACK_BYTES = 1 << 14
 _POLL_S = 0.01
 TRACE_CHARS = 4000
 PLACE_CHARS = 200
 DEPTH = 8
-_FRAME = re.compile(r'^ {2}File "(.+)", line (\d+) in ', re.MULTILINE)
+_FRAME = re.compile(r'^ {2}File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_OURS = Path(__file__).parents[3]
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(_OURS / package for package in ("proto", "shared", "services", "launch")),
+    )
+)
+"""Folders with code that is not the user's."""
 
 
 class Home(msgspec.Struct, array_like=True, frozen=True):
@@ -91,12 +102,32 @@ def traced(error: BaseException) -> str:
         return f"{type(error).__name__}, whose text is not available ({type(failure).__name__})"
 
 
+class StackLine(NamedTuple):
+    """A line of a stack that a process wrote to its `StackFile`."""
+
+    file: str
+    line: int
+    function: str
+
+
+def stack_lines(stack: str) -> list[StackLine]:
+    """Return the lines of a stack, innermost first, without those of Python's frozen modules."""
+    lines = (StackLine(file, int(line), function) for file, line, function in _FRAME.findall(stack))
+    return [line for line in lines if not line.file.startswith("<")]
+
+
+def users_line(lines: Sequence[StackLine], home: Home) -> StackLine | None:
+    """Return the innermost line of the user's code: of the file of `home`, or of a file outside all libraries."""
+    for line in lines:
+        if line.file == home.file or not line.file.startswith(_LIBRARIES):
+            return line
+    return None
+
+
 def hangs_at(stack: str, home: Home) -> str:
-    """Do what `raised_at` does, for a stack that the process wrote to its `StackFile`."""
-    for file, line in _FRAME.findall(stack):
-        if file == home.file:
-            return place(file, int(line))
-    return home.place
+    """Return the innermost line of the user's code in a stack, or else the first line of the user's function."""
+    line = users_line(stack_lines(stack), home)
+    return home.place if line is None else place(line.file, line.line)
 
 
 class StackFile:
@@ -111,15 +142,15 @@ class StackFile:
         with contextlib.suppress(OSError):
             self._process = os.pidfd_open(pid)
 
-    async def read(self) -> str:
-        """Return the current stack of the process, or an empty string after STACK_LIMIT_S without an answer."""
+    async def read(self, limit_s: float = STACK_LIMIT_S) -> str:
+        """Return the current stack of the process, or an empty string after `limit_s` without an answer."""
         if self._process < 0:
             return ""
         with contextlib.suppress(OSError):
             os.ftruncate(self.descriptor, 0)
             os.lseek(self.descriptor, 0, os.SEEK_SET)  # the offset is shared with the process
             signal.pidfd_send_signal(self._process, STACK_SIGNAL)
-        return await written(self.descriptor, 0, limit_s=STACK_LIMIT_S, poll_s=_POLL_S, limit_bytes=STACK_BYTES)
+        return await written(self.descriptor, 0, limit_s=limit_s, poll_s=_POLL_S, limit_bytes=STACK_BYTES)
 
     def close(self) -> None:
         for descriptor in (self.descriptor, self._process):

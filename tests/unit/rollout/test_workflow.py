@@ -182,8 +182,8 @@ NONSENSE = {
 HANGS = {
     "hang": "no trajectory within 3 s (workflow.timeout_s)",
     "deaf": "no trajectory within 3 s (workflow.timeout_s)",
-    "spin": "blocked the loop of its process for 3 s",
-    "task": "blocked the loop of its process for 3 s",
+    "spin": "blocked the loop of its process for 3 s, computing in",
+    "task": "blocked the loop of its process for 3 s, computing in",
 }
 DEATHS = {
     "death": "took its process down: it ended with status 7",
