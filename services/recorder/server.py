@@ -110,7 +110,10 @@ class RecorderService(Service):
         if due.tasks:
             files = self._files
             if files.removed and not removed:
-                self.log.warning("samples/ is full, so its oldest files are removed; training is not affected", limit_bytes=files.limit_bytes)
+                self.log.warning(
+                    "samples/ is full, so its oldest files are removed; training is not affected",
+                    limit_bytes=files.limit_bytes,
+                )
             self.telemetry.emit(
                 "samples",
                 {

@@ -14,9 +14,10 @@ from services.tracker.samples import SampleTable
 from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor import Tracker
 
+
 @dataclass(frozen=True)
 class TrackerKind:
-    """Where the exporter of a tracker is, and the modules that it needs, all of which `make setup-trackers` installs."""
+    """A tracker's exporter, and the modules that it needs, all of which `make setup-trackers` installs."""
 
     exporter: str
     """Import path `module:class`."""

@@ -18,7 +18,10 @@ ASLEEP = "S"
 """State of a thread that waits for an event in a call (proc(5)). A wait for a disk has the state D, a stop T or t."""
 SOURCE_CHARS = 60
 _ON_A_THREAD = "await ctx.call(function, ...) runs it on a thread"
-_SELECTORS = frozenset({"selectors.py", "base_events.py"})
+_LOCK = "Python's lock, which a thread of a tool keeps; run that tool in a process"
+_LOCK_WAITS = frozenset({("selectors.py", "select"), ("user_side.py", "call")})
+"""Functions that cannot sleep while the loop has messages, except for Python's lock: the loop's own, and `ctx.call`,
+whose new thread may keep the lock."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,19 @@ def explained(blocked: BlockedTime, stack: str, home: Home) -> str:
     where = f" in {_call(lines[0], user)}" if lines else ""
     if blocked.ran_s >= blocked.slept_s:
         return f"computing{where}; {_ON_A_THREAD}"
-    if lines and user is None and lines[0].file.rpartition("/")[2] in _SELECTORS:
-        return f"waiting for Python's lock, which a thread of a tool keeps{where}; run that tool in a process"
+    calls = lines[: lines.index(user)] if user is not None else lines[:1]
+    if any((_name(call.file), call.function) in _LOCK_WAITS for call in calls):
+        return f"waiting for {_LOCK}"
     return f"asleep{where}; use a call that can be awaited (asyncio.sleep, an async client), or {_ON_A_THREAD}"
 
 
 def _call(innermost: StackLine, user: StackLine | None) -> str:
     """Return the library's function in which the user's line waits, or the source of that line if Python calls none."""
     if innermost == user:
-        source = linecache.getline(innermost.file, innermost.line).strip()
+        source = linecache.getline(innermost.file, innermost.line).partition("  #")[0].strip()
         return source if 0 < len(source) <= SOURCE_CHARS else innermost.function
-    return f"{innermost.function} ({innermost.file.rpartition('/')[2]}:{innermost.line})"
+    return f"{innermost.function} ({_name(innermost.file)}:{innermost.line})"
+
+
+def _name(file: str) -> str:
+    return file.rpartition("/")[2]

@@ -28,7 +28,6 @@ from services.tracker.samples import Cell, SampleTable
 from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor import Tensorboard
 
-
 LINEAGE = "lineage"
 """A scalar that every row has."""
 

@@ -85,7 +85,12 @@ def test_progress_goes_back_when_the_run_is_rewound(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "committed", "deterministic", "text"),
     [
-        (20, 48, False, "back to step 20 of 48: the weights of steps 21-48 died with their processes; they will be trained again"),
+        (
+            20,
+            48,
+            False,
+            "back to step 20 of 48: the weights of steps 21-48 died with their processes; they will be trained again",
+        ),
         (0, 1, False, "back to step 0 of 1: the weights of step 1 died with their processes; it will be trained again"),
         (20, 48, True, "back to step 20 of 48: steps 21-48 will be trained again, with bit-identical results"),
     ],
@@ -271,7 +276,9 @@ def test_a_problem_that_comes_and_goes_with_other_numbers_is_announced_at_powers
     ]
     assert notices[-2].endswith("(at my_rewards.py:12) (100 times so far)")
     assert len(notices) == 6  # the end of each announced problem
-    other = TroubleRow("rollout", 0, TroubleKind.REWARDS, "rewards failing: 1 of 2, x: took 1.0 s (at my_rewards.py:13)")
+    other = TroubleRow(
+        "rollout", 0, TroubleKind.REWARDS, "rewards failing: 1 of 2, x: took 1.0 s (at my_rewards.py:13)"
+    )
     assert troubles.take(status(other)) == [f"rollout/0: {other.text}"]
 
 

@@ -187,7 +187,7 @@ async def process_of(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def sleeps(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-    time.sleep(60)  # noqa: ASYNC251  # what is tested
+    time.sleep(60)  # noqa: ASYNC251
     return llm.trajectory()
 
 
