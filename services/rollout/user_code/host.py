@@ -40,7 +40,7 @@ GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, 
 STALL_S = 10.0
 """Maximum seconds for which a workflow may block the loop of its process (`BlockedTime`)."""
 PATIENCE = 4
-"""Maximum factor by which the load of the machine may lengthen the time limit of a plain function."""
+"""Maximum factor by which the load of the machine may lengthen the time limit of a call."""
 LAST_STACK_S = 5.0
 """Maximum seconds that the end of a process waits for the stack that shows why it hangs; on a busy machine, writing one
 takes long."""
@@ -345,7 +345,7 @@ class UserHost:
             why, blocked_s = self._setup.late, self._blocked.total_s
             if blocked_s <= self._stall_s:
                 silent_s = self._silent_rounds * WATCH_S
-                why = f"{why}; its thread was stopped, or had no processor, for most of {silent_s:.0f} s"
+                why = f"{why}; its thread had no processor, or was stopped, for most of {silent_s:.0f} s"
             elif self._setup.purpose is Purpose.WORKFLOW:
                 what = explained(self._blocked, stack, home)
                 why = f"blocked the loop of its process for {self._stall_s:g} s, {what}"
@@ -415,7 +415,7 @@ class UserHost:
         self._silent_rounds += 1
         if self._blocked.total_s > self._stall_s or silent_s > PATIENCE * (self._setup.timeout_s + GRACE_S):
             return True
-        if self._blocked.total_s <= 2 * WATCH_S:  # otherwise the loop is blocked, and late calls are not to blame
+        if silent_s <= 2 * WATCH_S:  # otherwise late calls are not to blame
             for slot, live in self._live.items():
                 if now > live.deadline and not live.ended.done():
                     self._fail_late(slot, live)
