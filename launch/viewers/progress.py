@@ -226,7 +226,7 @@ class Troubles:
                 self._told[key] = trouble.text
         over = {key for key in self._begun if key not in now and key[2] != TroubleKind.OVERRIDDEN}
         for key in sorted(over & self._told.keys()):
-            notices.append(f"{service_name(*key[:2])}: resolved: {shorten(self._told.pop(key))}")
+            notices.append(f"{service_name(*key[:2])}: has ended: {shorten(self._told.pop(key))}")
         self._begun = (self._begun - over) | now.keys()
         self._told |= {key: now[key].text for key in now.keys() & self._told.keys()}
         current = [trouble for trouble in status.troubles if trouble.kind != TroubleKind.OVERRIDDEN]

@@ -259,7 +259,7 @@ def test_a_problem_is_announced_when_it_starts_and_ends_and_stays_on_the_status_
     assert troubles.take(status(worse, dropped=counts, lost={LossReason.TIMEOUT: 9})) == []
     assert troubles.text == f"rollout/1: {worse.text}"
     assert troubles.losses == "dropped tasks 15 (too_long 12, reward_failed 3)  lost samples 9 (timeout 9)"
-    assert troubles.take(status(dropped=counts)) == [f"rollout/1: resolved: {worse.text}"]
+    assert troubles.take(status(dropped=counts)) == [f"rollout/1: has ended: {worse.text}"]
     assert (troubles.text, troubles.losses) == ("", "dropped tasks 15 (too_long 12, reward_failed 3)")
 
 
@@ -269,7 +269,7 @@ def test_a_problem_that_comes_and_goes_with_other_numbers_is_announced_at_powers
         text = f"rewards failing: {count} of {2 * count}, x: took {count / 8:.3f} s (at my_rewards.py:12)"
         notices += troubles.take(status(TroubleRow("rollout", 0, TroubleKind.REWARDS, text)))
         notices += troubles.take(status())
-    assert [notice.partition(" failing")[2].partition(",")[0] for notice in notices if "resolved" not in notice] == [
+    assert [notice.partition(" failing")[2].partition(",")[0] for notice in notices if "has ended" not in notice] == [
         ": 1 of 2",
         ": 10 of 20",
         ": 100 of 200",
