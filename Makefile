@@ -102,6 +102,12 @@ install-trl:
 	.venv-trl/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/bench/peers/trl.txt
 	@$(TRL_KEY) > .venv-trl/.stamp-new && mv .venv-trl/.stamp-new .venv-trl/.stamp
 
+.PHONY: setup-mlflow-ui
+setup-mlflow-ui: ## `mlflow ui`, which shows what runs write to a local file, in an environment of its own: .venv-mlflow/
+	@test -x .venv-mlflow/bin/mlflow || { $(PYTHON) -m venv .venv-mlflow && \
+	  .venv-mlflow/bin/python -m pip install -q --disable-pip-version-check \
+	    mlflow==$$(sed -n 's/^mlflow-skinny==//p' requirements/trackers.txt); }
+
 .PHONY: peers-data
 peers-data: ## the environment of Ray and TransferQueue, with which the data plane is compared: .venv-data/
 	@.venv-data/bin/python -c 'import ray, transfer_queue, xxhash' 2>/dev/null || { $(PYTHON) -m venv .venv-data && \

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from launch.checks import functions, model_proof, rewards
 from launch.checks.findings import Findings
 from launch.processes.plan import gpus_described, gpus_wanted, own_gpus, visible_gpus
-from services.tracker.exporter import missing
+from services.tracker.exporter import REMEDY, missing
 from shared.data import DataError, open_source
 from shared.data.source import RowDigests, read_rows
 from shared.os_limits import host_bytes
@@ -377,7 +377,7 @@ def _check_trackers(topology: Topology, findings: Findings) -> None:
         if lacking := missing(name):
             findings.warn(
                 f"monitor.{name}: {', '.join(lacking)} not installed; the run goes on without {name}, which "
-                "receives no steps; run `make setup-trackers`, then `ctl restart tracker` or, after the run, "
+                f"receives no steps; {REMEDY}, then `ctl restart tracker` or, after the run, "
                 f"`ctl track {name}` sends them"
             )
 

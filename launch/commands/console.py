@@ -17,11 +17,20 @@ from launch.spares.processes import spare_kinds
 from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.viewers.ended import resume_command
-from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
+from launch.viewers.progress import (
+    Metrics,
+    Repeats,
+    Screen,
+    Troubles,
+    accuracy_lines,
+    duration,
+    rewind_text,
+    starting_text,
+)
 from launch.viewers.report import write_in_time
 from proto.messages import Status
 from services.scheduler.journal_files import rewinds
-from services.tracker.ledger import unsent
+from services.tracker import ledger
 from shared.actor.service import ProcessState
 from shared.rundir import RunDir, checkpoint_steps, service_name
 from shared.runfiles import warnings
@@ -97,6 +106,7 @@ class Console:
         self._metrics = Metrics(run.path, steps=topology.run.last_step)
         self._begun = time.monotonic()
         self._rewinds = len(rewinds(run.journal))
+        self._repeats = Repeats()
         self._warnings = FollowedFile(run.warnings)
         for _ in self._warnings.new_lines():
             continue  # An earlier launch has shown this warning.
@@ -139,7 +149,8 @@ class Console:
             self.notice(rewind_text(step, committed, deterministic=deterministic, cause=cause))
         self._rewinds = max(self._rewinds, len(returns))
         for record in warnings.new_warnings(self._warnings):
-            self.notice(warnings.line_of(record))
+            if shown := self._repeats.shown(warnings.line_of(record)):
+                self.notice(shown)
 
     async def follow(self, supervisor: Supervisor, on_poll: Callable[[], None]) -> NoReturn:
         """Show the progress until cancelled. `on_poll` is called once per second."""
@@ -163,8 +174,7 @@ class Console:
                     self.notice(notice)
             self._metrics.poll(time.monotonic())
             text = self._metrics.text() if self._metrics.last else starting_text(states, status)
-            trouble = troubles.text()
-            self._screen.progress(f"{trouble}  {text}" if trouble else text)
+            self._screen.progress(text, troubles=troubles.text, losses=troubles.losses)
 
     def summarise(self, ended: RunEnded) -> None:
         """Print how the run ended and where its results are."""
@@ -196,6 +206,8 @@ class Console:
         else:
             print(f"continue   {resume_command(run)}")
         for name in topology.monitor.trackers:
-            if rest := unsent(run.path, name):
+            if see := ledger.read(run.path, name).see:
+                print(f"{name:<10} {see}")
+            if rest := ledger.unsent(run.path, name):
                 print(f"{rest}; python -m launch.ctl --run {run.path} track {name} sends the rest", file=sys.stderr)
         sys.stdout.flush()

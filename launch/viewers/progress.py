@@ -9,8 +9,8 @@ import contextlib
 import re
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,30 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 5.0
 TROUBLE_CHARS = 200
 ETA_ROWS = 20
+_NUMBER = re.compile(r"(?<!\.py:)\b\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
+"""A number in a notice, except the line number of a place in a file."""
+
+
+def without_numbers(text: str) -> str:
+    """Return `text` with `#` in place of numbers. Notices that are then equal report the same thing."""
+    return _NUMBER.sub("#", text)
+
+
+class Repeats:
+    """Counts notices that differ in numbers only, so that each kind is shown at its first, tenth, hundredth, ...
+    occurrence."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def shown(self, text: str) -> str | None:
+        """Count `text`. Return the notice to show, or None."""
+        kind = without_numbers(text)
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 1:
+            return text
+        return f"{text} ({count} times so far)" if re.fullmatch("10+", str(count)) else None
 
 
 class Metrics:
@@ -102,12 +126,13 @@ class Metrics:
 class Screen:
     """Output for progress and notices. On a terminal the progress line stays below the notices."""
 
-    def __init__(self, *, plain: bool | None = None) -> None:
+    def __init__(self, *, plain: bool | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._plain = not sys.stdout.isatty() if plain is None else plain
         self._console: Console | None = None
         self._live: Live | None = None
-        self._shown = ""
-        self._shown_at = 0.0
+        self._shown = ("", "")
+        self._shown_at = -PLAIN_EVERY_S
 
     def __enter__(self) -> Screen:
         if not self._plain:
@@ -132,18 +157,20 @@ class Screen:
             else:
                 print(text, flush=True)
 
-    def progress(self, text: str) -> None:
-        """Replace the progress line. Without a terminal, print it every few seconds if it has changed."""
+    def progress(self, text: str, *, troubles: str = "", losses: str = "") -> None:
+        """Replace the progress line. Without a terminal, print it every few seconds if `text` has changed, or if
+        `losses` has changed in more than its numbers; `troubles` are notices then, too, and are not repeated."""
         if self._live is not None:
             from rich.text import Text
 
-            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"))
+            line = "  ".join(filter(None, (troubles, losses, text)))
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
             return
-        now = time.monotonic()
-        if text != self._shown and now - self._shown_at >= PLAIN_EVERY_S:
-            self._shown, self._shown_at = text, now
+        now, shown = self._clock(), (text, without_numbers(losses))
+        if shown != self._shown and now - self._shown_at >= PLAIN_EVERY_S:
+            self._shown, self._shown_at = shown, now
             with contextlib.suppress(OSError):
-                print(text, flush=True)
+                print("  ".join(filter(None, (losses, text))), flush=True)
 
 
 def starting_text(states: Mapping[str, str], status: Status | None) -> str:
@@ -160,14 +187,17 @@ def starting_text(states: Mapping[str, str], status: Status | None) -> str:
 
 
 def rewind_text(step: int, committed: int, *, deterministic: bool, cause: str = "") -> str:
-    """Return `back to step 20 of 48: the weights of steps 21-48 died with their processes`, or a line with `cause`."""
+    """Return `back to step 20 of 48: the weights of steps 21-48 died with their processes; they will be trained
+    again`, or a line with `cause`."""
+    back = f"back to step {step} of {committed}"
     lost = f"steps {step + 1}-{committed}" if committed > step + 1 else f"step {committed}"
     if cause and not deterministic:
-        return f"back to step {step} of {committed}: {cause}; {lost} will be trained again"
+        return f"{back}: {cause}; {lost} will be trained again"
     if deterministic:
         because = f"{cause}; " if cause else ""
-        return f"back to step {step} of {committed}: {because}{lost} will be trained again, with bit-identical results"
-    return f"back to step {step} of {committed}: the weights of {lost} died with their processes"
+        return f"{back}: {because}{lost} will be trained again, with bit-identical results"
+    whose = "they" if committed > step + 1 else "it"
+    return f"{back}: the weights of {lost} died with their processes; {whose} will be trained again"
 
 
 class Troubles:
@@ -175,34 +205,41 @@ class Troubles:
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, int, str], str] = {}
-        self._now: list[TroubleRow] = []
-        self._counts = ""
+        """The text of each trouble that was announced and is not over, as it was last."""
+        self._begun: set[tuple[str, int, str]] = set()
+        self._repeats = Repeats()
+        self.text = ""
+        """The part of the progress line about current troubles: `rollout/0: rewards failing: 64 of 64, ...`."""
+        self.losses = ""
+        """All losses so far: `dropped tasks 12 (reward_failed 12)  lost samples 64 (timeout 64)`."""
 
     def take(self, status: Status) -> list[str]:
-        """Process a new status. Return notices about the troubles that began or ended since the previous status."""
-        now = {(trouble.service, trouble.instance, trouble.kind): trouble for trouble in status.troubles}
-        notices = [f"{_who(trouble)}: {trouble.text}" for key, trouble in now.items() if key not in self._told]
-        over = [key for key in self._told if key not in now and key[2] != TroubleKind.OVERRIDDEN]
-        notices += [f"{service_name(*key[:2])}: over: {shorten(self._told.pop(key))}" for key in over]
-        self._told |= {key: trouble.text for key, trouble in now.items()}
-        self._now = [trouble for trouble in status.troubles if trouble.kind != TroubleKind.OVERRIDDEN]
-        self._counts = counts_text(status)
-        return notices
+        """Process a new status. Return notices about the troubles that began or ended since the previous status.
 
-    def text(self) -> str:
-        """Return the part of the progress line about current troubles and all losses so far.
-
-        `rollout/0: rewards failing: 64 of 64, ...  dropped 12 (reward_failed 12)  lost samples 64 (timeout 64)`
+        A trouble that comes and goes is announced as `Repeats` says, and its end only if its beginning was.
         """
-        parts = [shorten(f"{_who(trouble)}: {trouble.text}", TROUBLE_CHARS) for trouble in self._now]
-        return "  ".join([*parts, self._counts] if self._counts else parts)
+        now = {(trouble.service, trouble.instance, trouble.kind): trouble for trouble in status.troubles}
+        notices: list[str] = []
+        for key, trouble in now.items():
+            if key not in self._begun and (shown := self._repeats.shown(f"{_who(trouble)}: {trouble.text}")):
+                notices.append(shown)
+                self._told[key] = trouble.text
+        over = {key for key in self._begun if key not in now and key[2] != TroubleKind.OVERRIDDEN}
+        for key in sorted(over & self._told.keys()):
+            notices.append(f"{service_name(*key[:2])}: has ended: {shorten(self._told.pop(key))}")
+        self._begun = (self._begun - over) | now.keys()
+        self._told |= {key: now[key].text for key in now.keys() & self._told.keys()}
+        current = [trouble for trouble in status.troubles if trouble.kind != TroubleKind.OVERRIDDEN]
+        self.text = "  ".join(shorten(f"{_who(trouble)}: {trouble.text}", TROUBLE_CHARS) for trouble in current)
+        self.losses = counts_text(status)
+        return notices
 
 
 def counts_text(status: Status) -> str:
     """Return the dropped tasks and lost samples so far, by reason, or an empty string if there are none."""
     parts = []
     if status.dropped:
-        parts.append(f"dropped {_by_reason(status.dropped)}")
+        parts.append(f"dropped tasks {_by_reason(status.dropped)}")
     if status.lost:
         parts.append(f"lost samples {_by_reason(status.lost)}")
     return "  ".join(parts)

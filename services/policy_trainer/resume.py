@@ -12,7 +12,7 @@ version published under its lineage, so that lineage continues.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,8 @@ class ResumePoint:
     """Newest checkpoint that the scheduler knows of, or -1 if there is none."""
     checkpoint_now: bool
     """Whether `committed` must be saved as soon as the workers hold it, because the stores have no room left."""
+    waiting_rows: Sequence[Mapping[str, float]] = ()
+    """The rows of committed steps that were not in `metrics.jsonl` when the scheduler was asked."""
 
 
 async def resume(
@@ -47,11 +49,13 @@ async def resume(
     workers: WorkerDispatch,
     checkpoints: Sequence[int],
     *,
+    rate_of: Callable[[int], float],
     whole_rows: bool = False,
 ) -> ResumePoint:
     """Bring the workers into agreement with the journal.
 
-    `checkpoints` are the steps of all checkpoints on disk, announced or not. `whole_rows` means that a step whose sums
+    `checkpoints` are the steps of all checkpoints on disk, announced or not. `rate_of` returns the learning rate that
+    this life of the run uses for a step. `whole_rows` means that a step whose sums
     are gone is replayed instead of committed (in deterministic mode, which reproduces the rows as well). Raises
     RpcError if another driver has taken over or nothing can be loaded.
     """
@@ -60,7 +64,9 @@ async def resume(
     state = await workers.take_over(info.drivers)
     if not state.dirty and state.step == info.open_step == info.committed_step + 1 and not whole_rows:
         # The workers took the step, but the driver died before its commit, so the sums for its row are lost.
-        await scheduler.commit(info.open_step, batch_row((await scheduler.next_batch(info.open_step)).answer))
+        row = batch_row((await scheduler.next_batch(info.open_step)).answer)
+        # The workers are older than the driver, so they took the step in this life. A replay repeats its rate.
+        await scheduler.commit(info.open_step, row | {"policy/lr": rate_of(info.open_step)})
         info = await scheduler.run_info()
     if not state.dirty and state.step == info.committed_step:
         log.info("workers continue", step=state.step)
@@ -89,7 +95,14 @@ async def resume(
 
 
 def _resume_point(version: int, info: RunInfo) -> ResumePoint:
-    return ResumePoint(version, info.committed_step, info.lineage, info.checkpoint_step, info.checkpoint_now)
+    return ResumePoint(
+        version,
+        info.committed_step,
+        info.lineage,
+        info.checkpoint_step,
+        checkpoint_now=info.checkpoint_now,
+        waiting_rows=info.waiting_rows,
+    )
 
 
 async def _load_newest(
@@ -108,17 +121,14 @@ async def _load_newest(
     return None
 
 
-def committed_rates(metrics: Path, *, after: int) -> dict[int, float]:
-    """Return the learning rate of each committed step after step `after` whose row is in `metrics.jsonl` (steps without
-    an update have none).
+def committed_rates(metrics: Path, resumed: ResumePoint) -> dict[int, float]:
+    """Return the learning rate of each committed step that is replayed (steps without an update have none).
 
-    The scheduler writes these rows from its journal. A step that is replayed repeats its rate, even if the run was
-    resumed with another one.
+    The scheduler writes the rows of `metrics.jsonl` from its journal; rows that it had not written before it answered
+    are those of `resumed`. A replayed step repeats its rate, even if the run was resumed with another one.
     """
-    follower, rates = MetricsFollower(metrics), dict[int, float]()
+    rows: list[Mapping[str, float | None]] = [*resumed.waiting_rows]
+    follower = MetricsFollower(metrics)
     while (page := follower.poll()).more:
-        for row in page.rows:
-            step, rate = row.get("step"), row.get("policy/lr")
-            if step is not None and step > after and rate:
-                rates[int(step)] = rate
-    return rates
+        rows += [row for row in page.rows if (row["step"] or 0) > resumed.version]
+    return {int(row["step"] or 0): rate for row in rows if (rate := row.get("policy/lr"))}

@@ -19,6 +19,7 @@ from services.policy_trainer.metrics import staleness_counts
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import committed_rates, resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.update import optimizer_numbers
 from shared import topology as topologies
 from shared.actor.service import Service
 from shared.rpc.errors import BadInput, RpcError
@@ -121,7 +122,14 @@ class PolicyTrainerService(Service):
         folders = [model.checkpoints(self.run.checkpoints) for model in topology.trained]
         keeping = topology.checkpoint
         checkpoints = Checkpoints(folders, keep_last=keeping.keep_last, keep_every=keeping.keep_every)
-        resumed = await resume(scheduler, workers, checkpoints.steps(), whole_rows=topology.run.deterministic)
+        optimizer = topology.policy_model.optimizer
+        resumed = await resume(
+            scheduler,
+            workers,
+            checkpoints.steps(),
+            rate_of=lambda step: optimizer_numbers(optimizer, step).lr,
+            whole_rows=topology.run.deterministic,
+        )
         # A checkpoint is begun only once its step is committed, so later steps were rolled back.
         await asyncio.to_thread(checkpoints.discard_after, resumed.committed)
         metric = keeping.keep_best
@@ -155,7 +163,7 @@ class PolicyTrainerService(Service):
                 self._show,
                 self._stop,
                 export=self.run.export,
-                rates=await asyncio.to_thread(committed_rates, self.run.metrics, after=resumed.version),
+                rates=await asyncio.to_thread(committed_rates, self.run.metrics, resumed),
             )
             await driver.train()
         finally:

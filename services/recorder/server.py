@@ -23,7 +23,7 @@ from shared.actor.service import Service
 from shared.dataplane.client import DataClient
 from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
-from shared.samples.record import FOLDER, SampleState
+from shared.samples.record import FOLDER, SampleState, file_of, split_of
 from shared.stages import RECORD, ROLLOUT, SAMPLE_ADVANTAGES, TEXT, with_keys_of
 from shared.topology import load_resolved
 
@@ -62,6 +62,8 @@ class RecorderService(Service):
         """Tasks of the last answer that have been processed."""
         self._rewinds = 0
         self._lost = 0
+        self._step = 0
+        """The newest step with recorded samples."""
         self._counts = {"tasks": 0, "samples": 0, "unreadable": 0}
 
     async def serve(self) -> None:
@@ -75,7 +77,7 @@ class RecorderService(Service):
                 while await self._record(final=True):
                     pass
         except TimeoutError:
-            self.log.warning("samples left at the end", seconds=LAST_S)
+            self._miss(f"the run ended, and {LAST_S:g} s were not enough for all of them", after_step=self._step)
 
     async def _record(self, *, final: bool) -> bool:
         """Ask the scheduler once, and record the tasks in its answer. Return whether the answer contained any tasks."""
@@ -95,7 +97,7 @@ class RecorderService(Service):
             self.log.info("samples discarded", lineage=rewind.lineage, step=rewind.step, files=moved)
         self._rewinds += len(due.rewinds)
         if due.lost > self._lost:
-            self.log.warning("samples lost: the recorder was too slow or not running", tasks=due.lost - self._lost)
+            self._miss("the recorder was too slow or not running", tasks=due.lost - self._lost, after_step=self._step)
             self._lost = due.lost
         shards: Shards = {}
         removed = self._files.removed
@@ -109,7 +111,10 @@ class RecorderService(Service):
         if due.tasks:
             files = self._files
             if files.removed and not removed:
-                self.log.warning("samples/ is full: the oldest files are removed", limit_bytes=files.limit_bytes)
+                self.log.warning(
+                    "samples/ is full, so its oldest files are removed; training is not affected",
+                    limit_bytes=files.limit_bytes,
+                )
             self.telemetry.emit(
                 "samples",
                 {
@@ -122,17 +127,22 @@ class RecorderService(Service):
             )
         return bool(due.tasks)
 
+    def _miss(self, cause: str, **where: int | str) -> None:
+        """Log that samples are missing from their files. Nothing that trains reads these files."""
+        self.log.warning(f"samples are missing from {FOLDER}/: {cause}; training is not affected", **where)
+
     def _write(self, ended: EndedTask, shards: Mapping[str, Array] | None) -> None:
-        now = time.time()
+        now, file = time.time(), file_of(split_of(ended.task_id), ended.step)
+        self._step = max(self._step, ended.step)
         made = [bare(ended, now)]
         if shards is not None:
             try:
                 made = records(ended, shards, now)
             except (ValueError, KeyError, IndexError, msgspec.DecodeError) as error:
-                self.log.warning("samples not readable", task_id=ended.task_id, error=str(error)[:200])
+                self._miss(f"they cannot be read ({error})"[:200], task_id=ended.task_id, file=file)
         elif ended.samples:
             self._counts["unreadable"] += 1
-            self.log.warning("samples not recorded: their shards are gone", task_id=ended.task_id)
+            self._miss("their shards are gone", task_id=ended.task_id, file=file)
             return
         try:
             if self._files.append(made):
@@ -140,7 +150,7 @@ class RecorderService(Service):
                 self._counts["samples"] += sum(record.sample >= 0 for record in made)
         except OSError as error:
             self._counts["unreadable"] += 1
-            self.log.warning("samples not written", task_id=ended.task_id, error=str(error))
+            self._miss(f"they cannot be written ({error.strerror or error})", task_id=ended.task_id, file=file)
 
     # ---- shards
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +14,29 @@ from services.tracker.samples import SampleTable
 from shared.runfiles.metrics import CommittedRow
 from shared.topology.monitor import Tracker
 
-LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+
+@dataclass(frozen=True)
+class TrackerKind:
+    """A tracker's exporter, and the modules that it needs, all of which `make setup-trackers` installs."""
+
+    exporter: str
+    """Import path `module:class`."""
+    modules: tuple[str, ...]
+
+
+TRACKERS: Mapping[str, TrackerKind] = MappingProxyType(
     {
-        "wandb": ("wandb",),
-        "tensorboard": ("tensorboard",),
-        "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-        "trackio": ("trackio",),
+        "wandb": TrackerKind("services.tracker.exporters.to_wandb:WandbExporter", ("wandb",)),
+        "tensorboard": TrackerKind("services.tracker.exporters.to_tensorboard:TensorboardExporter", ("tensorboard",)),
+        "mlflow": TrackerKind(
+            "services.tracker.exporters.to_mlflow:MlflowExporter", ("mlflow", "sqlalchemy", "alembic")
+        ),
+        "trackio": TrackerKind("services.tracker.exporters.to_trackio:TrackioExporter", ("trackio",)),
     }
 )
-"""The modules that each tracker needs, all of which `make setup-trackers` installs."""
+"""The supported trackers, by their keys in the section `monitor`."""
+REMEDY = "run `make setup-trackers`"
+"""What to do if a module is missing."""
 LINE_CHARS = 300
 """Maximum number of characters of an error in a message."""
 
@@ -83,6 +97,8 @@ class Exporter(Protocol):
     """
 
     SURE: bool
+    see: str
+    """The command that shows the run, or the address at which it is seen. It is set by `open`."""
 
     def open(self, subject: Subject) -> int:
         """Create the run in the tracker, or continue it. Return the number of rows that it has, or `subject.sent` if
@@ -106,11 +122,16 @@ class Exporter(Protocol):
 
 def missing(name: str) -> list[str]:
     """Return the modules required by tracker `name` that are not installed."""
-    return [module for module in LIBRARIES[name] if importlib.util.find_spec(module) is None]
+    return [module for module in TRACKERS[name].modules if importlib.util.find_spec(module) is None]
 
 
 def make(name: str, section: Tracker) -> Exporter:
-    """Return the exporter for tracker `name`. This imports the tracker's library, which takes seconds."""
-    module = importlib.import_module(f"services.tracker.exporters.to_{name}")
-    exporter: Exporter = getattr(module, f"{name.capitalize()}Exporter")(section)
+    """Return the exporter for tracker `name`. This imports the tracker's library, which takes seconds.
+
+    Raises TrackerRefused if a module is not installed.
+    """
+    try:
+        exporter: Exporter = pkgutil.resolve_name(TRACKERS[name].exporter)(section)
+    except ModuleNotFoundError as error:
+        raise TrackerRefused(f"{error.name} not installed in this environment; {REMEDY}") from error
     return exporter

@@ -30,6 +30,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     warnings_sure: int = 0  # number of these warnings that the tracker is known to hold
     ended: str = ""  # the outcome reported to the tracker, empty while the run continues
     problem: str = ""  # the reason why rows are waiting, in one line; empty if none are waiting
+    see: str = ""  # the command that shows the run, or the address at which it is seen; empty until the tracker has it
 
 
 def file_of(run: Path, name: str) -> Path:

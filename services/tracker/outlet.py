@@ -21,7 +21,17 @@ import msgspec
 import structlog
 
 from services.tracker import ledger
-from services.tracker.exporter import LINE_CHARS, End, Exporter, Note, Subject, TrackerRefused, make, missing
+from services.tracker.exporter import (
+    LINE_CHARS,
+    REMEDY,
+    End,
+    Exporter,
+    Note,
+    Subject,
+    TrackerRefused,
+    make,
+    missing,
+)
 from services.tracker.redaction import without_secrets
 from services.tracker.samples import is_due, is_evaluated, table_of
 from shared.rundir import RunDir
@@ -139,7 +149,7 @@ class Outlet:
     def _opened(self) -> Exporter:
         """Open the run in the tracker, and begin with the rows that the tracker lacks."""
         if lacking := missing(self.name):
-            raise TrackerRefused(f"{', '.join(lacking)} not installed in this environment; run `make setup-trackers`")
+            raise TrackerRefused(f"{', '.join(lacking)} not installed in this environment; {REMEDY}")
         kept = self._ledger
         kept.id, kept.pid, kept.ended = kept.id or secrets.token_hex(8), os.getpid(), ""
         self._save()  # the tracker never has a run whose id is not in the run directory
@@ -154,6 +164,8 @@ class Outlet:
         with self._busy():
             exporter = make(self.name, self._section)
             self._held = exporter.open(subject)
+        kept.see = exporter.see
+        self._save()
         self._tell("")
         kept.sent, kept.warnings = self._held, kept.warnings_sure
         self._rows, self._last = CommittedRows(self._run.path), None
@@ -250,20 +262,20 @@ class Outlet:
         waiting = f"the steps after {self._ledger.step} wait" if self._ledger.sent else "all steps wait"
         self._exporter = None
         what = shorten(f"{type(error).__name__}: {error}", LINE_CHARS)
-        self._tell(f"{self.name}: {what}; {waiting} in metrics.jsonl")
+        self._tell(what, f"; {waiting} in metrics.jsonl")
 
     def _give_up(self, why: str) -> None:
         self.given_up = f"{self.name}: {why}"
         self._log.warning("the tracker receives no further steps", tracker=self.name, cause=why)
-        self._tell(self.given_up)
+        self._tell(why)
         self.done.set()
 
-    def _tell(self, problem: str) -> None:
-        """Save the problem, so that it can still be read after the run has ended."""
-        self._problem = problem
-        saved = problem.partition("; ")[0].removeprefix(f"{self.name}: ")
-        if saved != self._ledger.problem:
-            self._ledger.problem = saved
+    def _tell(self, problem: str, now: str = "") -> None:
+        """Report a problem, or that there is none, and save it, so that it can still be read after the run has ended.
+        `now` is what is true only until then."""
+        self._problem = f"{self.name}: {problem}{now}" if problem else ""
+        if problem != self._ledger.problem:
+            self._ledger.problem = problem
             with contextlib.suppress(OSError):  # the problem itself may be a full disk
                 self._save()
 

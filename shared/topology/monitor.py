@@ -157,7 +157,8 @@ class Tensorboard(Section):
 class Mlflow(Section):
     uri: str = Field(
         pattern=r"^(https?://[^\s]+|sqlite:///.+)$",
-        description="tracking server http://HOST:PORT, or sqlite:///FILE, which `mlflow ui` reads",
+        description="tracking server http://HOST:PORT, or sqlite:///FILE, which `mlflow ui` reads (make "
+        "setup-mlflow-ui)",
     )
     experiment: str = Field(default="rlbus", min_length=1, description="name of the MLflow experiment")
     samples: SampleCount = 8

@@ -73,7 +73,11 @@ class SampleRecords:
             await self._data.put(shards, store=await self._store(), deadline_s=PUT_S)
         except (RpcError, WireError) as error:
             # A replayed step may compute different bits for the same fences. The first ones are kept.
-            self._log.info("values of recorded samples not put", tasks=len(wanted), error=str(error)[:200])
+            self._log.info(
+                "the trainer's values of some recorded samples were not stored; training is not affected",
+                tasks=len(wanted),
+                error=str(error)[:200],
+            )
 
 
 def _shards(batch: BatchMeta, wanted: list[int], tokens: BatchTokens, loss: BatchLoss) -> list[TaskShards]:

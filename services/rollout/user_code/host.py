@@ -22,6 +22,7 @@ import msgspec
 
 from proto.messages import ErrorCode, LossReason, WaitKind, WaitRow
 from services.rollout.user_code import frames
+from services.rollout.user_code.blocking import BlockedTime, explained, thread_times
 from services.rollout.user_code.frames import Failed, Marks, Purpose, Rated, Ready, Returned, Setup, frame
 from services.rollout.user_code.trace import StackFile, hangs_at, users_stack
 from shared.data.gym_process import HASH_SEED
@@ -38,6 +39,12 @@ GONE = (asyncio.IncompleteReadError, ConnectionError)
 WATCH_S = 0.25
 GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, or that clean up after their timeout
 STALL_S = 10.0
+"""Maximum seconds for which a workflow may block the loop of its process (`BlockedTime`)."""
+PATIENCE = 4
+"""Maximum factor by which the load of the machine may lengthen the time limit of a call."""
+LAST_STACK_S = 5.0
+"""Maximum seconds that the end of a process waits for the stack that shows why it hangs; on a busy machine, writing one
+takes long."""
 LOOK_S = 1.0
 """Number of seconds after which a call's process is asked for its stack, to show which code it is running."""
 LEFT_TOOLS = 64
@@ -212,6 +219,11 @@ class UserHost:
         self._left_tools = 0
         self._late_calls = 0
         self._silent_rounds = 0
+        self._blocked = BlockedTime()
+        """How long the loop has been blocked in these rounds."""
+        self._looked_at = 0.0
+        self._times = thread_times(ready.pid)
+        """The times of the loop's thread at `_looked_at` (loop time)."""
         self._no_memory: frames.NoMemory | None = None
         self.ready = ready
         self.broken = False
@@ -325,7 +337,7 @@ class UserHost:
             gone = reading.done()
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            stack = await self._process.stack.read() if hung else ""
+            stack = await self._process.stack.read(LAST_STACK_S) if hung else ""
             suspects = self._suspects()
             # The socket closes a moment before the exit status is available.
             status = await self._process.end(GRACE_S if gone else 0.0)
@@ -342,10 +354,13 @@ class UserHost:
             failed = Failed(slot, self._out_of_memory, LossReason.MEMORY, self._no_memory.at)
             return Broken(failed, suspect, certain=False)
         if hung:
-            why = self._setup.late
-            if self._setup.purpose is Purpose.WORKFLOW:
-                remedy = "await ctx.call(tool, ...) instead of calling it"
-                why = f"blocked the loop of its process for {self._stall_s:g} s; {remedy}"
+            why, blocked_s = self._setup.late, self._blocked.total_s
+            if blocked_s <= self._stall_s:
+                silent_s = self._silent_rounds * WATCH_S
+                why = f"{why}; its thread had no processor, or was stopped, for most of {silent_s:.0f} s"
+            elif self._setup.purpose is Purpose.WORKFLOW:
+                what = explained(self._blocked, stack, home)
+                why = f"blocked the loop of its process for {self._stall_s:g} s, {what}"
             at = hangs_at(stack, home)
             return Broken(Failed(slot, why, LossReason.TIMEOUT, at, users_stack(stack, home)), suspect, certain)
         why = f"took its process down: it {status}"
@@ -401,15 +416,19 @@ class UserHost:
 
     def _watch(self) -> bool:
         """Return whether the process is hanging and must be ended."""
-        if not self._silent_rounds:
+        now, times = asyncio.get_running_loop().time(), thread_times(self.ready.pid)
+        if self._silent_rounds:
+            self._blocked = self._blocked.then(self._times, times, now - self._looked_at, WATCH_S)
+        else:
+            self._blocked = BlockedTime()
             self.send(frames.CheckLoop())
+        self._looked_at, self._times = now, times
         # Silence is counted in rounds, because the answer might be in the socket if this process itself was suspended.
         silent_s = self._silent_rounds * WATCH_S
         self._silent_rounds += 1
-        if silent_s > self._stall_s:
+        if self._blocked.total_s > self._stall_s or silent_s > PATIENCE * (self._setup.timeout_s + GRACE_S):
             return True
-        if silent_s <= 2 * WATCH_S:  # otherwise the loop is blocked, and late calls are not to blame
-            now = asyncio.get_running_loop().time()
+        if silent_s <= 2 * WATCH_S:  # otherwise late calls are not to blame
             for slot, live in self._live.items():
                 if now > live.deadline and not live.ended.done():
                     self._fail_late(slot, live)

@@ -11,25 +11,30 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shared.stacks import STACK_SIGNAL, written
 
 STACK_LIMIT_S = 0.25
-"""Maximum seconds to wait for a stack. A stopped process never writes one."""
+"""Maximum seconds that a report waits for a stack. A stopped process never writes one."""
 STACK_BYTES = 1 << 14
 _POLL_S = 0.01
 TRACE_CHARS = 4000
 PLACE_CHARS = 200
 DEPTH = 8
-_OURS = tuple(f"{Path(__file__).parents[3] / name}{os.sep}" for name in ("services", "shared"))
-"""Folders of the code that calls users' code."""
-_FRAME = re.compile(r'^ {2}File "(.+)", line (\d+) in ', re.MULTILINE)
+_FRAME = re.compile(r'^ {2}File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_OURS = tuple(f"{Path(__file__).parents[3] / name}{os.sep}" for name in ("proto", "shared", "services", "launch"))
+_LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *_OURS,
+)
+"""Folders with code that is not the user's."""
 
 
 class Home(msgspec.Struct, array_like=True, frozen=True):
@@ -113,12 +118,32 @@ def _is_ours(file: str, home: Home) -> bool:
     return file != home.file and file.startswith(_OURS)
 
 
+class StackLine(NamedTuple):
+    """A line of a stack that a process wrote to its `StackFile`."""
+
+    file: str
+    line: int
+    function: str
+
+
+def stack_lines(stack: str) -> list[StackLine]:
+    """Return the lines of a stack, innermost first, without those of Python's frozen modules."""
+    lines = (StackLine(file, int(line), function) for file, line, function in _FRAME.findall(stack))
+    return [line for line in lines if not line.file.startswith("<")]
+
+
+def users_line(lines: Sequence[StackLine], home: Home) -> StackLine | None:
+    """Return the innermost line of the user's code: of the file of `home`, or of a file outside all libraries."""
+    for line in lines:
+        if line.file == home.file or not line.file.startswith(_LIBRARIES):
+            return line
+    return None
+
+
 def hangs_at(stack: str, home: Home) -> str:
-    """Do what `raised_at` does, for a stack that the process wrote to its `StackFile`."""
-    for file, line in _FRAME.findall(stack):
-        if file == home.file:
-            return place(file, int(line))
-    return home.place
+    """Return the innermost line of the user's code in a stack, or else the first line of the user's function."""
+    line = users_line(stack_lines(stack), home)
+    return home.place if line is None else place(line.file, line.line)
 
 
 class StackFile:
@@ -133,15 +158,15 @@ class StackFile:
         with contextlib.suppress(OSError):
             self._process = os.pidfd_open(pid)
 
-    async def read(self) -> str:
-        """Return the current stack of the process, or an empty string after STACK_LIMIT_S without an answer."""
+    async def read(self, limit_s: float = STACK_LIMIT_S) -> str:
+        """Return the current stack of the process, or an empty string after `limit_s` without an answer."""
         if self._process < 0:
             return ""
         with contextlib.suppress(OSError):
             os.ftruncate(self.descriptor, 0)
             os.lseek(self.descriptor, 0, os.SEEK_SET)  # the offset is shared with the process
             signal.pidfd_send_signal(self._process, STACK_SIGNAL)
-        return await written(self.descriptor, 0, limit_s=STACK_LIMIT_S, poll_s=_POLL_S, limit_bytes=STACK_BYTES)
+        return await written(self.descriptor, 0, limit_s=limit_s, poll_s=_POLL_S, limit_bytes=STACK_BYTES)
 
     def close(self) -> None:
         for descriptor in (self.descriptor, self._process):

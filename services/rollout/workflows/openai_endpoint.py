@@ -34,9 +34,8 @@ from shared.workflow import ContextFull, Message, Turn, WorkflowError
 
 BODY_LIMIT_BYTES = 16 << 20
 MOST_CHOICES = 128
-_OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _NEUTRAL = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,)}
-"""Values of overridden fields that request what happens anyway."""
+"""Values of fields that request what happens anyway. The first one describes it."""
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _JSON = "application/json"
 _NO_SAMPLE = "no running sample has this address: use ctx.base_url of a running workflow"
@@ -100,16 +99,21 @@ class OpenAIEndpoint:
         if not self._changed:
             return []
         asked = ", ".join(self._changed.values())
-        text = f"an agent asks for {asked}, which is overridden: sampling.temperature applies, and no token is excluded"
-        return [Trouble(TroubleKind.OVERRIDDEN, text)]
+        return [Trouble(TroubleKind.OVERRIDDEN, f"an agent asks for {asked}: the topology decides how to sample")]
 
-    def _note_changed(self, asked: dict[str, Any], temperature: float) -> None:
-        """Record, for each field, the first request that is sampled differently from what it asks for."""
-        for name, neutral in {**_NEUTRAL, "temperature": (temperature,)}.items():
+    def _changes(self, asked: dict[str, Any], temperature: float) -> list[str]:
+        """Return the fields of a request that is sampled differently from what they ask for. Record the first request
+        for each of them, except for a seed, which changes no distribution."""
+        changes = []
+        for name, neutral in {"temperature": (temperature,), **_NEUTRAL}.items():
             value = asked.get(name)
-            if value is not None and value not in neutral and name not in self._changed:
-                self._changed[name] = f"{name} {value!r:.20}"
+            if value is None or value in neutral:
+                continue
+            changes.append(name)
+            if name not in self._changed:
+                self._changed[name] = f"{name} {value!r:.20} and gets {neutral[0]:g}"
                 self._log.warning("an agent's sampling is overridden", field=name, asked=f"{value!r:.20}")
+        return changes + ["seed"] * (asked.get("seed") is not None)
 
     # ---- HTTP
 
@@ -138,9 +142,8 @@ class OpenAIEndpoint:
     async def _chat_completions(self, request: Request) -> Response:
         session = self._session(request)
         asked = _asked(await _body(request))
-        overridden = [name for name in _OVERRIDDEN if asked.get(name) is not None]
+        overridden = self._changes(asked, session.calls.temperature)
         headers = {"x-overridden": ",".join(overridden)} if overridden else {}
-        self._note_changed(asked, session.calls.temperature)
         turns = await _unless_gone(request, _choices(session, asked))
         whole = self._completion(session, turns, asked)
         if asked.get("stream"):

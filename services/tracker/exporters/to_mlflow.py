@@ -11,6 +11,7 @@ import csv
 import io
 import os
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -47,6 +48,7 @@ class MlflowExporter:
 
     def __init__(self, section: Mlflow) -> None:
         self._section = section
+        self.see = ""
         self._has_artifacts = True
         self._client: MlflowClient
         self._run = ""
@@ -70,6 +72,7 @@ class MlflowExporter:
         tags = {ID: subject.id, "rlbus.path": str(subject.path)}
         run = runs[0] if runs else self._client.create_run(experiment, tags=tags, run_name=subject.name)
         self._run = run.info.run_id
+        self.see = self._seen(experiment)
         if runs:
             self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
         wanted = {_key(name): value[:PARAM_CHARS] for name, value in flat(subject.configuration).items()}
@@ -131,8 +134,22 @@ class MlflowExporter:
 
         MLflow's own default for a database is the folder in which this process runs.
         """
+        database = self._database()
+        return str(database.parent / "mlartifacts") if database is not None else None
+
+    def _database(self) -> Path | None:
+        """Return the file of a sqlite store, or None for a server."""
         database = self._section.uri.removeprefix("sqlite:///")
-        return str(Path(database).absolute().parent / "mlartifacts") if database != self._section.uri else None
+        return Path(database).absolute() if database != self._section.uri else None
+
+    def _seen(self, experiment: str) -> str:
+        """Return how to see the run. The client for trackers has no web server, so that is in an environment of its
+        own."""
+        database = self._database()
+        if database is None:
+            return f"{self._section.uri.rstrip('/')}/#/experiments/{experiment}/runs/{self._run}"
+        uri = shlex.quote(f"sqlite:///{database}")
+        return f".venv-mlflow/bin/mlflow ui --backend-store-uri {uri} (make setup-mlflow-ui installs it)"
 
     def _log(self, metrics: list[Metric]) -> None:
         remaining = iter(metrics)

@@ -8,6 +8,7 @@ its server. Each row has its own id, so trackio ignores a row that it already ho
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -36,10 +37,14 @@ class TrackioExporter:
     def __init__(self, section: Trackio) -> None:
         self._project, self._url = section.project, section.url
         self._server: RemoteClient | None = None
+        self.see = ""
         self._subject: Subject
 
     def open(self, subject: Subject) -> int:
         self._subject = subject
+        folder = os.environ.get("TRACKIO_DIR")
+        place = f"TRACKIO_DIR={shlex.quote(folder)} " if folder else ""
+        self.see = self._url or f"{place}trackio show --project {shlex.quote(self._project)}"
         if self._url is not None:
             token = os.environ.get("TRACKIO_WRITE_TOKEN")
             self._server = RemoteClient(self._url, write_token=token, httpx_kwargs={"timeout": TIMEOUT_S})

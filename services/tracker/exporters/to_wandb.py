@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections import deque
 from collections.abc import Sequence
 
@@ -38,6 +39,7 @@ class WandbExporter:
 
     def __init__(self, section: Wandb) -> None:
         self._section = section
+        self.see = ""
         self._run: wandb.Run
         self._tables: deque[wandb.Table] = deque()
         """Tables to send with the next rows, because nothing can be added to a row that has been sent."""
@@ -75,7 +77,12 @@ class WandbExporter:
         self._run.config.update(dict(subject.configuration), allow_val_change=True)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        return int(self._run.step) if self._section.mode == "online" else subject.sent
+        if self._section.mode == "online":
+            self.see = self._run.url or ""
+            return int(self._run.step)
+        # Each process writes a folder of its own.
+        self.see = f"wandb sync {shlex.quote(str(subject.folder / 'wandb'))}/offline-run-*-{subject.id}"
+        return subject.sent
 
     def send(self, rows: Sequence[CommittedRow]) -> None:
         for row in rows:

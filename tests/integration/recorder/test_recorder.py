@@ -257,9 +257,14 @@ async def stopped(run: RunDir) -> float:
 def test_a_stopped_recorder_delays_collection_by_seconds_at_most_and_continues_later(tmp_path: Path) -> None:
     run = make_run(tmp_path, store="memory: 512MiB", samples=SAMPLES, filter_zero_variance=True)
     assert asyncio.run(stopped(run)) < 12
-    said = [line for line in run.log_file("recorder", 0).read_text().splitlines() if "samples lost" in line]
+    said = [line for line in run.log_file("recorder", 0).read_text().splitlines() if "are missing" in line]
     assert len(said) == 1
-    assert int(json.loads(said[0])["tasks"]) >= 1
+    missing = json.loads(said[0])
+    assert missing["event"] == (
+        "samples are missing from samples/: the recorder was too slow or not running; training is not affected"
+    )
+    assert int(missing["tasks"]) >= 1
+    assert missing["after_step"] == 1  # the step after the recorded task, which was filtered
 
 
 async def rewound(run: RunDir) -> None:

@@ -87,7 +87,9 @@ def test_an_agent_that_requests_other_sampling_is_reported_once() -> None:
             await made.make(f"{AGENTS}:shortened", tasks=1, samples=2)
             [told] = made.endpoint.troubles()
             assert told.kind == TroubleKind.OVERRIDDEN
-            assert told.text.startswith("an agent asks for top_p 0.5, temperature 0.1, which is overridden: ")
+            assert told.text == (
+                "an agent asks for temperature 0.1 and gets 1, top_p 0.5 and gets 1: the topology decides how to sample"
+            )
             await made.make(f"{AGENTS}:shortened", tasks=1, samples=1)
             assert made.endpoint.troubles() == [told]
 

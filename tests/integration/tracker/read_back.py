@@ -9,6 +9,15 @@ from typing import Any
 
 from tests.integration.tracker.tracked import Committed, Tracked
 
+SEE = {
+    "tensorboard": "tensorboard --logdir {run}/tensorboard",
+    "wandb": "wandb sync {run}/trackers/wandb/wandb/offline-run-*-{id}",
+    "mlflow": ".venv-mlflow/bin/mlflow ui --backend-store-uri sqlite:///{run.parent}/mlflow.db "
+    "(make setup-mlflow-ui installs it)",
+    "trackio": "TRACKIO_DIR={run.parent}/trackio trackio show --project p",
+}
+"""How the run in `{run}` is seen in each tracker of the tests."""
+
 
 class Held:
     """The data of a tracker: the rows in its order, the configuration, and the text of all notes and samples."""

@@ -150,7 +150,9 @@ def test_a_run_continues_without_a_tracker_that_is_not_installed(
         [row] = [each for each in here.status()["services"] if (each["service"], each["instance"]) == ("tracker", 0)]
         assert (row["state"], row["restarts"]) == ("READY", 0)
         assert ctl(here.path, "stop").returncode == 0
-        _, _, errors = here.end(120)
+        _, printed, errors = here.end(120)
+        assert f"tensorboard tensorboard --logdir {here.path}/tensorboard\n" in printed
         [warning] = [line for line in errors.splitlines() if line.startswith("warning: ")]
         assert "monitor.trackio: trackio not installed; the run goes on without trackio" in warning
-        assert "trackio lacks steps 0-2 (trackio not installed in this environment); python -m launch.ctl" in errors
+        remedy = "trackio not installed in this environment; run `make setup-trackers`"
+        assert f"trackio lacks steps 0-2 ({remedy}); python -m launch.ctl" in errors

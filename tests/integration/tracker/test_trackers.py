@@ -79,6 +79,7 @@ def test_each_row_is_reported_once_despite_kills_of_the_tracker_and_a_rewind(
         assert "back to step 3: steps 4-5 were rolled back; lineage 1 begins" in held.notes
         assert "the run ended: failed (rollout/0 died)" in held.notes
         assert held.state in ("", "FAILED")
+        assert here.ledger().see == read_back.SEE[here.name].format(run=here.run.path, id=here.ledger().id)
         assert "an answer <b>in training</b>" in held.samples
         assert "an answer in the evaluation" in held.samples
         assert ledger.unsent(here.run.path, here.name) == ""
@@ -178,6 +179,19 @@ def test_every_step_arrives_once_whenever_the_tracker_is_killed(
     with tracker(tmp_path) as here:
         kill_at_random(here, seed, lives=6)
         assert read(here).rows == here.committed
+
+
+def test_rows_that_a_killed_tracker_wrote_but_did_not_record_are_not_written_again(tmp_path: Path) -> None:
+    with to_tensorboard(tmp_path) as here:
+        here.commit(*range(8))
+        assert here.command().returncode == 0
+        kept = here.ledger()
+        kept.sent = kept.sure = 5  # as if the process had been killed before it recorded the last rows
+        ledger.write(here.run.path, here.name, kept)
+        here.rewind(6)
+        here.commit(7, 8)
+        assert here.command().returncode == 0
+        assert read_back.tensorboard(here).rows == here.committed
 
 
 def test_rows_after_a_torn_record_are_read(tmp_path: Path) -> None:

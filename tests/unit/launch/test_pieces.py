@@ -19,7 +19,7 @@ from launch.checks import preflight
 from launch.commands.place import lock
 from launch.processes import guard
 from launch.processes.plan import threads_of
-from launch.viewers.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
+from launch.viewers.progress import PLAIN_EVERY_S, Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
 from launch.viewers.status import _merge
 from proto.messages import DropReason, HostRow, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
 from shared.rpc.errors import RpcError
@@ -85,8 +85,13 @@ def test_progress_goes_back_when_the_run_is_rewound(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "committed", "deterministic", "text"),
     [
-        (20, 48, False, "back to step 20 of 48: the weights of steps 21-48 died with their processes"),
-        (0, 1, False, "back to step 0 of 1: the weights of step 1 died with their processes"),
+        (
+            20,
+            48,
+            False,
+            "back to step 20 of 48: the weights of steps 21-48 died with their processes; they will be trained again",
+        ),
+        (0, 1, False, "back to step 0 of 1: the weights of step 1 died with their processes; it will be trained again"),
         (20, 48, True, "back to step 20 of 48: steps 21-48 will be trained again, with bit-identical results"),
     ],
 )
@@ -249,20 +254,57 @@ def status(*troubles: TroubleRow, dropped: dict[str, int] | None = None, lost: d
 
 def test_a_problem_is_announced_when_it_starts_and_ends_and_stays_on_the_status_line_in_between() -> None:
     troubles = Troubles()
-    assert (troubles.take(status()), troubles.text()) == ([], "")
+    assert (troubles.take(status()), troubles.text, troubles.losses) == ([], "", "")
     failing = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 1 of 4, x: late (at my_rewards.py:12)")
     assert troubles.take(status(failing)) == [f"rollout/1: {failing.text}"]
     worse = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 64 of 64, x: late (at my_rewards.py:12)")
     counts = {DropReason.REWARD_FAILED: 3, DropReason.TOO_LONG: 12}
     assert troubles.take(status(worse, dropped=counts, lost={LossReason.TIMEOUT: 9})) == []
-    line = f"rollout/1: {worse.text}  dropped 15 (too_long 12, reward_failed 3)  lost samples 9 (timeout 9)"
-    assert troubles.text() == line
-    assert troubles.take(status(dropped=counts)) == [f"rollout/1: over: {worse.text}"]
-    assert troubles.text() == "dropped 15 (too_long 12, reward_failed 3)"
+    assert troubles.text == f"rollout/1: {worse.text}"
+    assert troubles.losses == "dropped tasks 15 (too_long 12, reward_failed 3)  lost samples 9 (timeout 9)"
+    assert troubles.take(status(dropped=counts)) == [f"rollout/1: has ended: {worse.text}"]
+    assert (troubles.text, troubles.losses) == ("", "dropped tasks 15 (too_long 12, reward_failed 3)")
+
+
+def test_a_problem_that_comes_and_goes_with_other_numbers_is_announced_at_powers_of_ten() -> None:
+    troubles, notices = Troubles(), list[str]()
+    for count in range(1, 101):
+        text = f"rewards failing: {count} of {2 * count}, x: took {count / 8:.3f} s (at my_rewards.py:12)"
+        notices += troubles.take(status(TroubleRow("rollout", 0, TroubleKind.REWARDS, text)))
+        notices += troubles.take(status())
+    assert [notice.partition(" failing")[2].partition(",")[0] for notice in notices if "has ended" not in notice] == [
+        ": 1 of 2",
+        ": 10 of 20",
+        ": 100 of 200",
+    ]
+    assert notices[-2].endswith("(at my_rewards.py:12) (100 times so far)")
+    assert len(notices) == 6  # the end of each announced problem
+    other = TroubleRow(
+        "rollout", 0, TroubleKind.REWARDS, "rewards failing: 1 of 2, x: took 1.0 s (at my_rewards.py:13)"
+    )
+    assert troubles.take(status(other)) == [f"rollout/0: {other.text}"]
+
+
+def test_a_failure_whose_count_grows_is_one_line_of_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s, troubles = 0.0, Troubles()
+    with Screen(plain=True, clock=lambda: now_s) as screen:
+        for count in range(1, 95):
+            now_s += PLAIN_EVERY_S
+            row = TroubleRow("rollout", 0, TroubleKind.REWARDS, f"rewards failing: {count} of {count}, x: late")
+            for notice in troubles.take(status(row, lost={LossReason.TIMEOUT: count})):
+                screen.notice(notice)
+            screen.progress("step 0/3", troubles=troubles.text, losses=troubles.losses)
+        now_s += PLAIN_EVERY_S
+        screen.progress("step 1/3", troubles=troubles.text, losses=troubles.losses)
+    assert capsys.readouterr().out.splitlines() == [
+        "rollout/0: rewards failing: 1 of 1, x: late",
+        "lost samples 1 (timeout 1)  step 0/3",
+        "lost samples 94 (timeout 94)  step 1/3",
+    ]
 
 
 def test_overridden_sampling_is_reported_once_and_not_on_the_status_line() -> None:
     troubles = Troubles()
     told = status(TroubleRow("rollout", 0, TroubleKind.OVERRIDDEN, "an agent asks for temperature 0.1"))
     assert troubles.take(told) == ["rollout/0: an agent asks for temperature 0.1"]
-    assert (troubles.take(told), troubles.take(status()), troubles.take(told), troubles.text()) == ([], [], [], "")
+    assert (troubles.take(told), troubles.take(status()), troubles.take(told), troubles.text) == ([], [], [], "")

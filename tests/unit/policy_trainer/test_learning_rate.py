@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
 
-from proto.messages import ErrorCode
+from proto.messages import (
+    Ack,
+    BatchMeta,
+    CommitStep,
+    ErrorCode,
+    GetRunInfo,
+    GetWorkerState,
+    NextBatch,
+    RunInfo,
+    StepBatch,
+    WorkerState,
+)
+from proto.registry import Message, Request
+from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.driver import Driver
-from services.policy_trainer.resume import ResumePoint, committed_rates
+from services.policy_trainer.resume import ResumePoint, committed_rates, resume
+from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.update import optimizer_numbers
 from services.policy_trainer.worker.calls.training import check_optimizer
+from shared.ranks.layout import Layout
+from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.topology import load
 from shared.topology.algorithm import Optimizer
@@ -30,14 +48,64 @@ def test_warm_up_is_linear_and_then_constant() -> None:
     assert rates == pytest.approx([2.5e-3, 5e-3, 1e-2, 1e-2])
 
 
+def point(version: int, committed: int, *waiting_rows: dict[str, float]) -> ResumePoint:
+    return ResumePoint(version, committed, 0, -1, checkpoint_now=False, waiting_rows=waiting_rows)
+
+
 def test_committed_rates_are_those_of_the_rows_with_an_update(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    assert committed_rates(metrics, after=0) == {}
+    assert committed_rates(metrics, point(0, 3)) == {}
     rows: list[dict[str, Any]] = [{"step": 0, "eval/a": 1.0}]
     rows += [{"step": 1, "policy/lr": 0.1 + 0.2}, {"step": 2, "policy/lr": 0.0}, {"step": 3, "policy/lr": 1e-5}]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "poli')
-    assert committed_rates(metrics, after=0) == {1: 0.1 + 0.2, 3: 1e-5}
-    assert committed_rates(metrics, after=1) == {3: 1e-5}
+    assert committed_rates(metrics, point(0, 3)) == {1: 0.1 + 0.2, 3: 1e-5}
+    assert committed_rates(metrics, point(1, 3)) == {3: 1e-5}
+
+
+def test_a_step_whose_row_waits_for_an_evaluation_also_repeats_its_rate(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "policy/lr": 0.125}\n')
+    resumed = point(0, 3, {"step": 2.0, "policy/lr": 0.25}, {"step": 3.0, "policy/lr": 0.0})
+    assert committed_rates(metrics, resumed) == {1: 0.125, 2: 0.25}
+
+
+class Journal:
+    """A scheduler whose step 3 is journaled but not committed, and the only worker, which has finished that step."""
+
+    def __init__(self) -> None:
+        self.committed: dict[int, dict[str, float]] = {}
+
+    async def call(self, request: Request, reply: type[Message], *, deadline_s: float) -> Message:
+        match request:
+            case GetRunInfo():
+                position = (3, 0) if self.committed else (2, 3)
+                rows = [{"step": float(step), **row} for step, row in self.committed.items()]
+                return RunInfo(
+                    steps=5,
+                    committed_step=position[0],
+                    open_step=position[1],
+                    lineage=0,
+                    checkpoint_step=-1,
+                    waiting_rows=rows,
+                )
+            case GetWorkerState():
+                return WorkerState(step=3, driver=1, order=0, dirty=False)
+            case NextBatch():
+                return StepBatch(step=request.step, batch=BatchMeta(tasks=[]), scalars={})
+            case CommitStep():
+                self.committed[request.step] = request.metrics
+        return Ack()
+
+
+def test_a_step_that_workers_took_for_an_earlier_driver_is_committed_with_its_rate(tmp_path: Path) -> None:
+    journal = Journal()
+    client = cast(Client, journal)
+    scheduler, workers = SchedulerCalls(client, 1), WorkerDispatch([client], Layout(1), 1)
+    resumed = asyncio.run(resume(scheduler, workers, [], rate_of=lambda step: step / 8))
+    assert (resumed.version, resumed.committed) == (3, 3)
+    assert journal.committed[3]["policy/lr"] == 0.375
+    later = dataclasses.replace(resumed, version=2)  # a later driver, whose workers were lost, replays the step
+    assert committed_rates(tmp_path / "metrics.jsonl", later) == {3: 0.375}
 
 
 def test_a_replayed_step_repeats_the_rate_of_its_commit_and_a_new_step_takes_that_of_the_topology(
@@ -50,7 +118,7 @@ def test_a_replayed_step_repeats_the_rate_of_its_commit_and_a_new_step_takes_tha
         nothing,
         nothing,
         nothing,
-        ResumePoint(1, 3, 0, -1, checkpoint_now=False),
+        point(1, 3),
         nothing,
         export=tmp_path,
         rates={2: 0.25},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,27 @@ async def process_of(row: Row, llm: LLM, ctx: Context) -> Trajectory:
     ctx.state["torch"] = "torch" in sys.modules
     await llm.chat(prompt_of(row))
     return llm.trajectory(reward=1.0)
+
+
+async def sleeps(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    time.sleep(60)  # noqa: ASYNC251
+    return llm.trajectory()
+
+
+async def spins(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    while True:
+        pass
+
+
+async def keeps_the_lock(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    """Match a pattern that takes exponential time. Python's lock is kept until the match ends."""
+    await ctx.call(re.match, "(a+)+$", "a" * 40 + "b")
+    return llm.trajectory()
+
+
+async def works_for_half_a_second(row: Row, llm: LLM, ctx: Context) -> Trajectory:
+    began = time.monotonic()
+    until = time.thread_time() + 0.5
+    while time.thread_time() < until:
+        pass
+    return llm.trajectory(metrics={"wall_s": time.monotonic() - began})

@@ -128,3 +128,24 @@ def test_a_call_ends_when_its_client_disconnects_or_the_endpoint_stops(leaves: s
         writer.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("asked", "overridden", "told"),
+    [
+        ({"temperature": 0.7, "top_p": 1, "top_k": -1, "presence_penalty": 0.0}, [], []),
+        ({"temperature": 0.7, "seed": 3}, ["seed"], []),
+        (
+            {"temperature": 0.2, "min_p": 0.1},
+            ["temperature", "min_p"],
+            ["temperature 0.2 and gets 0.7, min_p 0.1 and gets 0"],
+        ),
+    ],
+)
+def test_only_a_setting_that_differs_counts_as_overridden(
+    asked: dict[str, Any], overridden: list[str], told: list[str]
+) -> None:
+    endpoint = OpenAIEndpoint("m")
+    assert endpoint._changes(asked, 0.7) == overridden
+    texts = [f"an agent asks for {what}: the topology decides how to sample" for what in told]
+    assert [trouble.text for trouble in endpoint.troubles()] == texts

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from services.tracker import ledger, outlet
-from services.tracker.exporter import End, Note, Subject, TrackerRefused
+from services.tracker.exporter import TRACKERS, End, Note, Subject, TrackerRefused
+from services.tracker.exporter import make as make_exporter
 from services.tracker.outlet import Outlet, finish
 from services.tracker.samples import COLUMNS, SampleTable, is_due, table_of
 from shared.rundir import RunDir
 from shared.runfiles.metrics import CommittedRow
 from shared.samples.record import FOLDER, SampleRecord, SampleState, file_of
 from shared.topology import load
+from shared.topology.monitor import Monitor, Tensorboard, Tracker
 from tests.integration.tiny.harness import wait_for
 from tests.unit.shared.topology.small_topology import make, write
 
@@ -29,6 +33,7 @@ class Fake:
 
     def __init__(self, *, sure: bool = True, before_send: Callable[[], None] = lambda: None) -> None:
         self.SURE = sure
+        self.see = ""
         self.before_send = before_send
         self.rows: list[int] = []
         self.notes: list[str] = []
@@ -135,6 +140,24 @@ def test_the_next_process_continues_after_the_rows_that_were_sent(run: RunDir, m
     third = Fake()
     feed(run, monkeypatch, trackio=third)
     assert (third.rows, third.notes) == ([], ["the run ended: done"])
+
+
+def test_a_package_that_a_library_lacks_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "services.tracker.exporters.to_tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(TrackerRefused, match=r"^tensorboard\.compat\.proto\.event_pb2 not installed in this environm"):
+        make_exporter("tensorboard", Tensorboard())
+
+
+def test_every_tracker_of_the_topology_is_declared() -> None:
+    trackers = {
+        name
+        for name, field in Monitor.model_fields.items()
+        if field.annotation in [kind | None for kind in get_args(Tracker)]
+    }
+    assert set(TRACKERS) == trackers
 
 
 def row(step: int, **values: float) -> CommittedRow:
