@@ -18,7 +18,7 @@ from pathlib import Path
 from shared.dataplane.client import TaskShards
 from tests.bench.cluster_run import last_line
 from tests.bench.data_work import Rows, clear, fresh_store, nbytes_of, put_blocks, regular, timed_fetch
-from tests.bench.peer_sweep import Axes, PeerSettings, recorded_best, save, search, text
+from tests.bench.peer_sweep import Axes, recorded_best, save, search, text
 from tests.bench.turns import by_turns, order_line, ratios, spread, versions
 from tests.integration.store_process import REPOSITORY
 
@@ -49,13 +49,16 @@ class TransferQueueSettings:
     block_tasks: int
 
 
+DataSettings = RaySettings | TransferQueueSettings
+
+
 @dataclass(frozen=True)
 class DataPeer:
     """A peer with its axes, the settings with which its sweep starts, and its goal for the whole, if there is one."""
 
     title: str
     axes: Axes
-    start: tuple[PeerSettings, ...]
+    start: tuple[DataSettings, ...]
     goal: float | None = None
 
 
@@ -77,7 +80,7 @@ PEERS = {
 }
 
 
-def peer_rounds(system: str, settings: PeerSettings, rounds: int) -> Rows:
+def peer_rounds(system: str, settings: DataSettings, rounds: int) -> Rows:
     """Return how long, in seconds, a newly started peer takes in its own environment. Raises BenchError."""
     command = [str(PYTHON), str(SCRIPT), system, "--rounds", str(rounds), "--tasks", str(TASKS)]
     found: Rows = last_line([*command, "--settings", json.dumps(asdict(settings))], system, LIMIT_S)["rounds"]
@@ -124,7 +127,7 @@ def sweep(system: str, rounds: int) -> None:
     print(best_of(system)[1])
 
 
-def best_of(system: str) -> tuple[PeerSettings, str]:
+def best_of(system: str) -> tuple[DataSettings, str]:
     """Return the recorded best settings and a line that says which they are. Raises BenchError."""
     peer = PEERS[system]
     return recorded_best(RECORD, system, type(peer.start[0]), peer.axes)

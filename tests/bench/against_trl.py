@@ -263,7 +263,7 @@ def compare(work: Work, turns: int, limit_s: float, only: str | None = None) -> 
             if peers[staleness] not in theirs:
                 theirs[peers[staleness]] = partial(measure_trl, work, model, settings, limit_s)
                 print(f"{peers[staleness]}: {line}")
-        sides = {**({} if only == "trl" else ours), **theirs}
+        sides: dict[str, Callable[[], Side]] = {**({} if only == "trl" else ours), **theirs}
         software = f"{versions(('torch', 'transformers'))}; TRL: {peer_versions()}" if theirs else ""
         print(
             f"\n{work.name}: {work.tasks} tasks of {GROUP_SIZE} samples a step, {work.steps} steps of which "

@@ -14,10 +14,13 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.bench.cluster_run import ROOT, BenchError, measured_cores
 from tests.bench.turns import machine, order
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 REPEATS = 3
 CLOSE = 0.9
@@ -25,15 +28,8 @@ Axes = Mapping[str, tuple[int, int]]
 """The lowest and the highest value of each setting."""
 
 
-class PeerSettings(Protocol):
-    """A frozen dataclass of numbers, one for each setting."""
-
-    __dataclass_fields__: dict[str, Any]
-
-    def __hash__(self) -> int: ...
-
-
-P = TypeVar("P", bound=PeerSettings)
+P = TypeVar("P", bound="DataclassInstance")
+"""A frozen dataclass of numbers, one for each setting."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ def search(
     return found
 
 
-def text(settings: PeerSettings) -> str:
+def text(settings: DataclassInstance) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in dataclasses.asdict(settings).items())
 
 

@@ -112,7 +112,7 @@ def warm_start(
 def label_logits(model: Qwen3ForCausalLM, samples: list[Labelled]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits at each position and the label that follows it."""
     width = max(len(ids) for ids, _ in samples)
-    ids_BT = torch.full((len(samples), width), model.config.pad_token_id)
+    ids_BT = torch.full((len(samples), width), model.config.pad_token_id or 0)
     labels_BT = torch.full((len(samples), width), IGNORED)
     for number, (ids, labels) in enumerate(samples):
         ids_BT[number, : len(ids)] = torch.tensor(ids)
