@@ -174,7 +174,8 @@ def main() -> None:
     train = open_source("builtin:addition", where="make_tiny_tools")
     test = open_source("builtin:addition?split=test", where="make_tiny_tools")
     steps = warm_start(model, shown.ways(train, SHOWN_ROWS), wanted=args.success, seed=args.seed)
-    model.bfloat16().float()  # The file has bfloat16 weights, so these are measured.
+    # The file has bfloat16 weights, so these are measured.
+    model.bfloat16().float()  # type: ignore[no-untyped-call]
     memory, tool = (success(model, way) for way in shown.ways(test, len(test)))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(

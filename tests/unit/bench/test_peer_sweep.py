@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import log2
 from pathlib import Path
 
@@ -55,13 +56,13 @@ def test_trl_is_swept_for_each_staleness_within_the_limits_of_a_step() -> None:
     measured = sweep(QUICKSTART, 2, rate_of)
     assert {each.generation_batch % each.micro_batch for each in measured} == {0}
     assert max(each.generation_batch for each in measured) == 1024
-    best = {at: fastest(measured, lambda each, at=at: on_time(QUICKSTART, each, at)) for at in (1, 0)}
+    allowed = {at: partial(on_time, QUICKSTART, staleness=at) for at in (1, 0)}
+    best = {at: fastest(measured, allowed[at]) for at in (1, 0)}
     assert (best[1].micro_batch, best[1].generation_batch) == (64, 1024)
     assert best[0].micro_batch == 64
     assert best[0].generation_batch <= 512
     for at in (1, 0):
-        allowed = lambda each, at=at: on_time(QUICKSTART, each, at)  # noqa: E731
-        assert unmeasured(measured, axes(QUICKSTART, 2), allowed) == []
+        assert unmeasured(measured, axes(QUICKSTART, 2), allowed[at]) == []
 
 
 def test_a_record_whose_optimum_lies_at_the_edge_of_what_was_tried_is_refused(tmp_path: Path) -> None:
