@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +23,6 @@ from tests.bench.turns import heading
 
 TOPOLOGIES = ROOT / "launch" / "topologies"
 WINDOW = 5
-LIMIT_S = 1800.0
 COLUMNS = ("recipe", "steps", "reward", "held-out accuracy", "truncated", "minutes")
 
 
@@ -35,7 +35,7 @@ def topology(name: str) -> Path:
     raise BenchError(f"{name}: no recipe: {files[0].relative_to(ROOT)} does not exist")
 
 
-def measured(name: str, settings: list[str]) -> str:
+def measured(name: str, settings: list[str], limit_s: float) -> str:
     """Run a recipe and return its line of the table. Raises BenchError."""
     file = topology(name)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -44,7 +44,11 @@ def measured(name: str, settings: list[str]) -> str:
         command += [word for setting in settings for word in ("--set", setting)]
         began = time.monotonic()
         with running(command, output) as process:
-            if status := process.wait(LIMIT_S):
+            try:
+                status = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                raise failed(f"{name}: not done after {limit_s:g} s (--limit-s)", output) from None
+            if status:
                 raise failed(f"{name}: exit {status}", output)
         minutes = (time.monotonic() - began) / 60
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -69,11 +73,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How much reward recipes gain with their own steps.")
     parser.add_argument("recipes", nargs="+", metavar="NAME")
     parser.add_argument("--steps", type=int, help="number of steps instead of the recipe's own")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="seconds after which a run counts as failed")
     args = parser.parse_args()
     print(f"{heading()}\n\n| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     try:
         for name in args.recipes:
-            print(measured(name, [f"run.steps={args.steps}"] if args.steps else []), flush=True)
+            print(measured(name, [f"run.steps={args.steps}"] if args.steps else [], args.limit_s), flush=True)
     except BenchError as error:
         sys.exit(f"recipes: {error}")
 
