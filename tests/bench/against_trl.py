@@ -1,12 +1,12 @@
 """Compares the cluster with TRL's GRPOTrainer on the same GRPO work, in samples/s. `peers/trl_grpo.py` lists the
 settings that are the same on both sides and those that differ.
 
-TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
-alternates between generation and training. If it generates at most the samples of one step at a time, it is on policy,
-and our row at staleness 0 is the like-for-like comparison. If it generates the samples of two steps at a time, every
-second step uses samples that are one update stale. Our runs at staleness 1 are compared with the fastest of all
-settings, and those at staleness 0 with the fastest one that is on policy. At staleness 0, where our services take
-turns, trainer and reference have as many threads as TRL's sweep may use, all CPUs, and each CPU has a rollout.
+TRL runs with the settings that a recorded sweep found fastest (`peer_sweep`, `peers/trl_sweep.json`). TRL alternates
+between generation and training. If it generates at most the samples of one step at a time, it is on policy, and our row
+at staleness 0 is the like-for-like comparison. If it generates the samples of two steps at a time, every second step
+uses samples that are one update stale. Our runs at staleness 1 are compared with the fastest of all settings, and those
+at staleness 0 with the fastest one that is on policy. At staleness 0, where our services take turns, trainer and
+reference have as many threads as TRL's sweep may use, all CPUs, and each CPU has a rollout.
 
 "others'" is the CPU time that neither this program nor the run used (steal included), in cores over the whole run.
 If it is much above zero, other programs distort the figures, most of all TRL's, whose threads busy-wait.
@@ -19,15 +19,15 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from shared.data import open_source
-from tests.bench.cluster_run import MODEL, ROOT, BenchError, last_line, measured_cores, run_cluster
-from tests.bench.turns import by_turns, heading, machine, order, order_line, ratios, spread, versions
+from tests.bench.cluster_run import MODEL, ROOT, last_line, measured_cores, run_cluster
+from tests.bench.peer_sweep import Axes, Measured, recorded_best, save, search, text
+from tests.bench.turns import by_turns, heading, order_line, ratios, spread, versions
 
 PEER = Path(__file__).parent / "peers" / "trl_grpo.py"
 PEER_ENVIRONMENT = ROOT / ".venv-trl"
@@ -38,9 +38,8 @@ COOL_DOWN = 3
 """Steps that run after the last measured one. Sampling runs up to (staleness + 1) steps ahead and stops before the end
 of a run, so the last steps have less to do."""
 STALENESS = (1, 0)
-FINALISTS, FINAL_TURNS = 3, 2
-"""The sweep measures every setting once, and then the FINALISTS fastest settings for each staleness FINAL_TURNS more
-times."""
+START_MICRO_BATCHES = (8, 32, 128, 512)
+"""The micro-batches, up to a whole step, with which a sweep starts."""
 KEEP_LENGTHS = 1e-7
 """A learning rate so low that the lengths of a random model's answers do not change."""
 
@@ -52,9 +51,6 @@ class Settings:
     threads: int
     micro_batch: int
     generation_batch: int
-
-    def text(self) -> str:
-        return f"{self.threads} threads, micro-batch {self.micro_batch}, generation batch {self.generation_batch}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,8 @@ class Work:
     steps: int
     warm_up: int
     trained: bool
+    goals: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """The ratio to TRL that is aimed at, for each staleness."""
 
     @property
     def samples(self) -> int:
@@ -81,9 +79,9 @@ class Work:
         return [*sizes, f"policy.model={model}", *learning]
 
 
-QUICKSTART = Work("quickstart", 8, 64, steps=60, warm_up=10, trained=True)
-LONG = Work("answers of up to 128 tokens", 128, 16, steps=12, warm_up=4, trained=False)
-SHORT = Work("answers of up to 8 tokens", 8, 64, steps=30, warm_up=4, trained=False)
+QUICKSTART = Work("quickstart", 8, 64, steps=60, warm_up=10, trained=True, goals={1: 5.5, 0: 3.5})
+LONG = Work("answers of up to 128 tokens", 128, 16, steps=12, warm_up=4, trained=False, goals={1: 4.2, 0: 2.7})
+SHORT = Work("answers of up to 8 tokens", 8, 64, steps=30, warm_up=4, trained=False, goals={1: 2.5, 0: 1.5})
 
 
 @dataclass(frozen=True)
@@ -165,106 +163,71 @@ def measure_trl(
 # ------------------------------------------------------------------------------------------------------- the sweep
 
 
-def grid(work: Work, cores: int) -> Iterator[Settings]:
-    """Yield every combination that TRL accepts: threads in powers of two up to the number of cores; a step's samples in
-    one, two or four micro-batches; and the samples of half a step, one step or two steps generated at once."""
-    threads = [1 << power for power in range(cores.bit_length()) if 1 << power < cores] + [cores]
-    micro_batches = [work.samples // parts for parts in (1, 2, 4)]
-    for count, micro_batch, generated in product(threads, micro_batches, (0.5, 1, 2)):
-        generation_batch = int(work.samples * generated)
-        if generation_batch % micro_batch == 0:
-            yield Settings(count, micro_batch, generation_batch)
+def axes(work: Work, cores: int) -> Axes:
+    """Return the limits of TRL's settings. A generation batch is at most one update stale, and at least one group."""
+    return {
+        "threads": (1, cores),
+        "micro_batch": (2, work.samples),
+        "generation_batch": (GROUP_SIZE, (max(STALENESS) + 1) * work.samples),
+    }
+
+
+def accepted(settings: Settings) -> bool:
+    """Return whether TRL accepts the settings."""
+    return settings.generation_batch % settings.micro_batch == 0
 
 
 def on_time(work: Work, settings: Settings, staleness: int) -> bool:
-    """Return whether every sample is at most `staleness` updates old."""
-    return settings.generation_batch <= (staleness + 1) * work.samples
+    """Return whether TRL accepts the settings and every sample is at most `staleness` updates old."""
+    return accepted(settings) and settings.generation_batch <= (staleness + 1) * work.samples
 
 
-def sweep(
-    work: Work,
-    settings: list[Settings],
-    measure: Callable[[Settings], Side],
-    show: Callable[[Settings, Side], object],
-) -> dict[str, Any]:
-    """Measure each of `settings` once and the fastest again; return the record of `work`."""
-    found: dict[Settings, list[Side]] = {each: [] for each in settings}
-
-    def run(some: list[Settings]) -> None:
-        for each in some:
-            found[each].append(measure(each))
-            show(each, found[each][-1])
-
-    run(settings)
-    by_speed = sorted(settings, key=lambda each: -found[each][0].samples_per_s)
-    finalists = {
-        each: None
-        for staleness in STALENESS
-        for each in [other for other in by_speed if on_time(work, other, staleness)][:FINALISTS]
-    }
-    for turn in range(FINAL_TURNS):
-        run(order(finalists, turn))
-    return {
-        "machine": machine(),
-        "software": versions(("trl", "torch", "transformers"), PEER_ENVIRONMENT),
-        "samples_of_a_step": work.samples,
-        "steps": work.steps,
-        "warm_up": work.warm_up,
-        "settings": [
-            {
-                **asdict(each),
-                "samples_per_s": [round(side.samples_per_s, 2) for side in sides],
-                "others_cores": [round(side.others_cores, 2) for side in sides],
-            }
-            for each, sides in found.items()
-        ],
-    }
+def sweep(work: Work, cores: int, measure: Callable[[Settings], float], **options: Any) -> Measured[Settings]:
+    """Find TRL's fastest settings for each staleness; return everything measured. `options` are those of `search`."""
+    start = [Settings(cores, each, work.samples) for each in START_MICRO_BATCHES if each <= work.samples]
+    measured: Measured[Settings] = {}
+    for staleness in STALENESS:
+        allowed = partial(on_time, work, staleness=staleness)
+        measured = search(start, axes(work, cores), measure, allowed=allowed, measured=measured, **options)
+    return measured
 
 
-def record_of(work: Work) -> dict[str, Any]:
-    """Return the record of the sweep of `work`. Raises BenchError if no sweep was recorded."""
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if work.name not in recorded:
-        raise BenchError(f"{RECORD.relative_to(ROOT)} has no sweep of {work.name!r}: run this command with --sweep")
-    found: dict[str, Any] = recorded[work.name]
-    return found
+def best_of(work: Work, staleness: int) -> tuple[Settings, str]:
+    """Return the recorded best settings that are at most `staleness` updates stale, and a line about them.
 
-
-def fastest(work: Work, record: Mapping[str, Any], staleness: int) -> Settings:
-    """Return the recorded settings with the highest median among those at most `staleness` updates stale.
-
-    Settings measured several times take precedence over those measured once.
+    Raises BenchError.
     """
-    rates = {
-        Settings(each["threads"], each["micro_batch"], each["generation_batch"]): each["samples_per_s"]
-        for each in record["settings"]
-    }
-    allowed = [each for each in rates if on_time(work, each, staleness)]
-    return max(allowed, key=lambda each: (len(rates[each]), statistics.median(rates[each])))
+    limits = axes(work, len(os.sched_getaffinity(0)))
+    return recorded_best(RECORD, work.name, Settings, limits, partial(on_time, work, staleness=staleness))
 
 
 # ---------------------------------------------------------------------------------------------------- the commands
 
 FORM = "{:<40}{:>24}{:>9}{:>9}{:>11}{:>9}"
+COLUMNS = ("workload", "tokens per answer", "staleness", "rlbus", "TRL", "ratio", "goal")
 
 
 def run_sweep(work: Work, cores: int, limit_s: float) -> None:
     """Sweep `work` and add the result to RECORD."""
-    settings = list(grid(work, cores))
-    print(f"\n{work.name}: {len(settings)} settings of TRL", flush=True)
-
-    def show(each: Settings, side: Side) -> None:
-        rate, others = side.samples_per_s, side.others_cores
-        print(f"{each.text():<62}{rate:>9.1f} samples/s, others' cores {others:.2f}", flush=True)
-
+    print(f"\n{work.name}: TRL, samples/s", flush=True)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         model = model_of(work, Path(name))
-        record = sweep(work, settings, lambda each: measure_trl(work, model, each, limit_s), show)
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    RECORD.write_text(json.dumps({**recorded, work.name: record}, indent=1) + "\n")
+        measured = sweep(
+            work,
+            cores,
+            lambda each: measure_trl(work, model, each, limit_s).samples_per_s,
+            show=lambda each, run: print(
+                f"{text(each):<62}{run.rate:>9.1f}, others' cores {run.others_cores:.2f}", flush=True
+            ),
+        )
+    shape = {"samples_of_a_step": work.samples, "steps": work.steps, "warm_up": work.warm_up}
+    save(RECORD, work.name, measured, peer_versions(), unit="samples/s", **shape)
     for staleness in STALENESS:
-        print(f"fastest at staleness {staleness} or less: {fastest(work, record, staleness).text()}")
-    print(f"recorded in {RECORD.relative_to(ROOT)}")
+        print(f"at staleness {staleness} or less: {best_of(work, staleness)[1]}")
+
+
+def peer_versions() -> str:
+    return versions(("trl", "torch", "transformers"), PEER_ENVIRONMENT)
 
 
 def model_of(work: Work, folder: Path) -> Path:
@@ -293,20 +256,15 @@ def compare(work: Work, turns: int, limit_s: float, only: str | None = None) -> 
         }
         peers: dict[int, str] = {}
         theirs: dict[str, Callable[[], Side]] = {}
-        if only != "cluster":
-            record = record_of(work)
-            for staleness in STALENESS:
-                settings = fastest(work, record, staleness)
-                stale = "on policy" if on_time(work, settings, 0) else f"generating {settings.generation_batch}"
-                peers[staleness] = f"TRL GRPOTrainer, {stale}"
-                if peers[staleness] not in theirs:
-                    theirs[peers[staleness]] = partial(measure_trl, work, model, settings, limit_s)
-                    print(
-                        f"{peers[staleness]}: {settings.text()}; fastest of {len(record['settings'])} in "
-                        f"{RECORD.relative_to(ROOT)}, recorded on {record['machine']}"
-                    )
-        sides = {**({} if only == "trl" else ours), **theirs}
-        software = f"{versions(('torch', 'transformers'))}; TRL: {record['software']}" if theirs else ""
+        for staleness in STALENESS if only != "cluster" else ():
+            settings, line = best_of(work, staleness)
+            stale = "on policy" if on_time(work, settings, 0) else f"generating {settings.generation_batch}"
+            peers[staleness] = f"TRL GRPOTrainer, {stale}"
+            if peers[staleness] not in theirs:
+                theirs[peers[staleness]] = partial(measure_trl, work, model, settings, limit_s)
+                print(f"{peers[staleness]}: {line}")
+        sides: dict[str, Callable[[], Side]] = {**({} if only == "trl" else ours), **theirs}
+        software = f"{versions(('torch', 'transformers'))}; TRL: {peer_versions()}" if theirs else ""
         print(
             f"\n{work.name}: {work.tasks} tasks of {GROUP_SIZE} samples a step, {work.steps} steps of which "
             f"{work.warm_up} warm up"
@@ -318,11 +276,29 @@ def compare(work: Work, turns: int, limit_s: float, only: str | None = None) -> 
     for side, runs in results.items():
         print(row(side, runs), flush=True)
     if only is None:
-        for staleness in STALENESS:
-            mine, peer = results[f"rlbus, staleness {staleness}"], results[peers[staleness]]
-            found = ratios((each.samples_per_s for each in mine), (each.samples_per_s for each in peer))
-            what = f"ratio, staleness {staleness} to {peers[staleness].partition(', ')[2]}"
-            print(FORM.format(what, found.text(), "", "", "", "").rstrip())
+        print(
+            "\n".join(
+                table(work, {each: (results[f"rlbus, staleness {each}"], results[peers[each]]) for each in STALENESS})
+            )
+        )
+
+
+def table(work: Work, results: Mapping[int, tuple[list[Side], list[Side]]]) -> Iterator[str]:
+    """Yield the lines of the table of ratios, from our runs and TRL's at each staleness."""
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
+    for staleness, sides in results.items():
+        mine, theirs = ([each.samples_per_s for each in runs] for runs in sides)
+        cells = (
+            work.name,
+            f"{statistics.fmean(each.length for each in sides[0]):.1f}",
+            f"{staleness}",
+            spread(mine).text(".0f"),
+            spread(theirs).text(".0f"),
+            ratios(mine, theirs).text(),
+            f"{work.goals[staleness]:g}" if staleness in work.goals else "",
+        )
+        yield f"| {' | '.join(cells)} |"
 
 
 def row(side: str, runs: list[Side]) -> str:

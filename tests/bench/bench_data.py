@@ -2,7 +2,8 @@
 mean little.
 
     python -m tests.bench.bench_data [--sizes 1,4,16] [--rounds N] [--firsts N] [--no-peers] [--no-scheduler]
-    python -m tests.bench.bench_data --sweep        find the peers' fastest settings and record them
+    python -m tests.bench.bench_data --only-peers
+    python -m tests.bench.bench_data --sweep [ray|transfer-queue]    find the peers' fastest settings and record them
 
 The store process and the client are real, and RPC is included. Regular work: 1024 tasks x 9 keys x 8192 float32 (302
 MB); ragged: 8192 tasks x 6 keys of 0.5 to 4k tokens (332 MB), put as lease blocks of 64 tasks. Each size is a
@@ -28,7 +29,8 @@ TCP get     Time until every array is received and checked, against a plain `rec
             the cost of memory would not be measured). Neither side reads the data again. For the limit, the sender
             sends one hot block repeatedly.
 peers       Each runs with newly started processes and alternates with a fresh store of ours, with the settings that a
-            recorded sweep found fastest (`peers/data_sweep.json`); `peers/data_peers.py` describes what they do.
+            recorded sweep found fastest (`peers/data_sweep.json`); `peers/data_peers.py` describes what they do. A peer
+            gets one array for each of the nine keys and each block of tasks; the sweep chooses the size of the blocks.
 
 The memory is touched once beforehand, because the first use of its pages costs the host of a virtual machine 1 to 2 s
 per GiB.
@@ -402,21 +404,31 @@ def main() -> None:
     )
     parser.add_argument("--peer-turns", type=int, default=TURNS, help="fresh starts of each peer and of our store")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--only-peers", action="store_true", help="compare with the peers and measure nothing else")
     parser.add_argument("--across", action=argparse.BooleanOptionalAction, default=True, help="streams between hosts")
     parser.add_argument("--scheduler", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--sweep", action="store_true", help="find the peers' fastest settings and record them")
+    parser.add_argument(
+        "--sweep",
+        nargs="*",
+        choices=list(against_data_peers.PEERS),
+        help="find the fastest settings of these peers, or of all, and record them",
+    )
     options = parser.parse_args()
-    if (options.peers or options.sweep) and not against_data_peers.PYTHON.exists():
+    if (options.peers or options.only_peers or options.sweep is not None) and not against_data_peers.PYTHON.exists():
         sys.exit("bench_data: .venv-data is missing; run `make peers-data` first, or use --no-peers")
     print(heading())
     touch_memory(4 * max(options.sizes) * nbytes_of(ragged(1)[0]))
     try:
-        if options.sweep:
-            against_data_peers.sweep(against_data_peers.ROUNDS)
+        if options.sweep is not None:
+            for system in options.sweep or against_data_peers.PEERS:
+                against_data_peers.sweep(system, against_data_peers.ROUNDS)
             return
-        asyncio.run(measure_requests())
-        if options.peers:
+        if not options.only_peers:
+            asyncio.run(measure_requests())
+        if options.peers or options.only_peers:
             against_data_peers.measure(options.peer_turns, against_data_peers.ROUNDS)
+        if options.only_peers:
+            return
     except BenchError as error:
         sys.exit(f"bench_data: {error}")
     report = Report()

@@ -3,7 +3,8 @@ and the whole system against TRL on long and short answers. Both sides of a rati
 
     python -m tests.bench.bench_rollout                (TRL needs `make peers`)
     python -m tests.bench.bench_rollout --only ahead|sync|trl
-    python -m tests.bench.bench_rollout --sweep        find TRL's fastest settings for both kinds of answers
+    python -m tests.bench.bench_rollout --only trl --answers long|short
+    python -m tests.bench.bench_rollout --sweep --answers long|short      find TRL's fastest settings for these answers
 
 ahead  the quickstart without its reference, with one sampling and one training process of one thread each:
        samples/s with staleness 1 over samples/s with staleness 0.
@@ -39,7 +40,8 @@ from tests.bench.turns import TURNS, by_turns, heading, order_line, ratios, spre
 
 FORM = "{:<34}{:>24}{:>20}{:>26}"
 COOL_DOWN = 3
-SWEEP_STEPS, SWEEP_WARM_UP = {LONG: 6, SHORT: 12}, 2
+WORKS = {"long": LONG, "short": SHORT}
+SWEEP_STEPS, SWEEP_WARM_UP = {"long": 6, "short": 12}, 2
 
 
 def line(what: str, figure: str, ratio: str = "", note: str = "") -> None:
@@ -104,6 +106,7 @@ def show_syncs(what: str, measured: weight_sync.Measured) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Running ahead, weight sync and TRL, in ratios.")
     parser.add_argument("--only", choices=("ahead", "sync", "trl"))
+    parser.add_argument("--answers", choices=tuple(WORKS), nargs="+", default=list(WORKS), help="answers of trl")
     parser.add_argument(
         "--steps",
         type=int,
@@ -125,8 +128,8 @@ def main() -> None:
         sys.exit("bench_rollout: .venv-trl is missing; run `make peers` first, or use --only")
     try:
         if args.sweep:
-            for work, steps in SWEEP_STEPS.items():
-                shorter = dataclasses.replace(work, steps=steps, warm_up=SWEEP_WARM_UP)
+            for each in args.answers:
+                shorter = dataclasses.replace(WORKS[each], steps=SWEEP_STEPS[each], warm_up=SWEEP_WARM_UP)
                 run_sweep(shorter, len(os.sched_getaffinity(0)), args.limit_s)
             return
         if args.only in (None, "ahead"):
@@ -136,8 +139,10 @@ def main() -> None:
             for mib in args.sync_mib:
                 sync(mib, args.syncs, args.threads)
         if args.only in (None, "trl"):
-            for work, steps in ((LONG, args.long_steps), (SHORT, args.steps)):
-                compare(dataclasses.replace(work, steps=steps, warm_up=args.warm_up), args.turns, args.limit_s)
+            steps = {"long": args.long_steps, "short": args.steps}
+            for each in args.answers:
+                work = dataclasses.replace(WORKS[each], steps=steps[each], warm_up=args.warm_up)
+                compare(work, args.turns, args.limit_s)
     except BenchError as error:
         sys.exit(f"bench_rollout: {error}")
 

@@ -20,9 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,15 +31,24 @@ from proto.messages import BatchMeta, TaskHandle
 from services.policy_trainer.dispatch import imbalance
 from shared.batch import Batch
 from tests.bench.against_trl import PEER_ENVIRONMENT, PEER_PYTHON, RECORD
-from tests.bench.cluster_run import MODEL, ROOT, BenchError, last_line
-from tests.bench.turns import TURNS, by_turns, heading, machine, order_line, ratios, spread, versions
+from tests.bench.cluster_run import MODEL, BenchError, last_line
+from tests.bench.peer_sweep import recorded_best, save, search, text
+from tests.bench.turns import TURNS, by_turns, heading, order_line, ratios, spread, versions
 
 PEER = Path(__file__).parent / "peers" / "trl_update.py"
 SAMPLES, PROMPT, SHORTEST, LONGEST = 128, 8, 30, 240
-MICRO_BATCHES = (2, 4, 8, 16, 32, 64, 128)
+AXES = {"micro_batch": (1, SAMPLES)}
+START_MICRO_BATCHES = (2, 8, 32, 128)
 RECORDED_AS = "forward and backward"
 PARTS = [sys.executable, "-m", "tests.bench.train_parts"]
 LIMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """TRL's number of samples per forward and backward pass."""
+
+    micro_batch: int
 
 
 def our_speed(batch: Path) -> float:
@@ -58,38 +67,26 @@ def peak_bytes(how: str) -> float:
     return float(last_line([*PARTS, "memory", how], f"memory {how}", LIMIT_S)["peak_bytes"])
 
 
-def sweep(batch: Path, turns: int) -> None:
-    """Measure each of MICRO_BATCHES and add the result to RECORD."""
-    speeds = by_turns({str(each): partial(trl_speed, batch, each) for each in MICRO_BATCHES}, turns)
-    record: dict[str, Any] = {
-        "machine": machine(),
-        "software": versions(("trl", "torch", "transformers"), PEER_ENVIRONMENT),
-        "settings": [{"micro_batch": int(each), "tokens_per_s": found} for each, found in speeds.items()],
-    }
-    for each, found in speeds.items():
-        print(f"micro-batch {each:>4}: {spread(found).text(',.0f')} tokens/s of CPU")
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    RECORD.write_text(json.dumps({**recorded, RECORDED_AS: record}, indent=1) + "\n")
-    print(f"recorded in {RECORD.relative_to(ROOT)}")
-
-
-def recorded_micro_batch() -> tuple[int, str]:
-    """Return TRL's fastest micro-batch and where it was measured. Raises BenchError if it was not recorded."""
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if RECORDED_AS not in recorded:
-        raise BenchError(f"{RECORD.relative_to(ROOT)} has no sweep of {RECORDED_AS}: run this command with --sweep")
-    record = recorded[RECORDED_AS]
-    best = max(record["settings"], key=lambda each: statistics.median(each["tokens_per_s"]))
-    return best["micro_batch"], f"fastest of {len(record['settings'])}, recorded on {record['machine']}"
+def sweep(batch: Path) -> None:
+    """Find TRL's fastest micro-batch and record what was measured."""
+    measured = search(
+        map(UpdateSettings, START_MICRO_BATCHES),
+        AXES,
+        lambda each: trl_speed(batch, each.micro_batch),
+        show=lambda each, run: print(f"{text(each)}: {run.rate:,.0f} tokens/s of CPU", flush=True),
+    )
+    software = versions(("trl", "torch", "transformers"), PEER_ENVIRONMENT)
+    save(RECORD, RECORDED_AS, measured, software, unit="tokens/s of CPU")
+    print(recorded_best(RECORD, RECORDED_AS, UpdateSettings, AXES)[1])
 
 
 def table(batch: Path, turns: int) -> None:
     """Print all rows. Raises BenchError."""
-    micro_batch, found_how = recorded_micro_batch()
-    sides = {"rlbus": partial(our_speed, batch), "TRL": partial(trl_speed, batch, micro_batch)}
+    best, line = recorded_best(RECORD, RECORDED_AS, UpdateSettings, AXES)
+    sides = {"rlbus": partial(our_speed, batch), "TRL": partial(trl_speed, batch, best.micro_batch)}
     print(heading(f"{versions(('torch', 'transformers'))}; {versions(('trl', 'torch'), PEER_ENVIRONMENT)}"))
     print(order_line(sides, turns))
-    print(f"TRL       micro-batch {micro_batch}: {found_how}", flush=True)
+    print(f"TRL       {line}", flush=True)
     speeds = {side: spread(runs) for side, runs in by_turns(sides, turns).items()}
     print("| what | value | limit |\n|---|---|---|")
     print(f"| forward + backward, torch backend | {speeds['rlbus'].text(',.0f')} tokens/s of CPU | |")
@@ -155,7 +152,7 @@ def main() -> None:
         batch.write_text(json.dumps(_batch()))
         try:
             if args.sweep:
-                sweep(batch, args.turns)
+                sweep(batch)
             else:
                 table(batch, args.turns)
         except BenchError as error:

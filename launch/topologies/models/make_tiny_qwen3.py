@@ -5,7 +5,7 @@
 The warm start uses only builtin:addition's train split, so it never trains on a held-out row. It stops early on
 purpose, so that reinforcement learning has something left to teach. The same seed, machine type and torch version give
 the same bytes. The script prints the greedy held-out accuracy and refuses a model whose accuracy is outside 0.35 to
-0.49. Nothing imports this file.
+0.49. Only `make_tiny_tools` imports this file.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ VOCAB_SIZE = 64
 MAX_ANSWER_TOKENS = 8
 LEARNING_RATE, BATCH, MAX_STEPS = 1e-3, 128, 1000
 PROBE_ROWS, PROBE_EVERY = 256, 5
+IGNORED = -100
+"""Label of a token that does not count in the loss."""
+Labelled = tuple[list[int], list[int]]
+"""Token ids of a sample, and their labels."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -89,20 +93,13 @@ def warm_start(
     probe = [rows.row(index) for index in range(PROBE_ROWS)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     for step in range(1, MAX_STEPS + 1):
-        prompts, answers = [], []
+        samples = []
         for index in (picker.randrange(len(rows)) for _ in range(BATCH)):
             row = rows.row(index)
-            prompts.append(tokenizer.encode(row["prompt"]))
-            answers.append([*tokenizer.encode(row["answer"]), tokenizer.eos_token_id])
-        width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-        ids_BT = torch.full((BATCH, width), tokenizer.pad_token_id)
-        labels_BT = torch.full((BATCH, width), -100)
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            end = len(prompt) + len(answer)
-            ids_BT[number, :end] = torch.tensor(prompt + answer)
-            labels_BT[number, len(prompt) : end] = torch.tensor(answer)
-        logits_BTV = model(input_ids=ids_BT).logits  # Padding is on the right, where causal attention does not see it.
-        loss = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
+            prompt, answer = tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id]
+            samples.append((prompt + answer, [IGNORED] * len(prompt) + answer))
+        logits_BTV, labels_BT = label_logits(model, samples)
+        loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -110,6 +107,18 @@ def warm_start(
         if step % PROBE_EVERY == 0 and greedy_accuracy(model, tokenizer, probe) >= accuracy:
             return step
     raise SystemExit(f"warm start: accuracy {accuracy} not reached in {MAX_STEPS} steps; try a different --seed")
+
+
+def label_logits(model: Qwen3ForCausalLM, samples: list[Labelled]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits at each position and the label that follows it."""
+    width = max(len(ids) for ids, _ in samples)
+    ids_BT = torch.full((len(samples), width), model.config.pad_token_id or 0)
+    labels_BT = torch.full((len(samples), width), IGNORED)
+    for number, (ids, labels) in enumerate(samples):
+        ids_BT[number, : len(ids)] = torch.tensor(ids)
+        labels_BT[number, : len(ids)] = torch.tensor(labels)
+    logits_BTV = model(input_ids=ids_BT).logits  # Padding is on the right, where causal attention does not see it.
+    return logits_BTV[:, :-1], labels_BT[:, 1:]
 
 
 @torch.no_grad()
@@ -126,14 +135,15 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
     return right / len(rows)
 
 
-def name_portable_tokenizer_class(config: Path) -> None:
-    """Replace the class name that transformers 5 writes with one that version 4 knows.
-
-    Version 4 is still pinned elsewhere.
-    """
-    fields = json.loads(config.read_text())
-    fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the model and its tokenizer, with a class name that version 4 of transformers knows, too."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = folder / "tokenizer_config.json"
+    fields = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    # The file was written with mode 0600, so another user's engine could not read it.
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def main() -> None:
@@ -155,11 +165,7 @@ def main() -> None:
     print(f"{parameters} parameters, {steps} steps, greedy held-out accuracy {held_out:.3f}")
     if not 0.35 <= held_out <= 0.49:
         raise SystemExit("accuracy outside 0.35 to 0.49: nothing was written; try a different --seed")
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    name_portable_tokenizer_class(args.out / "tokenizer_config.json")
-    # The file was written with mode 0600, so another user's engine could not read it.
-    (args.out / "model.safetensors").chmod(0o644)
+    save(model, tokenizer, args.out)
 
 
 if __name__ == "__main__":

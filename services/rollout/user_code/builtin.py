@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 from shared.data.gym import GYM_KEY, PACKAGE, GymEntries
-from shared.data.source import content_text
 from shared.sample import Sample
 from shared.workflow import LLM, Context, Message, Trajectory
 
@@ -32,7 +31,6 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-_SUM = re.compile(r"[0-9(][0-9+\-*/(). ]*")
 _MOST_CHARACTERS = 100
 _FIELDS_CHARS = 200
 
@@ -143,39 +141,25 @@ def _check_gym(made: Any) -> None:
 async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: int = 2) -> Trajectory:
     """Let the policy answer in up to `max_turns` turns with a calculator.
 
-    If an answer calls the calculator, by a tool call or by ending in `=`, the value of the expression is appended and
-    the policy answers again. The same happens if the answer differs from the value of the expression in the prompt. The
+    If an answer calls the calculator, the value of each expression is appended and the policy answers again. The
     workflow emits the metric `calculator_calls`.
     """
     prompt = row["prompt"]
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    asked = str(content_text(messages[-1]) or "")
     calls = 0
-    for left in range(max_turns - 1, -1, -1):
+    for turns_left in reversed(range(max_turns)):
         turn = await llm.chat(messages, tools=[CALCULATOR])
-        expression = _expression_of(turn.text, [call.arguments for call in turn.tool_calls], asked)
-        if expression is None or not left:
+        if not turn.tool_calls or not turns_left:
             break
-        calls += 1
-        messages = [*messages, turn.message, {"role": "tool", "content": f"{expression}={_value_text(expression)}"}]
+        calls += len(turn.tool_calls)
+        values = [value_text(str(call.arguments.get("expression", ""))) for call in turn.tool_calls]
+        messages = [*messages, turn.message, *({"role": "tool", "content": value} for value in values)]
     ctx.state["calculator_calls"] = calls
     return llm.trajectory(metrics={"calculator_calls": float(calls)})
 
 
-def _expression_of(text: str, called: list[dict[str, Any]], asked: str) -> str | None:
-    """Return the expression to compute, or None if the answer is final."""
-    if called:
-        return str(called[0].get("expression", ""))
-    if text.strip().endswith("="):
-        return text.strip().rstrip("=")
-    match = _SUM.search(asked)
-    if match is None:
-        return None
-    expression = match[0].strip()
-    return None if text.strip() == _value_text(expression) else expression
-
-
-def _value_text(expression: str) -> str:
+def value_text(expression: str) -> str:
+    """Return the value of an expression as the calculator shows it, or its error."""
     try:
         value = compute(expression)
     except (ValueError, SyntaxError, ZeroDivisionError, OverflowError, RecursionError) as error:

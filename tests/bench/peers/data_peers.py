@@ -4,8 +4,9 @@ Prints one JSON line.
     .venv-data/bin/python tests/bench/peers/data_peers.py ray|transfer-queue [--settings '{"threads": 2}'] [--rounds N]
 
 Runs in its own environment (`make peers-data`; its lock file is beside this file). The work is `tasks` tasks of `keys`
-float32 tensors of length `length`, which are put, fetched and hashed (xxh3) as in `bench_data`. The first round is the
-first use of a fresh store. `SETTINGS` holds the defaults; data_sweep.json records which settings are fastest.
+float32 tensors of length `length`, which are put, fetched and hashed (xxh3) as in `bench_data`. Both systems get one
+array per key and block of tasks; a block has `block_tasks` of them. The first round is the first use of a fresh store.
+`SETTINGS` holds the defaults; data_sweep.json records which settings are fastest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any
@@ -24,15 +25,15 @@ import numpy as np
 import psutil
 from xxhash import xxh3_64_intdigest as digest
 
-BLOCK_TASKS = 64
-"""Tasks per block, the same number that `bench_data` puts at once."""
-SETTINGS: dict[str, dict[str, Any]] = {
-    "ray": {"threads": 2},  # Two threads put blocks, as in rlbus.
-    # These are TransferQueue's defaults.
-    "transfer-queue": {"threads": 8, "io_threads": 8, "units": 2, "blocks": False},
+SETTINGS: dict[str, dict[str, int]] = {
+    "ray": {"threads": 2, "block_tasks": 64},  # as rlbus puts lease blocks
+    # TransferQueue's defaults, and one block of all tasks, as in its own performance test.
+    "transfer-queue": {"threads": 8, "io_threads": 8, "units": 2, "block_tasks": 1024},
 }
 QUIET_S, QUIET_CORES, SETTLE_S = 1.0, 0.05, 60.0
 Round = dict[str, float]
+Block = dict[str, np.ndarray]
+"""One array for each key, with a row for each task of the block."""
 
 
 def settle() -> None:
@@ -83,28 +84,30 @@ def measure(
     return results
 
 
-def ray_store(arrays: dict[str, np.ndarray], settings: dict[str, Any], rounds: int) -> list[Round]:
-    """Measure Ray with one object per block of tasks (a list of dicts of tensors), put by `threads` threads."""
+def digests(blocks: Iterable[Mapping[str, Iterable[np.ndarray]]]) -> list[int]:
+    """Read every byte: return the digest of each task's tensor, key by key within a block."""
+    return [digest(row) for block in blocks for rows in block.values() for row in rows]
+
+
+def ray_store(blocks: list[Block], settings: dict[str, Any], rounds: int) -> list[Round]:
+    """Measure Ray with one object per block, put by `threads` threads. The tensors that come back are views of the
+    object store's memory."""
     import ray
 
-    tasks = len(next(iter(arrays.values())))
-    rows = [{key: values[task] for key, values in arrays.items()} for task in range(tasks)]
     references: list[Any] = []
 
     def put(_: int) -> None:
-        references[:] = pool.map(ray.put, (rows[first : first + BLOCK_TASKS] for first in range(0, tasks, BLOCK_TASKS)))
+        references[:] = pool.map(ray.put, blocks)
 
-    def got_back(_: int) -> list[int]:
-        return [digest(values) for block in ray.get(references) for row in block for values in row.values()]
-
-    sums = [digest(values) for row in rows for values in row.values()]
     with ThreadPoolExecutor(settings["threads"]) as pool:
-        return measure(put, got_back, lambda _: references.clear(), sums, rounds)
+        return measure(
+            put, lambda _: digests(ray.get(references)), lambda _: references.clear(), digests(blocks), rounds
+        )
 
 
-def transfer_queue(arrays: dict[str, np.ndarray], settings: dict[str, Any], rounds: int) -> list[Round]:
-    """Measure `kv_batch_put` of all tasks at once, as TransferQueue's own performance test does, or of one block at a
-    time."""
+def transfer_queue(blocks: list[Block], settings: dict[str, Any], rounds: int) -> list[Round]:
+    """Measure `kv_batch_put` and `kv_batch_get` of one block after the other. TransferQueue's own performance test has
+    one block."""
     import torch
     import transfer_queue as tq
     from omegaconf import OmegaConf
@@ -112,36 +115,32 @@ def transfer_queue(arrays: dict[str, np.ndarray], settings: dict[str, Any], roun
 
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": settings["units"]}}}))
     settle()
-    tasks = len(next(iter(arrays.values())))
-    size = BLOCK_TASKS if settings["blocks"] else tasks
-    starts = range(0, tasks, size)
+    size = settings["block_tasks"]
     fields = [
-        TensorDict({key: torch.from_numpy(values[at : at + size]) for key, values in arrays.items()}, batch_size=size)
-        for at in starts
+        TensorDict({key: torch.from_numpy(rows) for key, rows in block.items()}, batch_size=size) for block in blocks
     ]
 
-    def names(number: int, first: int) -> list[str]:
-        return [f"{number}_{task}" for task in range(first, first + size)]
+    def names(number: int, block: int) -> list[str]:
+        return [f"{number}_{task}" for task in range(block * size, (block + 1) * size)]
 
     def put(number: int) -> None:
-        for first, each in zip(starts, fields, strict=True):
-            tq.kv_batch_put(keys=names(number, first), partition_id="bench", fields=each)
+        for block, each in enumerate(fields):
+            tq.kv_batch_put(keys=names(number, block), partition_id="bench", fields=each)
 
     def got_back(number: int) -> list[int]:
         found = []
-        for first in starts:
-            back = tq.kv_batch_get(keys=names(number, first), partition_id="bench")
+        for block, given in enumerate(blocks):
+            back = tq.kv_batch_get(keys=names(number, block), partition_id="bench")
             # Fields come back as nested tensors. They are unbound once, because every back[key][task] would unbind
             # everything again.
-            found += [digest(row.numpy()) for key in arrays for row in back[key].unbind()]
+            found += digests([{key: [row.numpy() for row in back[key].unbind()] for key in given}])
         return found
 
     def clear(number: int) -> None:
-        for first in starts:
-            tq.kv_clear(keys=names(number, first), partition_id="bench")
+        for block in range(len(blocks)):
+            tq.kv_clear(keys=names(number, block), partition_id="bench")
 
-    sums = [digest(row) for at in starts for values in arrays.values() for row in values[at : at + size]]
-    results = measure(put, got_back, clear, sums, rounds)
+    results = measure(put, got_back, clear, digests(blocks), rounds)
     tq.close()
     return results
 
@@ -158,15 +157,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     settings = {**SETTINGS[options.system], **options.settings}
-    if options.tasks % BLOCK_TASKS or settings.keys() != SETTINGS[options.system].keys():
-        parser.error(f"--tasks must be a multiple of {BLOCK_TASKS}; --settings accepts {SETTINGS[options.system]}")
+    if settings.keys() != SETTINGS[options.system].keys() or options.tasks % settings["block_tasks"]:
+        parser.error(
+            f"--settings accepts {SETTINGS[options.system]}, and block_tasks must divide {options.tasks} tasks"
+        )
     generator = np.random.default_rng(0)
     arrays = {
         f"key{index}": generator.standard_normal((options.tasks, options.length), dtype=np.float32)
         for index in range(options.keys)
     }
     nbytes = sum(values.nbytes for values in arrays.values())
+    size = settings["block_tasks"]
+    blocks = [{key: values[at : at + size] for key, values in arrays.items()} for at in range(0, options.tasks, size)]
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if options.system == "ray":
+        # The object store touches its memory when it starts, so that the first put need not.
+        os.environ["RAY_preallocate_plasma_memory"] = "1"  # noqa: SIM112  # Ray reads this spelling
     cores = len(os.sched_getaffinity(0))
     if options.system == "transfer-queue":
         # The package and its storage units, which inherit the environment, read the variable when they are imported.
@@ -186,7 +192,7 @@ def main() -> None:
         )
         settle()
         run = {"ray": ray_store, "transfer-queue": transfer_queue}[options.system]
-        rounds = run(arrays, settings, options.rounds)
+        rounds = run(blocks, settings, options.rounds)
         ray.shutdown()
     packages = ("ray", "TransferQueue")
     print(

@@ -8,12 +8,14 @@ import contextlib
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -93,6 +95,23 @@ def test_recipe_passes_the_checks_made_at_startup(recipe: Path, tmp_path: Path) 
     assert preflight.check(topology, recipe.name).errors == []
 
 
+def rows_of(recipe: Path, settings: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Run a recipe and return the rows of its metrics."""
+    command = [sys.executable, "-m", "launch.cluster", str(recipe), "--run-dir", str(folder / "run")]
+    for each in settings:
+        command += ["--set", each]
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda each: each.stem)
@@ -104,24 +123,21 @@ def test_recipe_trains_two_steps(recipe: Path, tmp_path: Path) -> None:
     with judge() as base_url:
         if recipe.stem == "judge":
             given.append(f"reward.params.base_url={base_url}")
-        command = [sys.executable, "-m", "launch.cluster", str(recipe), "--run-dir", str(tmp_path / "run")]
-        for each in given:
-            command += ["--set", each]
-        ended = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=550,
-        )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        rows = rows_of(recipe, given, tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
     if recipe.stem == "judge":
         assert Judge.asked > 0
         assert 0 < rows[1]["reward/mean"] < GRADE / 10
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_tools_recipe_learns_to_call_the_calculator(tmp_path: Path) -> None:
+    rows = rows_of(TOPOLOGIES / "recipes" / "tools.yaml", ["run.steps=25", "data.eval={}"], tmp_path)
+    for key in ("reward/mean", "workflow/calculator_calls"):
+        first, last = (statistics.fmean(row[key] for row in part) for part in (rows[:3], rows[-3:]))
+        assert last > first + 0.3, key
 
 
 def test_the_answer_of_a_gsm8k_row_is_the_number_after_the_marks() -> None:

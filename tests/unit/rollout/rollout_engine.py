@@ -1,4 +1,4 @@
-"""Provides the rollout's tests with the embedded engine and the tiny model from the quickstart."""
+"""Provides the rollout's tests with the embedded engine and the tiny models of the recipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from services.rollout.engine import Generation, Prompt, SamplingParams
 from services.rollout.engines.transformers_engine import TransformersEngine
 from shared.topology.passes import FASTEST
 
-MODEL = Path(__file__).parents[3] / "launch" / "topologies" / "models" / "tiny-qwen3"
+MODELS = Path(__file__).parents[3] / "launch" / "topologies" / "models"
+MODEL, TOOLS_MODEL = MODELS / "tiny-qwen3", MODELS / "tiny-tools"
 
 
 def engine(*, deterministic: bool = True) -> TransformersEngine:

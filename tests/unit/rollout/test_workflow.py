@@ -18,12 +18,12 @@ from proto.messages import ErrorCode
 from services.rollout.rewards.score import Score
 from services.rollout.sampling.prompts import PromptBuilder, tool_calls
 from services.rollout.sampling.trajectory import Made, with_turn_rewards
-from services.rollout.user_code.builtin import compute
+from services.rollout.user_code.builtin import compute, value_text
 from services.rollout.user_code.frames import Purpose
 from services.rollout.user_code.load import load
 from shared.lease import LeaseLost
 from shared.rpc.errors import RpcError
-from tests.unit.rollout.rollout_engine import MODEL
+from tests.unit.rollout.rollout_engine import MODEL, TOOLS_MODEL
 from tests.unit.rollout.workflow_rig import VERSION, Rig, logprob_error, rig, shown
 
 pytestmark = pytest.mark.slow
@@ -145,17 +145,25 @@ def test_raw_text_is_completed_unchanged(bench: Bench, prompts: PromptBuilder) -
     assert made.score.value in (0.0, 1.0)
 
 
-def test_the_calculator_corrects_wrong_answers(bench: Bench, prompts: PromptBuilder) -> None:
-    made = bench.run("builtin:calculator", tasks=3, samples=8)
-    flat = [each for group in made for each in group]
-    assert not failures(made)
+def test_the_calculator_returns_the_value_of_each_called_expression() -> None:
+    async def run() -> tuple[list[Made], list[str]]:
+        async with rig(TOOLS_MODEL) as made:
+            groups = await made.make("builtin:calculator", tasks=4, samples=8, max_new_tokens=24)
+            flat = [each for group in groups for each in group]
+            return flat, [shown(made.prompts, sequence) for each in flat for sequence in each.sequences]
+
+    flat, texts = asyncio.run(run())
+    assert len(texts) == len(flat) == 32
     calls = [each.metrics["calculator_calls"] for each in flat]
-    assert sum(calls) > 0
-    for each, used in zip(flat, calls, strict=True):
-        (sequence,) = each.sequences
-        row = each.sample.row
-        assert each.sample.turns == 1 + used
-        assert (f"tool: {row['prompt']}{row['answer']}\n" in shown(prompts, sequence)) == bool(used)
+    assert 0 < sum(calls) < len(flat)  # The model also answers from memory.
+    for each, text, used in zip(flat, texts, calls, strict=True):
+        assert each.sample.turns == 1 + bool(used)
+        results = "".join(
+            f"<|im_start|>tool\n{value_text(call.arguments['expression'])}<|im_end|>\n"
+            for call in tool_calls(text)[: int(used)]
+        )
+        assert text.count("<|im_start|>tool\n") == used
+        assert f"<|im_end|>\n{results}<|im_start|>assistant\n" in text
 
 
 @pytest.mark.parametrize(("expression", "value"), [("47+85", 132), ("2*(3-5)/4", -1.0), ("-3", -3), ("1.5+1", 2.5)])

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,9 @@ FLOWS = "tests.unit.rollout.flows"
 class Rig:
     """One engine, one endpoint and one tokenizer. `make` runs a workflow as a lease does."""
 
-    def __init__(self) -> None:
-        self.prompts = PromptBuilder(MODEL, add_generation_prompt=True)
-        self.engine = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=False, passes=FASTEST)
+    def __init__(self, model: Path = MODEL) -> None:
+        self.prompts = PromptBuilder(model, add_generation_prompt=True)
+        self.engine = TransformersEngine(model=model, dtype="float32", threads=1, deterministic=False, passes=FASTEST)
         self.endpoint = OpenAIEndpoint("tiny")
         self.blocks: list[int] = []
         self.lost_processes = 0
@@ -118,8 +119,8 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig() -> AsyncIterator[Rig]:
-    made = Rig()
+async def rig(model: Path = MODEL) -> AsyncIterator[Rig]:
+    made = Rig(model)
     await made.start()
     try:
         yield made

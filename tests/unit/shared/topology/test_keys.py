@@ -287,12 +287,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "workflow.function": (
         ROLLOUT,
         "workflow.function",
-        "unit/rollout/test_workflow.py::test_the_calculator_corrects_wrong_answers",
+        "unit/rollout/test_workflow.py::test_the_calculator_returns_the_value_of_each_called_expression",
     ),
     "workflow.params": (
         ROLLOUT,
         "workflow.params",
-        "unit/rollout/test_workflow.py::test_the_calculator_corrects_wrong_answers",
+        "unit/rollout/test_workflow.py::test_the_calculator_returns_the_value_of_each_called_expression",
     ),
     "workflow.timeout_s": (
         ROLLOUT,
