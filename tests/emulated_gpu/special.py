@@ -102,7 +102,7 @@ def all_on_device(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, 
 
 def zeros(device: torch.device, *size: int, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return the state of a generator that is not used, because dropout is refused."""
-    return torch.zeros(size, dtype=dtype, device=device)
+    return on_device(torch.zeros(size, dtype=dtype), device)
 
 
 def no_dropout(probability: float) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -43,7 +44,8 @@ def staged() -> bool:
     """Weights in host memory, after work of the training that is still pending."""
     weight = torch.zeros(SIZE, device=DEVICE)
     weight.copy_(numbers().pin_memory(), non_blocking=True)
-    return torch.equal(to_torch(publish.Staging().arrays({"weight": weight})["weight"]), numbers())
+    staging = publish.Staging()
+    return torch.equal(to_torch(staging.arrays({"weight": weight})["weight"]), numbers())
 
 
 def packed() -> bool:
@@ -59,6 +61,7 @@ def back_from_the_shelf() -> bool:
     weight = numbers().to(DEVICE)
     kept = shelf.Shelf(Path("unused"))
     kept.put([weight])
+    torch.full((SIZE,), torch.nan, device=DEVICE)  # the memory is used by something else meanwhile
     kept.take()
     live = channels.LiveWeights()
     live.show(VERSION, {"weight": weight})
@@ -77,7 +80,8 @@ def sent() -> bool:
     receiver = threading.Thread(target=receive, args=(unique_id, len(weights), received))
     receiver.start()
     group = nccl.NcclGroup(unique_id, 2, device=DEVICE, deadline_s=DEADLINE_S)
-    group.broadcast([tensor] for chunk in outgoing.chunks(DEVICE) for tensor in chunk)
+    with mock.patch.object(channels, "CHUNK_BYTES", numbers().nbytes):
+        group.broadcast(outgoing.chunks(DEVICE))
     torch.cuda.synchronize()
     receiver.join()
     group.abort()

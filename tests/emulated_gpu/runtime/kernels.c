@@ -32,13 +32,29 @@ void __cudaRegisterFatBinaryEnd(void **binary) {}
 void __cudaUnregisterFatBinary(void **binary) {}
 void __cudaRegisterVar(void) {}
 status __cudaInitModule(void **binary) { return OK; }
-status __cudaPushCallConfiguration(void) { return OK; }
-status __cudaPopCallConfiguration(void) { return OK; }
 status __cudaGetKernel(const void **kernel, const void *function) { return *kernel = function, OK; }
 void __cudaRegisterFunction(void **binary, const char *function, char *address, const char *name) {
     struct kernel *kernel = malloc(sizeof *kernel);
     *kernel = (struct kernel){function, name, *slot(function)};
     *slot(function) = kernel;
+}
+
+/* Compiled code pushes what stands between <<< and >>>, and pops it before it launches. */
+static __thread struct {
+    dim3 grid, block;
+    size_t shared;
+    void *stream;
+} configuration;
+
+status __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) {
+    configuration.grid = grid, configuration.block = block;
+    configuration.shared = shared, configuration.stream = stream;
+    return OK;
+}
+status __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void **stream) {
+    *grid = configuration.grid, *block = configuration.block;
+    *shared = configuration.shared, *stream = configuration.stream;
+    return OK;
 }
 
 static double do_sleep(void *until_s) {

@@ -92,9 +92,14 @@ static double progress(struct stream *stream, long number) {
 }
 
 static void by_chance(void) {
+    int busy = 0;
     if (!odds || draw(odds)) return;
-    struct stream *stream = &streams[draw(stream_count)];
-    if (stream->issued > stream->done) progress(stream, stream->done + 1 + draw(stream->issued - stream->done));
+    for (int i = 0; i < stream_count; i++) busy += streams[i].issued > streams[i].done;
+    if (!busy) return;
+    struct stream *stream = streams;
+    for (int skip = draw(busy);; stream++)
+        if (stream->issued > stream->done && !skip--) break;
+    progress(stream, stream->done + 1 + draw(stream->issued - stream->done));
 }
 
 static void append(struct stream *stream, attempt work, const void *state, size_t size) {
