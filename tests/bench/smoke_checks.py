@@ -207,9 +207,7 @@ def digests(device: str) -> Measured:
     }
     there = {name: tensor.to(device) for name, tensor in weights.items()}
     assert digests_of(there) == digests_of(weights)
-    large = {
-        "large": torch.ones((1 << 15, 1 << 14) if full_size(device) else (1 << 10, 1 << 10), device=device)
-    }
+    large = {"large": torch.ones((1 << 15, 1 << 14) if full_size(device) else (1 << 10, 1 << 10), device=device)}
     digests_of(large)  # the numbers that weigh the bytes are kept from here on
     seconds = min(_timed_ms(lambda: digests_of(large), device) for _ in range(3)) / 1e3
     return {"tensors": len(weights), "bytes_per_s": large["large"].nbytes / seconds}

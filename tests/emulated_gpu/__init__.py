@@ -1,8 +1,8 @@
 """An emulated GPU: the product's CUDA branches run on a machine without one, unchanged and in all processes of a run.
 
 Device memory is host memory, every kernel is computed by the CPU's, and NCCL's collectives by gloo. Copies and events
-take effect late, in an order drawn from a seed. A run on it shows that code paths run, wait for what they read, and give
-the values that the CPU gives. It shows nothing about NVIDIA's kernels, NCCL, speed or the need of memory.
+take effect late, in an order drawn from a seed. A run on it shows that code paths run, wait for what they read, and
+give the values that the CPU gives. It shows nothing about NVIDIA's kernels, NCCL, speed or the need of memory.
 
     make setup-emulated-gpu                                 the environment .venv-emulated/ (5.7 GB; needs gcc)
     make test-emulated-gpu                                  SEEDS=3; LONG=1 adds the runs that take long

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 ALLOWED = "EMULATED_GPU_DETERMINISTIC"
-"""Variable that allows GPUs in runs with `run.deterministic`: the kernels are the CPU's, so a run has its bits again."""
+"""Variable that allows GPUs with `run.deterministic`: the kernels are the CPU's, so a run has its bits again."""
 
 
 class After:

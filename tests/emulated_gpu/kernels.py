@@ -29,7 +29,10 @@ NATIVE = {
 ACCEPTS_HOST = {"index.Tensor", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index.Tensor"}
 """Operations that accept tensors of the host beside those of a device, as do the prefixes below."""
 ACCEPTS_HOST_PREFIXES = ("_foreach", "_fused_adam", "_amp")
-WAITS = {"nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave.Tensor"}
+WAITS = {
+    *("nonzero", "masked_select", "equal", "repeat_interleave.Tensor"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
+}
 """Operations whose CUDA kernels make the host wait, because the result or its size must be on the host."""
 WAITS_FOR_MASKS = {"index.Tensor", "index_put_", "_index_put_impl_"}
 ELSEWHERE = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
@@ -125,9 +128,7 @@ class StandIn:
         # A number that torch wrapped as a tensor arrives as a number, which only another overload accepts.
         wrapped = any(i < len(args) and not isinstance(args[i], Tensor) for i in self._tensors)
         call = self._packet if wrapped else self._operation
-        result = (
-            self._draw(call, host_args, host_kwargs, device) if self._random else call(*host_args, **host_kwargs)
-        )
+        result = self._draw(call, host_args, host_kwargs, device) if self._random else call(*host_args, **host_kwargs)
         for name, value in outputs.items():
             value.resize_(host_kwargs[name].size())
             host(value).copy_(host_kwargs[name])

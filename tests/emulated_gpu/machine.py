@@ -26,8 +26,8 @@ def machine(gpus: int = 1, *, seed: int = 0, nbytes: int = H200_BYTES, late: boo
     run = secrets.token_hex(4)
     path = [str(BUILT), str(ENVIRONMENT / "bin"), os.environ["PATH"]]
     variables = dict(os.environ)
-    variables.pop("CUDA_VISIBLE_DEVICES", None)
     variables |= {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),  # the launcher counts device files otherwise
         "EMULATED_GPU_RUN": run,
         "EMULATED_GPU_COUNT": str(gpus),
         "EMULATED_GPU_BYTES": str(nbytes),

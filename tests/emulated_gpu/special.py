@@ -155,7 +155,9 @@ def chains(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(*q[sequence : sequence + 2]), slice(*k[sequence : sequence + 2])
 
 
-def chain(q: Tensor, k: Tensor, v: Tensor, rows: slice, columns: slice, mask: int, options: dict[str, Any]) -> Attention:
+def chain(
+    q: Tensor, k: Tensor, v: Tensor, rows: slice, columns: slice, mask: int, options: dict[str, Any]
+) -> Attention:
     """Return the attention of one sequence of [tokens, heads, width]."""
     seen = visible(rows.stop - rows.start, columns.stop - columns.start, mask, options["left"], options["right"])
     parts = (host(tensor)[part].transpose(0, 1) for tensor, part in ((q, rows), (k, columns), (v, columns)))

@@ -144,8 +144,8 @@ MISSING_WAITS = (
     MissingWait(
         "weights are used by other streams before they are back from the shelf",
         (shelf,),
-        "                _device_bytes(storage).copy_(piece, non_blocking=True)\n            torch.cuda.synchronize()\n",
-        "                _device_bytes(storage).copy_(piece, non_blocking=True)\n",
+        "_device_bytes(storage).copy_(piece, non_blocking=True)\n            torch.cuda.synchronize()\n",
+        "_device_bytes(storage).copy_(piece, non_blocking=True)\n",
         back_from_the_shelf,
     ),
     MissingWait(

@@ -1,5 +1,5 @@
-"""Whole runs on emulated GPUs, compared with the same run on the CPU. Their kernels are the same, so what differs is the
-order of sums."""
+"""Whole runs on emulated GPUs, compared with the same run on the CPU. Only the order of sums differs: the kernels are
+the same."""
 
 from __future__ import annotations
 
@@ -155,8 +155,6 @@ def test_megatron(on_cpu: Path, tmp_path: Path, parallel: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(1, int(os.environ.get("SEEDS", "3")) + 1))
-def test_orders_of_late_work(
-    on_three_gpus: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_orders_of_late_work(on_three_gpus: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMULATED_GPU_SEED", str(seed))
     assert differences(finished(tmp_path, *ONE_GPU), on_three_gpus) == []

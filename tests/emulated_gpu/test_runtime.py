@@ -60,14 +60,14 @@ def locked(size: int) -> Tensor:
 
 def test_a_kernel_without_a_stand_in_raises_with_its_name() -> None:
     gates, cell = torch.zeros(2, 1, 4, device=DEVICE), torch.zeros(1, 1, device=DEVICE)
-    with pytest.raises(RuntimeError, match="no stand-in for the kernel .*lstm_cell"):
+    with pytest.raises(RuntimeError, match=r"no stand-in for the kernel .*lstm_cell"):
         torch.ops.aten._thnn_fused_lstm_cell(*gates, cell)
 
 
 def test_tensors_of_different_devices_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="same device, but add.Tensor got cpu, cuda:0"):
+    with pytest.raises(RuntimeError, match=r"same device, but add\.Tensor got cpu, cuda:0"):
         torch.ones(2, device=DEVICE) + torch.ones(2)
-    with pytest.raises(RuntimeError, match="same device, but add.Tensor got cuda:0, cuda:1"):
+    with pytest.raises(RuntimeError, match=r"same device, but add\.Tensor got cuda:0, cuda:1"):
         torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
 
 
