@@ -115,7 +115,8 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         lowered = Lowered()
         host_args = [lowered.down(value) for value in args]
-        outputs = {name: value for name, value in kwargs.items() if name in self._outputs and value is not None}
+        # Lists of outputs have their sizes already, and are written in place.
+        outputs = {name: out for name, out in kwargs.items() if name in self._outputs and isinstance(out, Tensor)}
         host_kwargs = {name: lowered.down(value) for name, value in kwargs.items() if name not in outputs}
         for name, value in outputs.items():  # resized by the CPU's kernel, then copied
             lowered.devices.append(value.device)
