@@ -215,11 +215,12 @@ def digests(device: str) -> Measured:
 
 def device_memory(device: str) -> Measured:
     """Export device memory to a reader that is killed before it opens the export. The memory must be freed."""
-    from shared.weights.memory import exported, give_back, packed, withdraw
+    from shared.weights.memory import exported, give_back, pack_into, room, withdraw
 
     nbytes = GIB if full_size(device) else GIB >> 8
     before = torch.cuda.memory_allocated()
-    copy = packed({"weights": torch.ones(nbytes // 4, dtype=torch.float32)}, f"{device}:0")
+    copy = room(nbytes, f"{device}:0")
+    pack_into(copy, [torch.ones(nbytes // 4, dtype=torch.float32)])
     memory = exported(copy)
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as reader:
         reader.kill()

@@ -115,7 +115,7 @@ def test_two_ranks_with_fsdp2(on_cpu: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_context_parallelism(on_cpu: Path, tmp_path: Path, ranks: int) -> None:
-    settings = [f"services.policy-trainer.gpus={ranks}", "services.policy-trainer.parallel={cp: 2}"]
+    settings = [f"services.policy-trainer.gpus={ranks}", f"services.policy-trainer.parallel={{cp: {ranks}}}"]
     Distance.of(finished(tmp_path, *settings), on_cpu).check(f"context parallelism on {ranks} GPUs")
 
 
@@ -146,11 +146,12 @@ def test_recomputation(on_cpu: Path, tmp_path: Path, recompute: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", ["{tp: 2}", "{pp: 2}"])
-def test_megatron(on_cpu: Path, tmp_path: Path, parallel: str) -> None:
+def test_megatron(tmp_path: Path, parallel: str) -> None:
     """Megatron is compared with itself on the CPU, because its sums have another order than torch's."""
     settings = ["services.policy-trainer.backend=megatron", f"services.policy-trainer.parallel={parallel}"]
-    path = finished(tmp_path / "gpu", "services.policy-trainer.gpus=2", *settings)
-    Distance.of(path, on_cpu).check(f"megatron {parallel}")
+    on_cpu = finished(tmp_path / "cpu", *settings)
+    on_gpus = finished(tmp_path / "gpus", "services.policy-trainer.gpus=2", *settings)
+    Distance.of(on_gpus, on_cpu).check(f"megatron {parallel}")
 
 
 @pytest.mark.long
