@@ -23,20 +23,8 @@ LEFT_OUT = {"rollout_vllm": "not installed: vllm"}
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_tests_marked_gpu(seed: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-q",
-        "-rfs",
-        "--tb=short",
-        "-W",
-        "ignore",
-        "--timeout=600",
-        *TESTS,
-    ]
+    options = ["-q", "-rfs", "--tb=short", "-W", "ignore", "--timeout=600"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *options, *TESTS]
     variables = os.environ | {"EMULATED_GPU_SEED": str(seed)}
     done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
