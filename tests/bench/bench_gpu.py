@@ -2,7 +2,7 @@
 asserts nothing. With `--device cpu`, small models run on the CPU in forks of one process, which shows only that every
 part works.
 
-    python -m tests.bench.bench_gpu [--device cuda|cpu] [--only PART ...]
+    python -m tests.bench.bench_gpu [--device cuda|cpu] [--small] [--only PART ...]
 
 mfu_06b               model FLOPs utilisation of forward + backward at the size of Qwen3-0.6B, in both conventions
                       (`model_flops`), with new lengths every round, and the tokens/s of a plain transformers loop
@@ -29,6 +29,7 @@ import asyncio
 import base64
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,7 @@ from typing import Any
 import torch
 
 from tests.bench import own_process
-from tests.bench.own_process import ROOT, Measured, Missing
+from tests.bench.own_process import ROOT, Measured, Missing, full_size
 
 WHOLE_S = 2400.0
 """Maximum seconds for all parts together."""
@@ -95,7 +96,7 @@ def update(device: str) -> Measured:
     from tests.bench.train_parts import new_lengths, qwen3_or_small, save_model
 
     lengths = np.sort(new_lengths(np.random.default_rng(0), device))[::-1].tolist()
-    prompt, micro_batch = (256, 8192) if device == "cuda" else (8, 256)
+    prompt, micro_batch = (256, 8192) if full_size(device) else (8, 256)
     found: Measured = {"tokens": sum(lengths), "micro_batch_tokens": micro_batch}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
         folder = Path(name)
@@ -161,7 +162,7 @@ def rollout_vllm(device: str) -> Measured:
         raise Missing("not installed: vllm")
     from services.rollout.engines.vllm_engine import VllmEngine
 
-    arguments = {"max_model_len": 1024 if device == "cuda" else 64}
+    arguments = {"max_model_len": 1024 if full_size(device) else 64}
 
     def make(model: Path, dtype: str) -> Any:
         return VllmEngine(model=model, dtype=dtype, threads=1, deterministic=False, engine_args=arguments)
@@ -176,7 +177,7 @@ async def _rollout(make: Callable[[Path, str], Any], device: str) -> Measured:
     from tests.bench.train_parts import qwen3_or_small, save_model
 
     own_device(device, 0)
-    prompts, samples, length, tokens = (32, 8, 128, 256) if device == "cuda" else (4, 2, 8, 16)
+    prompts, samples, length, tokens = (32, 8, 128, 256) if full_size(device) else (4, 2, 8, 16)
     dtype = "bfloat16" if device == "cuda" else "float32"
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
         model = Path(name) / "model"
@@ -262,7 +263,7 @@ def sync_device(device: str) -> Measured:
     from shared.weights.weight_set import described, in_parts
 
     on_gpu = device == "cuda"
-    size = (64 << 20) if on_gpu else (64 << 10)
+    size = (64 << 20) if full_size(device) else (64 << 10)
     weights = {f"weight-{number}": torch.zeros(size, dtype=torch.bfloat16, device=device) for number in range(32)}
     nbytes = sum(each.nbytes for each in weights.values())
     live = LiveWeights(device)
@@ -363,8 +364,8 @@ def step(device: str) -> Measured:
     from tests.bench.train_parts import qwen3_or_small, save_model
 
     on_gpu = device == "cuda"
-    tokens, tasks, micro_batch = (128, 16, 32) if on_gpu else (8, 8, 64)
-    work = Work("step", tokens, tasks, steps=8 if on_gpu else 4, warm_up=2, trained=False)
+    tokens, tasks, micro_batch = (128, 16, 32) if full_size(device) else (8, 8, 64)
+    work = Work("step", tokens, tasks, steps=8 if full_size(device) else 4, warm_up=2, trained=False)
     limit = micro_batch * (tokens + 16)
     settings = [f"services.{name}.max_tokens_per_micro_batch={limit}" for name in ("policy-trainer", "reference")]
     apart = not on_gpu or torch.cuda.device_count() >= 3
@@ -415,7 +416,10 @@ def main() -> int:
     parser.add_argument("--only", choices=tuple(PARTS), nargs="+", default=tuple(PARTS), metavar="PART")
     parser.add_argument("--part", choices=tuple(PARTS), help="measure this part in this process")
     parser.add_argument("--receive", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--small", action="store_true", help="give a GPU as little work as a CPU")
     given = parser.parse_args()
+    if given.small:
+        os.environ[own_process.SMALL] = "1"
     if given.receive is not None:
         receive(given.device, given.receive)
         return 0

@@ -25,12 +25,19 @@ LEFT_OUT = 77
 """Exit status of a process that needs something that this machine lacks. The last line of its output says what is
 missing."""
 NO_TIME = "no time is left"
+SMALL = "BENCH_SMALL"
+"""Environment variable with which a GPU is given work as small as a CPU: `--small`."""
 _OURS = ("proto", "shared", "services", "launch", "tests")
 _NOT_INSTALLED = re.compile(r"ModuleNotFoundError: No module named '([^'.]+)")
 
 
 class Missing(Exception):
     """This machine lacks what a check needs."""
+
+
+def full_size(device: str) -> bool:
+    """Return whether `device` is given work of a GPU's size."""
+    return device.startswith("cuda") and SMALL not in os.environ
 
 
 def not_installed(text: str) -> str:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shared.topology.passes import FASTEST
-from tests.bench.own_process import ROOT, Measured, Missing, answer, not_installed
+from tests.bench.own_process import ROOT, Measured, Missing, answer, full_size, not_installed
 
 GIB = 1 << 30
 PACKAGES = ("torch", "transformers", "triton", "vllm", "megatron-core", "pyzmq", "msgspec", "pydantic", "trl")
@@ -70,7 +70,7 @@ def attention(device: str) -> Measured:
     shape, in ms, the peak bytes, and the slowest kernel.
     """
     on_gpu = device.startswith("cuda")
-    rows, heads, groups, dim, longest = (8, 28, 4, 128, 2048) if on_gpu else (2, 4, 2, 16, 64)
+    rows, heads, groups, dim, longest = (8, 28, 4, 128, 2048) if full_size(device) else (2, 4, 2, 16, 64)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     found: Measured = {}
     for masked in (False, True):
@@ -171,7 +171,7 @@ def locked_memory(device: str) -> Measured:
 
     on_gpu = device.startswith("cuda")
     # Sizes just above powers of two, for which torch's own page-locked memory takes up almost twice as much.
-    sizes = [(size << 20) + 4096 for size in ((513, 257, 1025, 129) if on_gpu else (33, 17))]
+    sizes = [(size << 20) + 4096 for size in ((513, 257, 1025, 129) if full_size(device) else (33, 17))]
     torch.zeros(1, device=device)  # The memory of the device's context is not counted.
     before = psutil.Process().memory_info().rss
     memory = LockedMemory(sizes, lock=on_gpu)
@@ -207,9 +207,7 @@ def digests(device: str) -> Measured:
     }
     there = {name: tensor.to(device) for name, tensor in weights.items()}
     assert digests_of(there) == digests_of(weights)
-    large = {
-        "large": torch.ones((1 << 15, 1 << 14) if device.startswith("cuda") else (1 << 10, 1 << 10), device=device)
-    }
+    large = {"large": torch.ones((1 << 15, 1 << 14) if full_size(device) else (1 << 10, 1 << 10), device=device)}
     digests_of(large)  # the numbers that weigh the bytes are kept from here on
     seconds = min(_timed_ms(lambda: digests_of(large), device) for _ in range(3)) / 1e3
     return {"tensors": len(weights), "bytes_per_s": large["large"].nbytes / seconds}
@@ -217,10 +215,12 @@ def digests(device: str) -> Measured:
 
 def device_memory(device: str) -> Measured:
     """Export device memory to a reader that is killed before it opens the export. The memory must be freed."""
-    from shared.weights.memory import exported, give_back, packed, withdraw
+    from shared.weights.memory import exported, give_back, pack_into, room, withdraw
 
+    nbytes = GIB if full_size(device) else GIB >> 8
     before = torch.cuda.memory_allocated()
-    copy = packed({"weights": torch.ones(GIB // 4, dtype=torch.float32)}, f"{device}:0")
+    copy = room(nbytes, f"{device}:0")
+    pack_into(copy, [torch.ones(nbytes // 4, dtype=torch.float32)])
     memory = exported(copy)
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as reader:
         reader.kill()
@@ -230,7 +230,7 @@ def device_memory(device: str) -> Measured:
     withdraw(memory)
     give_back()
     assert torch.cuda.memory_allocated() == before
-    return {"bytes": GIB, "bytes_until_withdrawn": waiting}
+    return {"bytes": nbytes, "bytes_until_withdrawn": waiting}
 
 
 # ---- collectives
@@ -248,7 +248,7 @@ def nccl_one_rank(device: str) -> Measured:
     from shared.weights.gloo import TransferLost
     from shared.weights.weight_set import described
 
-    size = GIB // 64
+    size = GIB // 64 if full_size(device) else GIB >> 14
     weights = {f"{number}": torch.ones(size, dtype=torch.float32, device=device) for number in range(64)}
     live = LiveWeights()
     live.show((0, 0), weights)
@@ -293,7 +293,7 @@ def step_and_publish(device: str) -> Measured:
     """
     from services.policy_trainer.worker.backend_torch import TorchBackend
 
-    found = _updates(device, "bfloat16", backend=TorchBackend, large=device == "cuda")
+    found = _updates(device, "bfloat16", backend=TorchBackend, large=full_size(device))
     assert found["waits"] <= WAITS, f"the host waits {found['waits']} times for a gradient: {found['where']}"
     return found
 

@@ -10,6 +10,7 @@ for it, or if no check succeeded.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from tests.bench import own_process
@@ -44,7 +45,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.smoke_gpu")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", choices=tuple(LIMITS_S), nargs="+", default=tuple(LIMITS_S), metavar="CHECK")
+    parser.add_argument("--small", action="store_true", help="give a GPU as little work as a CPU")
     given = parser.parse_args()
+    if given.small:
+        os.environ[own_process.SMALL] = "1"
     chosen = {
         name: limit_s
         for name, limit_s in LIMITS_S.items()

@@ -30,6 +30,7 @@ from shared.ranks.layout import Layout
 from shared.ranks.process_group import own_device
 from shared.topology.passes import FASTEST
 from tests.bench.model_flops import peak_flops, training_flops
+from tests.bench.own_process import full_size
 from tests.unit.policy_trainer.training import adamw
 
 ROUNDS = 3
@@ -134,14 +135,14 @@ def _fastest_product_s(rows: int, inputs: int, outputs: int) -> float:
 
 def qwen3_or_small(device: str) -> Any:
     """Return the configuration of a model as large as Qwen3-0.6B, or, on a CPU, of a small one."""
-    sizes = (1024, 3072, 28, 16, 8, 151_936, 128) if device == "cuda" else (64, 192, 2, 4, 2, 512, 32)
+    sizes = (1024, 3072, 28, 16, 8, 151_936, 128) if full_size(device) else (64, 192, 2, 4, 2, 512, 32)
     return _config("qwen3", sizes, tied=True)
 
 
 def slice_or_small(device: str) -> Any:
     """Return the configuration of a model with the layers of Qwen2.5-7B, as many as fit on the GPU in training, or, on
     a CPU, of a small one."""
-    if device != "cuda":
+    if not full_size(device):
         return _config("qwen2", (64, 192, 2, 4, 2, 512), tied=False)
     layers = layers_that_fit(torch.cuda.get_device_properties(0).total_memory)
     return _config("qwen2", (HIDDEN_7B, INNER_7B, layers, 28, 4, VOCABULARY_7B), tied=False)
@@ -181,7 +182,7 @@ def save_model(config: Any, folder: Path, device: str, dtype: torch.dtype = torc
 
 def new_lengths(rng: np.random.Generator, device: str) -> np.ndarray:
     """Return lengths of the sequences of one round: on a GPU, 32 of 512 to 4,096 tokens."""
-    return (rng.integers(512, 4097, 32) if device == "cuda" else rng.integers(16, 129, 8)).astype(np.int32)
+    return (rng.integers(512, 4097, 32) if full_size(device) else rng.integers(16, 129, 8)).astype(np.int32)
 
 
 def utilisation(

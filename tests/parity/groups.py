@@ -26,7 +26,13 @@ from shared.ranks.layout import Layout
 SUM = "sum/"
 LIMIT_S = 240.0
 COLLECTIVE_S = 60.0
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+# torch then counts GPUs without CUDA, which a fork of the server could not use after the server has.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 
 
 def sums_of(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:

@@ -4,6 +4,7 @@ read memory that a trainer exports. Only the last test needs more than one GPU.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import subprocess
 import sys
@@ -59,6 +60,12 @@ for _ in range(2):
     torch.cuda.synchronize(1)
     sys.stdout.write(f"{there.float().sum().item()}\\n")
 """
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> None:
+    """Free the memory of earlier tests, which would otherwise be freed while a test compares what is allocated."""
+    gc.collect()
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -1,0 +1,161 @@
+"""Whole runs on emulated GPUs, compared with the same run on the CPU. Only the order of sums differs: the kernels are
+the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.emulated_gpu.hook import ALLOWED
+from tests.integration.parity_run import committed, differences, kill
+from tests.integration.tiny.harness import QUICKSTART
+from tests.integration.whole_cluster import Cluster, cluster
+
+pytestmark = pytest.mark.timeout(1200)
+LIMIT_S = 1000.0
+STEPS = 4
+SMALL = (
+    "run.deterministic=true",
+    f"run.steps={STEPS}",
+    "staleness=0",
+    "checkpoint.every=2",
+    "data.eval.heldout={source: 'builtin:addition?split=test', every: 4, rows: 16}",
+    "algorithm.tasks_per_step=8",
+    "algorithm.group_size=4",
+    "services.rollout.block_tasks=4",
+    "services.batch-store.memory=128MiB",
+)
+EVERYTHING = tuple(f"services.{name}.gpus=1" for name in ("policy-trainer", "reference", "rollout"))
+ONE_GPU = (*EVERYTHING, "placement.colocate=[policy-trainer, reference, rollout]")
+GRAD_NORM, EXPORT = 1e-5, 1e-6
+"""Maximum relative distances to the run on the CPU; those of exports are of all weights together."""
+Disturbance = Callable[[Cluster], object]
+
+
+def finished(folder: Path, *overrides: str, disturb: Disturbance | None = None, resume: bool = False) -> Path:
+    """Run, disturb and finish a run, and return its folder."""
+    environment = {ALLOWED: "1"}
+    with cluster(
+        QUICKSTART, folder, *SMALL, *overrides, limit_s=LIMIT_S, environment=environment, resume=resume
+    ) as run:
+        if disturb is not None:
+            run.wait_for("step 1", partial(committed, run, 1))
+            disturb(run)
+        assert run.end() == 0, run.output()
+        return run.path
+
+
+def rows(path: Path) -> list[dict[str, float]]:
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["step"]]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The largest relative distances between two runs."""
+
+    reward: float
+    grad_norm: float
+    export: float
+
+    @classmethod
+    def of(cls, one: Path, other: Path) -> Distance:
+        pairs = list(zip(rows(one), rows(other), strict=True))
+        weights, others = (load_file(path / "export" / "model.safetensors") for path in (one, other))
+        assert weights.keys() == others.keys()
+        squares = sum(float((weights[name].double() - others[name].double()).square().sum()) for name in weights)
+        norm = sum(float(tensor.double().square().sum()) for tensor in others.values())
+        return cls(
+            reward=max(abs(row["reward/mean"] - again["reward/mean"]) for row, again in pairs),
+            grad_norm=max(abs(row["policy/grad_norm"] / again["policy/grad_norm"] - 1) for row, again in pairs),
+            export=(squares / norm) ** 0.5,
+        )
+
+    def check(self, name: str) -> None:
+        print(f"{name}: {self}")
+        assert self.reward == 0, self
+        assert self.grad_norm <= GRAD_NORM, self
+        assert self.export <= EXPORT, self
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished(tmp_path_factory.mktemp("cpu"))
+
+
+@pytest.fixture(scope="module")
+def on_three_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished(tmp_path_factory.mktemp("three"), *EVERYTHING)
+
+
+def test_three_gpus(on_cpu: Path, on_three_gpus: Path) -> None:
+    Distance.of(on_three_gpus, on_cpu).check("three GPUs")
+
+
+def test_services_that_take_turns_and_a_killed_worker(on_three_gpus: Path, tmp_path: Path) -> None:
+    taken_turns = finished(tmp_path, *ONE_GPU, disturb=lambda run: kill(run, "policy-trainer-worker"))
+    assert differences(taken_turns, on_three_gpus) == []
+
+
+def test_two_ranks_with_fsdp2(on_cpu: Path, tmp_path: Path) -> None:
+    path = finished(tmp_path, "services.policy-trainer.gpus=2")
+    Distance.of(path, on_cpu).check("FSDP2 on two GPUs")
+
+
+# ---- with LONG=1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_parallelism(on_cpu: Path, tmp_path: Path, ranks: int) -> None:
+    settings = [f"services.policy-trainer.gpus={ranks}", f"services.policy-trainer.parallel={{cp: {ranks}}}"]
+    Distance.of(finished(tmp_path, *settings), on_cpu).check(f"context parallelism on {ranks} GPUs")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("service", ["rollout", "reference"])
+def test_a_killed_process_changes_no_bit(on_three_gpus: Path, tmp_path: Path, service: str) -> None:
+    path = finished(tmp_path, *EVERYTHING, disturb=lambda run: kill(run, service))
+    assert differences(path, on_three_gpus) == []
+
+
+@pytest.mark.long
+def test_a_run_that_is_resumed_changes_no_bit(on_three_gpus: Path, tmp_path: Path) -> None:
+    def stop(run: Cluster) -> None:
+        run.wait_for("step 2", partial(committed, run, 2))
+        run.process.terminate()
+
+    with pytest.raises(AssertionError):
+        finished(tmp_path, *EVERYTHING, disturb=stop)
+    assert differences(finished(tmp_path, *EVERYTHING, resume=True), on_three_gpus) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["layers", "selective"])
+def test_recomputation(on_cpu: Path, tmp_path: Path, recompute: str) -> None:
+    path = finished(tmp_path, "services.policy-trainer.gpus=1", f"services.policy-trainer.recompute={recompute}")
+    Distance.of(path, on_cpu).check(f"recompute: {recompute}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", ["{tp: 2}", "{pp: 2}"])
+def test_megatron(tmp_path: Path, parallel: str) -> None:
+    """Megatron is compared with itself on the CPU, because its sums have another order than torch's."""
+    settings = ["services.policy-trainer.backend=megatron", f"services.policy-trainer.parallel={parallel}"]
+    on_cpu = finished(tmp_path / "cpu", *settings)
+    on_gpus = finished(tmp_path / "gpus", "services.policy-trainer.gpus=2", *settings)
+    Distance.of(on_gpus, on_cpu).check(f"megatron {parallel}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, int(os.environ.get("SEEDS", "3")) + 1))
+def test_orders_of_late_work(on_three_gpus: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMULATED_GPU_SEED", str(seed))
+    assert differences(finished(tmp_path, *ONE_GPU), on_three_gpus) == []
