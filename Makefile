@@ -179,6 +179,12 @@ sim: setup-dev ## simulate whole runs on a virtual clock and a faulty network, f
 mutants: setup-dev ## check that the tests find each defect in tests/mutants/, applied to a copy of the tree
 	$(PY) -m tests.mutants
 
+.PHONY: fetch-vllm-cuda
+fetch-vllm-cuda: setup-dev ## the Python sources of vLLM's CUDA build (43 MB): .vllm-cuda/, read by a test of its names
+	@test -d .vllm-cuda || { folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	  $(PY) -m pip download -q --disable-pip-version-check --no-deps -d "$$folder" -r requirements/vllm.txt && \
+	  $(PY) -c 'import sys, zipfile; w = zipfile.ZipFile(sys.argv[1]); w.extractall(".vllm-cuda", [n for n in w.namelist() if n.endswith(".py")])' "$$folder"/*.whl; }
+
 .PHONY: test-gpu
 test-gpu: setup-dev setup-vllm ## the tests that need a CUDA device
 	$(PY) -m pytest tests -m gpu
