@@ -33,7 +33,7 @@ _FIELDS_CHARS = 200
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _SourceRows:
     """The rows of a source that are used: all, or the first `most`. A task of the source has `samples` samples."""
 
     key: str
@@ -139,18 +139,18 @@ def _usable(topology: Topology, findings: Findings) -> list[Wanted]:
     return [wanted for wanted in rewards if not findings.has_error(wanted.key)]
 
 
-def _sources(topology: Topology, findings: Findings) -> Iterator[_Rows]:
+def _sources(topology: Topology, findings: Findings) -> Iterator[_SourceRows]:
     """Yield the rows of every data source that is used and can be read."""
     for key, source in findings.opened.items():
         name = key.removeprefix("data.eval.").removesuffix(".source")
         section = topology.data.eval.get(name)
         if section is not None:
-            yield _Rows(key, name, source, section.rows or len(source), section.samples)
+            yield _SourceRows(key, name, source, section.rows or len(source), section.samples)
         elif not topology.run.evaluate:
-            yield _Rows(key, TRAIN, source, len(source), topology.algorithm.group_size)
+            yield _SourceRows(key, TRAIN, source, len(source), topology.algorithm.group_size)
 
 
-def _trial(rows: _Rows) -> Iterator[_Trial]:
+def _trial(rows: _SourceRows) -> Iterator[_Trial]:
     """Yield the samples of the first usable row, if there is one."""
     for index, row in itertools.islice(rows.usable(), 1):
         answer = row.get("answer")
