@@ -76,10 +76,7 @@ class OneLineErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            try:
-                return super().invoke(ctx)
-            finally:
-                sys.stdout.flush()  # A reader that has left is noticed here, where it causes no traceback.
+            return super().invoke(ctx)
         except (RpcError, TopologyError) as error:
             print(error, file=sys.stderr)
             usage = isinstance(error, TopologyError) or error.code == ErrorCode.BAD_REQUEST

@@ -48,13 +48,18 @@ CHANGES = {
     "lease.lease_s": "20.0",
 }
 """A key of every section, and of each row of the table of fixed keys, with another value than in the run's topology."""
-ONLY_DETERMINISTIC = [key for key in CHANGES if key.startswith(("policy.passes", "data.eval", "reward", "sampling"))]
-ONLY_DETERMINISTIC += [
+ONLY_DETERMINISTIC = (
+    "policy.passes.head",
+    "data.eval.held.max_new_tokens",
+    "reward.timeout_s",
+    "sampling.temperature",
     "algorithm.entropy_coef",
     "optimizer.lr",
-    "services.reference.threads",
+    "services.policy-trainer.threads",
+    "services.rollout.instances",
     "services.rollout.threads",
-]
+)
+"""Keys that are also tried in deterministic mode, where more keys are fixed."""
 PASSES = "policy.passes={sequences: packed, head: whole, decoder: modules}"
 
 
