@@ -71,6 +71,8 @@ def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, *, level: int) -> st
     arguments = re.sub(r"(: [^=:]+?)=", r"\1 = ", ast.unparse(node.args))
     line = f"{prefix} {node.name}({arguments}){returns}: ..."
     if len(line) > LINE_CHARS:
+        if len(arguments) + 4 > LINE_CHARS:
+            arguments = re.sub(r", (?=\w+: )", ",\n    ", arguments) + ","
         line = f"{prefix} {node.name}(\n    {arguments}\n){returns}: ..."
     if bare:
         line = f"{node.name}{returns.replace(' ->', ':')}"
