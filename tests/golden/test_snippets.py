@@ -57,7 +57,7 @@ def command_lines(document: Path) -> list[list[str]]:
         whole = re.sub("^ctl ", "python -m launch.ctl ", line)
         at = re.search(r"python -m ((?:launch|services|tests)\.[\w.]*\w)(.*)", whole)
         if at:
-            words = shlex.split(re.sub(r"[\[\]]", " ", at[2]).replace("…", ""), comments=True)
+            words = shlex.split(re.sub(r"[\[\]`]", " ", at[2]).replace("…", ""), comments=True)
             ends = [n for n, word in enumerate(words) if word in (";", "&&", "|", ">", "2>&1")]
             found.append([at[1], *words[: ends[0] if ends else None]])
     return found

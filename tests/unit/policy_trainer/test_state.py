@@ -255,7 +255,7 @@ class AskBench:
 def resumed(bench: Bench, workers: Workers, checkpoints: Sequence[int]) -> ResumePoint:
     client: Any = AskBench(bench)
     group: Any = workers
-    return asyncio.run(resume(SchedulerCalls(client, 1), group, checkpoints))
+    return asyncio.run(resume(SchedulerCalls(client, 1), group, checkpoints, rate_of=lambda _: 1e-3))
 
 
 def collecting_at_commit(announced: Sequence[int]) -> Bench:

@@ -59,7 +59,7 @@ def test_well_formed_header_built_by_hand_is_accepted() -> None:
     ("fields", "match"),
     [
         ({"magic": b"HTTP"}, "magic b'HTTP'"),
-        ({"major": 2, "minor": 7}, r"protocol version 2\.7: this side speaks 1\.1"),
+        ({"major": 2, "minor": 7}, r"protocol version 2\.7: this side speaks 1\.2"),
         ({"flags": 8}, "flags 0x8"),
         ({"reserved": 1}, "flags"),
         ({"reserved2": 1}, "flags"),
