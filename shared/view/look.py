@@ -12,6 +12,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from shared.topology.models import POLICY_WORKER
+
 
 class WorkKind(StrEnum):
     """The kinds of work, and waiting."""
@@ -49,9 +51,9 @@ LOOKS: Mapping[WorkKind, Look] = MappingProxyType(
         WorkKind.REFERENCE: Look("#a855f7", ("score",), ("reference",), ("reference/", "loss/kl", "reward/kl")),
         WorkKind.TRAIN: Look(
             "#d9512c",
-            ("Forward", "ForwardBackward"),
-            ("policy-trainer-worker",),
-            ("loss/", "policy/", "dispatch/", "time/forward_backward"),
+            ("Forward", "Credit", "ForwardBackward"),
+            (POLICY_WORKER,),
+            ("loss/", "policy/", "advantage/", "dispatch/", "time/credit", "time/forward_backward"),
         ),
         WorkKind.OPTIMIZER: Look(
             "#a07500",
@@ -76,7 +78,7 @@ LOOKS: Mapping[WorkKind, Look] = MappingProxyType(
         WorkKind.OTHER: Look("#8d6e55"),
     }
 )
-SIGNED = ("loss/", "reward/", "rollout/kl", "workflow/")
+SIGNED = ("loss/", "reward/", "advantage/", "rollout/kl", "workflow/")
 """First parts of the names of metrics that can be negative."""
 
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 from msgspec.structs import replace
 
-from proto.messages import DropReason, ForwardBackwardDone, LossReason
+from proto.messages import BatchMeta, CreditDone, DropReason, ForwardBackwardDone, LossReason
 from services.exporter.families import METRICS
 from services.policy_trainer.advantages import KL_SCALAR
 from services.policy_trainer.metrics import StepMetrics
@@ -37,6 +37,8 @@ def everything() -> set[str]:
     names = ("kl", "mismatch", "mismatch_max", "engine_tokens", "lag_tokens", "weighed", "weight_squared", "capped")
     sums = dict.fromkeys(names, 1.0)
     metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
+    statistics = {"count": np.ones(1), "mean": np.ones(1), "squares": np.zeros(1)}
+    metrics.add_credit(CreditDone(meta=BatchMeta(tasks=[]), statistics=statistics, seconds=1.0))
     evaluation = Evaluation.of("held", (0, 0), 4, ["held/0/0"])
     evaluation.score(0, np.ones(4, np.float32), 0)
     bench = Bench(plan(by_completion=True)).start()
