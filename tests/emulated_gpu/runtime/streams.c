@@ -119,10 +119,12 @@ void emulated_gpu_enqueue(void *handle, attempt work, const void *state, size_t 
     if (!late) finish(handle);
 }
 
+/* While the host waits for work that cannot be done yet, the other streams go on, as they do on a GPU. */
 static void wait_for(struct stream *stream, long number) {
     for (;;) {
         pthread_mutex_lock(&lock);
         double wait_s = progress(stream, number);
+        for (int i = 0; wait_s && i < stream_count; i++) progress(&streams[i], streams[i].issued);
         pthread_mutex_unlock(&lock);
         if (!wait_s) return;
         pause_s(wait_s); /* without the lock: another thread may do the work meanwhile */
