@@ -12,6 +12,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -104,15 +105,16 @@ def answer_ends(folder: Path) -> AnswerEnds | str:
 def _printed(module: str, arguments: list[str], kind: type[T]) -> T | str:
     """Return the last line that a limited process of a module prints, as JSON of this kind, or why there is none."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=LIMIT_S,
-            env=child_environment(1) | {"CUDA_VISIBLE_DEVICES": ""},
-            preexec_fn=_limit,
-            text=True,
-        )
+        with tempfile.TemporaryDirectory() as scratch:  # torch makes a cache folder there, which nothing would remove
+            done = subprocess.run(
+                [sys.executable, "-m", module, *arguments],
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                timeout=LIMIT_S,
+                env=child_environment(1) | {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": scratch},
+                preexec_fn=_limit,
+                text=True,
+            )
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=kind)
     except subprocess.TimeoutExpired:
         return f"it took longer than {LIMIT_S:g} s"

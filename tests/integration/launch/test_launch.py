@@ -43,7 +43,7 @@ SMALL_PACKAGES = {
 }
 STATUS_KEYS = {
     *("run", "step", "steps", "version", "services", "tasks", "store"),
-    *("dropped", "lost", "last_drop", "spares", "troubles", "warnings"),
+    *("dropped", "lost", "last_drop", "spares", "troubles", "warnings", "hosts"),
 }
 SERVICE_KEYS = {
     "service",

@@ -58,7 +58,8 @@ def start(
     return subprocess.Popen(
         [
             *(sys.executable, "-m", LAUNCHER, str(QUICKSTART), "--run-dir", str(path)),
-            *("--set", "services.batch-store.memory=16MiB", "--set", f"services.batch-store.directory={shm}"),
+            *("--set", "data.train.max_prompt_tokens=16", "--set", "services.batch-store.memory=16MiB"),
+            *("--set", f"services.batch-store.directory={shm}"),
             *arguments,
         ],
         stdin=subprocess.DEVNULL,
