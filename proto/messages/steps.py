@@ -24,9 +24,9 @@ class RunInfo(Message, frozen=True, kw_only=True):
     """The reference needs the policy version of this step (`algorithm.kl.refresh_every`), but no store holds it:
     publish it again from its checkpoint, unless the workers hold it. 0 means that nothing is missing."""
     drivers: int = 0  # number of drivers that have taken over the run so far, including this one
-    waiting_rows: list[dict[str, float]] = []
-    """Metrics rows of committed steps that are not in `metrics.jsonl` yet, because they or earlier rows wait for an
-    evaluation."""
+    waiting_rates: dict[str, float] = {}
+    """The learning rate of each committed step, by its number, whose row is not in `metrics.jsonl` yet, because it or
+    an earlier row waits for an evaluation. Steps without an update have none."""
 
 
 @message(41, reply=RunInfo)

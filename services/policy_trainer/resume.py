@@ -13,7 +13,7 @@ version published under its lineage, so that lineage continues.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -40,8 +40,8 @@ class ResumePoint:
     """Newest checkpoint that the scheduler knows of, or -1 if there is none."""
     checkpoint_now: bool
     """Whether `committed` must be saved as soon as the workers hold it, because the stores have no room left."""
-    waiting_rows: Sequence[Mapping[str, float]] = ()
-    """The rows of committed steps that were not in `metrics.jsonl` when the scheduler was asked."""
+    waiting_rates: Mapping[str, float] = field(default_factory=dict)
+    """The learning rates of committed steps that were not in `metrics.jsonl` when the scheduler was asked."""
 
 
 async def resume(
@@ -101,7 +101,7 @@ def _resume_point(version: int, info: RunInfo) -> ResumePoint:
         info.lineage,
         info.checkpoint_step,
         checkpoint_now=info.checkpoint_now,
-        waiting_rows=info.waiting_rows,
+        waiting_rates=info.waiting_rates,
     )
 
 
@@ -124,11 +124,10 @@ async def _load_newest(
 def committed_rates(metrics: Path, resumed: ResumePoint) -> dict[int, float]:
     """Return the learning rate of each committed step that is replayed (steps without an update have none).
 
-    The scheduler writes the rows of `metrics.jsonl` from its journal; rows that it had not written before it answered
-    are those of `resumed`. A replayed step repeats its rate, even if the run was resumed with another one.
+    The scheduler writes the rows of `metrics.jsonl` from its journal; the rates of rows that it had not written before
+    it answered are those of `resumed`. A replayed step repeats its rate, even if the run was resumed with another one.
     """
-    rows: list[Mapping[str, float | None]] = [*resumed.waiting_rows]
-    follower = MetricsFollower(metrics)
+    rates, follower = {int(step): rate for step, rate in resumed.waiting_rates.items()}, MetricsFollower(metrics)
     while (page := follower.poll()).more:
-        rows += [row for row in page.rows if (row["step"] or 0) > resumed.version]
-    return {int(row["step"] or 0): rate for row in rows if (rate := row.get("policy/lr"))}
+        rates |= {int(row["step"] or 0): rate for row in page.rows if (rate := row.get("policy/lr"))}
+    return {step: rate for step, rate in rates.items() if step > resumed.version}

@@ -55,7 +55,7 @@ def take_over(ledger: TaskLedger, request: GetRunInfo) -> RunInfo:
         checkpoint_now=bool(ledger.shards.uncovered) and _wants_checkpoint(ledger, {}),
         reference_step=history.lost_reference(),
         drivers=len(history.old_drivers) + 1,
-        waiting_rows=[{**row, "step": float(step)} for step, row in sorted(history.waiting_rows.items())],
+        waiting_rates={str(step): rate for step, row in history.waiting_rows.items() if (rate := row.get("policy/lr"))},
     )
 
 

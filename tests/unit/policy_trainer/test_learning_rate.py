@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
@@ -48,8 +50,8 @@ def test_warm_up_is_linear_and_then_constant() -> None:
     assert rates == pytest.approx([2.5e-3, 5e-3, 1e-2, 1e-2])
 
 
-def point(version: int, committed: int, *waiting_rows: dict[str, float]) -> ResumePoint:
-    return ResumePoint(version, committed, 0, -1, checkpoint_now=False, waiting_rows=waiting_rows)
+def point(version: int, committed: int, waiting_rates: Mapping[str, float] = MappingProxyType({})) -> ResumePoint:
+    return ResumePoint(version, committed, 0, -1, checkpoint_now=False, waiting_rates=waiting_rates)
 
 
 def test_committed_rates_are_those_of_the_rows_with_an_update(tmp_path: Path) -> None:
@@ -65,8 +67,9 @@ def test_committed_rates_are_those_of_the_rows_with_an_update(tmp_path: Path) ->
 def test_a_step_whose_row_waits_for_an_evaluation_also_repeats_its_rate(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "policy/lr": 0.125}\n')
-    resumed = point(0, 3, {"step": 2.0, "policy/lr": 0.25}, {"step": 3.0, "policy/lr": 0.0})
+    resumed = point(0, 3, {"2": 0.25})
     assert committed_rates(metrics, resumed) == {1: 0.125, 2: 0.25}
+    assert committed_rates(metrics, point(2, 3, {"2": 0.25})) == {}
 
 
 class Journal:
@@ -79,14 +82,14 @@ class Journal:
         match request:
             case GetRunInfo():
                 position = (3, 0) if self.committed else (2, 3)
-                rows = [{"step": float(step), **row} for step, row in self.committed.items()]
+                rates = {str(step): row["policy/lr"] for step, row in self.committed.items()}
                 return RunInfo(
                     steps=5,
                     committed_step=position[0],
                     open_step=position[1],
                     lineage=0,
                     checkpoint_step=-1,
-                    waiting_rows=rows,
+                    waiting_rates=rates,
                 )
             case GetWorkerState():
                 return WorkerState(step=3, driver=1, order=0, dirty=False)
