@@ -117,7 +117,7 @@ peers-data: ## the environment of Ray and TransferQueue, with which the data pla
 
 # Three equals signs choose the CUDA build where pip also has a build for CPUs.
 .PHONY: setup-emulated-gpu install-emulated-gpu
-setup-emulated-gpu: ## the environment of the emulated GPU: .venv-emulated/ (5.7 GB; a C compiler)
+setup-emulated-gpu: fetch-vllm-cuda ## the environment of the emulated GPU: .venv-emulated/ (5.7 GB; a C compiler)
 	@$(EMULATED_KEY) 2>/dev/null | cmp -s - .venv-emulated/.stamp || $(MAKE) install-emulated-gpu
 	@.venv-emulated/bin/python -m tests.emulated_gpu.install
 
