@@ -196,6 +196,13 @@ test-emulated-gpu: setup-emulated-gpu ## the CUDA branches on emulated GPUs (SEE
 	.venv-emulated/bin/python -m tests.emulated_gpu --gpus 4 .venv-emulated/bin/python -m pytest tests/emulated_gpu --durations 20
 
 # ---------------------------------------------------------------------------------------------- measure
+.PHONY: first-gpu-hour
+first-gpu-hour: OUT = runs/first-gpu-hour
+first-gpu-hour: setup-dev ## what to run first on a GPU: checks, tests and small benchmarks, within twelve minutes (docs/first-gpu-hour.md)
+	@mkdir -p $(OUT)
+	@bash -o pipefail -c '$(PY) -m tests.bench.smoke_gpu | tee $(OUT)/smoke.jsonl; smoke=$$?; \
+	  timeout 140 $(PY) -m tests.bench.bench_gpu --small | tee $(OUT)/bench.jsonl; exit $$((smoke | $$?))'
+
 .PHONY: smoke-gpu bench-gpu bench-data bench-train bench-rollout bench-quickstart
 smoke-gpu: setup-dev ## every part that needs a GPU, once: a JSON line for each, within ten minutes
 	$(PY) -m tests.bench.smoke_gpu
