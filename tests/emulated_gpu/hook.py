@@ -17,17 +17,21 @@ ALLOWED = "EMULATED_GPU_DETERMINISTIC"
 
 
 class After:
-    """Finds a module, once, with a loader that then runs an action on it."""
+    """Finds a module with a loader that then runs an action on it."""
 
     def __init__(self, name: str, action: Callable[[Any], None]) -> None:
         self._name = name
         self._action = action
+        self._searching = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or self._searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._searching = True  # also for a library that only asks whether the module exists, and imports it later
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching = False
         if spec is None or spec.loader is None:
             return None
         load = spec.loader.exec_module
