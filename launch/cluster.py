@@ -1,7 +1,7 @@
 """`python -m launch.cluster T.yaml` runs a topology from start to end on this machine. It does no training itself.
 
 Exit status: 0 if the run is done, 1 if it failed or was stopped, 2 if the command line or the topology is wrong. With
-`--stopped-ok`, the status of a run that was stopped on purpose (`ctl stop`, Ctrl-C or SIGTERM) is 0, too.
+`--stopped-ok`, a run that was stopped on purpose (`ctl stop`, Ctrl-C or SIGTERM) also has status 0.
 
 SIGINT, SIGTERM and SIGHUP are handled from the first line to the last. A signal that the launcher inherited as ignored
 stays ignored: `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT in commands started with `&`.

@@ -97,7 +97,7 @@ class RunDir:
 
     @property
     def last(self) -> Path:
-        """What was known about the run when it ended (`shared.runfiles.last`)."""
+        """The last states of the run's processes, written when it ends (`shared.runfiles.last`)."""
         return self.path / "last.jsonl"
 
     @property

@@ -66,7 +66,7 @@ def _clock(at: float) -> str:
 
 
 def last_row(run: RunDir) -> dict[str, Any]:
-    """Return the newest row of metrics.jsonl, or {} if there is none."""
+    """Return the newest row of metrics.jsonl, or {} if it has no rows."""
     for line in reversed(tail(run.metrics, 2)):
         try:
             row = json.loads(line)

@@ -24,7 +24,7 @@ NORMALISE_EPSILON = 1e-8
 KL_SCALAR = "kl"
 """Name of the per-sample scalar that the reference provides when the KL is part of the reward."""
 WHITEN_EPSILON = 1e-8
-"""Constant added to the variance of a whole batch, as in verl's masked_whiten."""
+"""Constant added to the variance over a batch, as in verl's masked_whiten."""
 
 
 def shaped(topology: Topology, scalars: Mapping[str, Array]) -> Array:
@@ -34,14 +34,14 @@ def shaped(topology: Topology, scalars: Mapping[str, Array]) -> Array:
     whole samples. With advantages per token, it is part of the rewards of tokens. Raises ValueError if `kl` is needed
     but missing.
     """
-    algorithm, kl = topology.algorithm, topology.algorithm.kl
+    algorithm, kl = topology.algorithm, topology.algorithm.reward_kl
     rewards = scalars["reward"].astype(np.float64)
     if algorithm.normalise_rewards == "batch":
         rewards = normalised(rewards)
     if algorithm.overlong_penalty is not None:
         limit, penalty = topology.sampling.max_new_tokens, algorithm.overlong_penalty
         rewards = rewards + penalty.factor * overlong_penalty(scalars["length"], limit, penalty.tokens)
-    if kl is not None and kl.place == "reward" and kl.coef > 0 and not algorithm.advantage.per_token:
+    if kl is not None and not algorithm.advantage.per_token:
         if KL_SCALAR not in scalars:
             raise ValueError("the batch has no per-sample KL, but algorithm.kl.in is reward: the reference sent none")
         rewards = rewards - kl.coef * scalars[KL_SCALAR].astype(np.float64)
@@ -51,7 +51,7 @@ def shaped(topology: Topology, scalars: Mapping[str, Array]) -> Array:
 def turn_scale(topology: Topology, rewards: Array) -> float:
     """Return the factor for the rewards of turns: 1, or that by which `shaped` has normalised the `rewards` [N]."""
     if topology.algorithm.normalise_rewards == "batch" and len(rewards):
-        return 1.0 / (float(rewards.astype(np.float64).std()) + NORMALISE_EPSILON)
+        return 1.0 / _deviation(rewards.astype(np.float64))
     return 1.0
 
 
@@ -60,8 +60,12 @@ def normalised(rewards: Array) -> Array:
 
     The statistics cover one step, because a running mean would be state that a restarted driver would have to recover.
     """
-    normalised: Array = (rewards - rewards.mean()) / (rewards.std() + NORMALISE_EPSILON) if len(rewards) else rewards
+    normalised: Array = (rewards - rewards.mean()) / _deviation(rewards) if len(rewards) else rewards
     return normalised
+
+
+def _deviation(rewards: Array) -> float:
+    return float(rewards.std()) + NORMALISE_EPSILON
 
 
 def overlong_penalty(lengths: Array, max_new_tokens: int, tokens: int) -> Array:

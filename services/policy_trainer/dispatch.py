@@ -19,6 +19,7 @@ from proto import messages
 from proto.messages import AdamW, CreditSpec, ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.metrics import add_up
+from services.policy_trainer.update import STATISTICS
 from shared.batch import Batch
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
@@ -250,13 +251,8 @@ class WorkerDispatch:
         chunks = batch.chunk(self._parts)
         parts = [msgspec.structs.replace(request, batch=chunk.meta) for chunk in chunks]
         answer = merged(await self._call_all([parts[place.dp_rank] for place in self._places], reply))
-        if isinstance(answer, messages.ForwardDone):
-            return cast(R, msgspec.structs.replace(answer, meta=_in_order(Batch(answer.meta), batch.task_ids).meta))
-        if isinstance(answer, messages.CreditDone):
-            order = _order(Batch(answer.meta), batch.task_ids)
-            statistics = {name: values[order] for name, values in answer.statistics.items()}
-            meta = Batch(answer.meta).take(order).meta
-            return cast(R, msgspec.structs.replace(answer, meta=meta, statistics=statistics))
+        if isinstance(answer, messages.ForwardDone | messages.CreditDone):
+            return cast(R, _in_order(answer, batch.task_ids))
         if isinstance(answer, messages.ForwardBackwardDone) and self._parts > 1:
             return cast(R, msgspec.structs.replace(answer, imbalance=imbalance(chunks)))
         return answer
@@ -317,20 +313,16 @@ def merged(answers: Sequence[R]) -> R:
             add_up(sums, answer.sums)
         seconds = max(answer.seconds for answer in gradients)
         return cast(R, msgspec.structs.replace(first, sums=sums, seconds=seconds))
-    if isinstance(first, messages.ForwardDone):
-        parts = cast(Sequence[messages.ForwardDone], answers)
+    if isinstance(first, messages.ForwardDone | messages.CreditDone):
+        parts = cast(Sequence[messages.ForwardDone | messages.CreditDone], answers)
         meta = Batch.concat([Batch(part.meta) for part in parts]).meta
-        return cast(R, messages.ForwardDone(meta=meta, seconds=max(part.seconds for part in parts)))
-    if isinstance(first, messages.CreditDone):
-        credits = cast(Sequence[messages.CreditDone], answers)
-        meta = Batch.concat([Batch(part.meta) for part in credits]).meta
-        names = {name for part in credits for name in part.statistics}  # a rank without shards sends none
-        statistics = {
-            name: np.concatenate([part.statistics[name] for part in credits if name in part.statistics])
-            for name in names
-        }
-        seconds = max(part.seconds for part in credits)
-        return cast(R, messages.CreditDone(meta=meta, statistics=statistics, seconds=seconds))
+        whole = msgspec.structs.replace(first, meta=meta, seconds=max(part.seconds for part in parts))
+        if isinstance(whole, messages.CreditDone):
+            credits = cast(Sequence[messages.CreditDone], answers)
+            given = [part.statistics for part in credits if part.statistics]  # ranks that put nothing have none
+            statistics = {name: np.concatenate([part[name] for part in given]) for name in STATISTICS} if given else {}
+            whole = msgspec.structs.replace(whole, statistics=statistics)
+        return cast(R, whole)
     if isinstance(first, messages.Moved):
         moves = cast(Sequence[messages.Moved], answers)
         total = sum(move.nbytes for move in moves)
@@ -344,12 +336,15 @@ def imbalance(chunks: Sequence[Batch]) -> float:
     return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) else 1.0
 
 
-def _in_order(batch: Batch, task_ids: Sequence[str]) -> Batch:
-    """Return `batch` with its tasks in the order of `task_ids`."""
-    return batch.take(_order(batch, task_ids))
-
-
-def _order(batch: Batch, task_ids: Sequence[str]) -> list[int]:
-    """Return the positions in `batch` of the tasks `task_ids`."""
+def _in_order(
+    done: messages.ForwardDone | messages.CreditDone, task_ids: Sequence[str]
+) -> messages.ForwardDone | messages.CreditDone:
+    """Return `done` with its tasks in the order of `task_ids`."""
+    batch = Batch(done.meta)
     at = {task_id: index for index, task_id in enumerate(batch.task_ids)}
-    return [at[task_id] for task_id in task_ids]
+    order = [at[task_id] for task_id in task_ids]
+    ordered = msgspec.structs.replace(done, meta=batch.take(order).meta)
+    if isinstance(ordered, messages.CreditDone):
+        statistics = {name: values[order] for name, values in ordered.statistics.items()}
+        return msgspec.structs.replace(ordered, statistics=statistics)
+    return ordered

@@ -15,6 +15,7 @@ import numpy as np
 
 from proto.messages import AdamW, CreditSpec, LossSpec
 from proto.tensors import Array
+from services.policy_trainer.advantages import WHITEN_EPSILON
 from shared.topology.algorithm import Optimizer
 from shared.topology.schema import Topology
 
@@ -26,8 +27,6 @@ SHAPED, LOSS_TOKENS, TRUNCATED = "shaped", "loss_tokens", "truncated"
 """Names of the per-sample scalars that `credit` reads. `loss_tokens` counts the tokens marked for training."""
 STATISTICS = ("count", "mean", "squares")
 """Names of the statistics of the advantages of a task's tokens (`CreditDone`)."""
-WHITEN_EPSILON = 1e-8
-"""Constant added to a variance, as in verl's masked_whiten."""
 
 
 def loss_spec(topology: Topology) -> LossSpec:
@@ -63,14 +62,13 @@ def loss_spec(topology: Topology) -> LossSpec:
 
 def credit_spec(topology: Topology, turn_scale: float) -> CreditSpec:
     """Return how workers compute advantages per token. `turn_scale` is the factor for the rewards of turns."""
-    advantage, kl = topology.algorithm.advantage, topology.algorithm.kl
-    in_reward = kl is not None and kl.place == "reward" and kl.coef > 0
+    advantage, kl = topology.algorithm.advantage, topology.algorithm.reward_kl
     return CreditSpec(
         name=advantage.name,
         gamma=1.0 if advantage.gamma is None else advantage.gamma,
         turn_scale=turn_scale,
-        kl_estimator=kl.estimator if kl is not None and in_reward else "",
-        kl_coef=kl.coef if kl is not None and in_reward else 0.0,
+        kl_estimator="" if kl is None else kl.estimator,
+        kl_coef=0.0 if kl is None else kl.coef,
     )
 
 

@@ -138,7 +138,7 @@ def too_large(place: str, nbytes: int) -> DataError:
 
 
 def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """Return the value at `path`: the key `path` itself or, if there is none, keys of nested objects joined by dots.
+    """Return the value at `path`. A key that equals `path` comes first; otherwise dots separate keys of nested objects.
 
     Raises LookupError with a half-sentence that names the keys that exist.
     """
@@ -281,8 +281,8 @@ class LongestPrompt(NamedTuple):
 
 
 class RowsRead(NamedTuple):
-    """What one reading of all rows of a source finds: the unusable rows, the digests, and the longest prompt among the
-    rows with digests, or None if no row was made."""
+    """The result of reading all rows of a source: the unusable rows, the digests, and the longest prompt among the rows
+    with digests, or None if no row was made."""
 
     bad: list[RowError]
     digests: RowDigests

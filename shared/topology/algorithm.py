@@ -189,6 +189,11 @@ class Algorithm(Section):
     )
 
     @property
+    def reward_kl(self) -> KL | None:
+        """The KL to the reference that is part of the reward, or None."""
+        return self.kl if self.kl is not None and self.kl.place == "reward" and self.kl.coef > 0 else None
+
+    @property
     def updates_per_step(self) -> int:
         """Number of optimizer steps per training step."""
         return self.num_iterations * -(-self.tasks_per_step // self.mini_batch_tasks)

@@ -267,11 +267,10 @@ def _rewards(topology: Topology) -> Found:
 
 def _normalisation(topology: Topology) -> Found:
     algorithm = topology.algorithm
-    penalty, kl = algorithm.overlong_penalty, algorithm.kl
-    kl_in_reward = kl is not None and kl.place == "reward" and kl.coef > 0
+    penalty = algorithm.overlong_penalty
     name = algorithm.advantage.name
     invariant = name in INVARIANT_ADVANTAGES or (name == "grpo" and algorithm.advantage.scale == "std")
-    if algorithm.normalise_rewards == "batch" and invariant and penalty is None and not kl_in_reward:
+    if algorithm.normalise_rewards == "batch" and invariant and penalty is None and algorithm.reward_kl is None:
         message = f"batch has no effect: advantage {name} normalises rewards itself; use none, or another advantage"
         yield ("algorithm", "normalise_rewards"), message
 
@@ -376,7 +375,6 @@ def _kl(topology: Topology) -> Found:
 def _cross_entropy(topology: Topology) -> Found:
     """Find options that shape advantages or rewards. The gradient of this loss uses neither, so they have no effect."""
     algorithm = topology.algorithm
-    kl = algorithm.kl
     none_given = Advantage()
     for name, value in algorithm.advantage:
         if value != getattr(none_given, name):
@@ -403,7 +401,7 @@ def _cross_entropy(topology: Topology) -> Found:
         yield ("sampling", "stop"), f"{message} rows' answers as they are; remove it"
     if topology.workflow is not None:
         yield ("workflow",), "has no effect with loss cross_entropy, which learns from the rows' answers; remove it"
-    if kl is not None and kl.place == "reward" and kl.coef > 0:
+    if algorithm.reward_kl is not None:
         message = "reward has no effect with loss cross_entropy, which does not use rewards; use loss"
         yield ("algorithm", "kl", "in"), message
     if algorithm.loss.anchor == "proximal":

@@ -323,7 +323,7 @@ class Topology(Section):
         settings, kl = self.services.reference, self.algorithm.kl
         if settings is None:
             return ()
-        in_reward = kl is not None and kl.place == "reward" and kl.coef > 0
+        reward_kl = self.algorithm.reward_kl
         reference = FrozenModel(
             name=REFERENCE,
             service=DEVICE_SERVICE[REFERENCE],
@@ -334,7 +334,7 @@ class Topology(Section):
             temperature=self.sampling.temperature,
             stage=REFERENCE,
             refreshed=kl is not None and kl.refresh_every is not None,
-            reward_kl=kl.estimator if kl is not None and in_reward else "",
+            reward_kl="" if reward_kl is None else reward_kl.estimator,
             deterministic=self.run.deterministic,
             shares_devices=DEVICE_SERVICE[REFERENCE] in self.colocated_services,
         )

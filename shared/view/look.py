@@ -37,7 +37,7 @@ class Look:
     color: str
     """Its contrast with the backgrounds of the light and the dark theme is at least 3:1 (WCAG 2.2, 1.4.11)."""
     spans: tuple[str, ...] = ()
-    """What the spans of the timeline say was done."""
+    """The names of its spans on the timeline."""
     services: tuple[str, ...] = ()
     """The services that mostly do this work."""
     metrics: tuple[str, ...] = ()

@@ -58,17 +58,19 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a model with fresh weights, drawn from torch's global generator."""
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, *, vocabulary: int, hidden: int, layers: int, positions: int
+) -> Qwen3ForCausalLM:
+    """Return a model with four heads per layer and fresh weights, drawn from torch's global generator."""
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
+        head_dim=hidden // 4,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         use_sliding_window=False,
         attention_dropout=0.0,
@@ -78,6 +80,16 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         dtype="float32",
     )
     return Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+
+
+def learn(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, samples: list[Labelled]) -> None:
+    """Take one step of supervised training on `samples`."""
+    logits_BTV, labels_BT = label_logits(model, samples)
+    loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def warm_start(
@@ -98,12 +110,7 @@ def warm_start(
             row = rows.row(index)
             prompt, answer = tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id]
             samples.append((prompt + answer, [IGNORED] * len(prompt) + answer))
-        logits_BTV, labels_BT = label_logits(model, samples)
-        loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(model, optimizer, samples)
         if step % PROBE_EVERY == 0 and greedy_accuracy(model, tokenizer, probe) >= accuracy:
             return step
     raise SystemExit(f"warm start: accuracy {accuracy} not reached in {MAX_STEPS} steps; try a different --seed")
@@ -136,7 +143,7 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the model and its tokenizer, with a class name that version 4 of transformers knows, too."""
+    """Write the model and its tokenizer, with a class name that version 4 of transformers also knows."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
@@ -156,7 +163,7 @@ def main() -> None:
     torch.set_num_threads(1)  # A different thread count changes the order of additions and thus the bits.
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, vocabulary=VOCAB_SIZE, hidden=128, layers=4, positions=tokenizer.model_max_length)
     train = open_source("builtin:addition", where="make_tiny_qwen3")
     test = open_source("builtin:addition?split=test", where="make_tiny_qwen3")
     steps = warm_start(model, tokenizer, train, accuracy=args.accuracy, seed=args.seed)

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from launch.topologies.models.make_tiny_qwen3 import IGNORED, Labelled, label_logits, save
+from launch.topologies.models.make_tiny_qwen3 import IGNORED, Labelled, label_logits, learn, make_model, save
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.user_code.builtin import CALCULATOR
 from shared.data import Row, Source, open_source
@@ -69,28 +69,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=256,
     )
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a model with fresh weights, drawn from torch's global generator."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        use_sliding_window=False,
-        attention_dropout=0.0,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        dtype="float32",
-    )
-    return Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
 class Demonstrations:
@@ -145,12 +123,7 @@ def warm_start(model: Qwen3ForCausalLM, ways: Sequence[list[Labelled]], *, wante
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     for step in range(1, MAX_STEPS + 1):
         samples = [sample for way in ways for sample in picker.sample(way, BATCH // len(ways))]
-        logits_BTV, labels_BT = label_logits(model, samples)
-        loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(model, optimizer, samples)
         if step % PROBE_EVERY == 0:
             right = [success(model, way[:PROBE_ROWS]) for way in ways]
             print(f"step {step}: {right[0]:.3f} from memory, {right[1]:.3f} by tool", flush=True)
@@ -169,7 +142,7 @@ def main() -> None:
     torch.set_num_threads(1)  # A different thread count changes the order of additions and thus the bits.
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, vocabulary=len(tokenizer), hidden=64, layers=2, positions=tokenizer.model_max_length)
     shown = Demonstrations(tokenizer, model)
     train = open_source("builtin:addition", where="make_tiny_tools")
     test = open_source("builtin:addition?split=test", where="make_tiny_tools")

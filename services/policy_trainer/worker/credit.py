@@ -93,7 +93,7 @@ def place(rewards: Array, turn_rewards: Array, mask: Array, lengths: Array, samp
 
     `rewards` are float64 [G]. The last trained token of *every* sequence of a sample gets the same rest: the sequences
     of a sample are in the order in which they were opened, so none of them is the last. A turn reward at a token that
-    is not trained moves to the next trained token of its sequence or, if there is none, to the last one.
+    is not trained moves to the next trained token of its sequence, or to the last one if no trained token follows.
     """
     made, sequence = np.zeros(len(mask)), np.repeat(np.arange(len(lengths)), lengths)
     trained, given = np.flatnonzero(mask), np.flatnonzero(turn_rewards)

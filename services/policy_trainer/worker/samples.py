@@ -121,20 +121,22 @@ def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -
 
     Raises RpcError(bad_request) if the shards hold more samples than the batch states.
     """
-    return values[_sample_of_token(tokens, samples_of_task, len(values))]
+    of_sequence = _sample_of_sequence(tokens, samples_of_task, len(values))
+    return np.repeat(values[of_sequence], tokens.flat["lengths"])
 
 
 def sample_means(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -> Array:
     """Return float64 [samples]: the mean of `values` [T] over the trained tokens of each sample, or 0 without any."""
     size, counted = sum(samples_of_task), tokens.flat["loss_mask"] != 0
-    sample = _sample_of_token(tokens, samples_of_task, size)[counted]
+    of_sequence = _sample_of_sequence(tokens, samples_of_task, size)
+    sample = np.repeat(of_sequence, tokens.flat["lengths"])[counted]
     counts = np.bincount(sample, minlength=size)
     means: Array = np.bincount(sample, weights=values[counted], minlength=size) / np.maximum(counts, 1)
     return means
 
 
-def _sample_of_token(tokens: BatchTokens, samples_of_task: Sequence[int], samples: int) -> Array:
-    """Return int64 [T]: the position in the batch of each token's sample. Raises RpcError as `spread` does."""
+def _sample_of_sequence(tokens: BatchTokens, samples_of_task: Sequence[int], samples: int) -> Array:
+    """Return int64 [S]: the position in the batch of each sequence's sample. Raises RpcError as `spread` does."""
     first = np.cumsum(samples_of_task) - np.asarray(samples_of_task)
     index = tokens.flat["sample_index"].astype(np.int64)
     allowed = np.repeat(np.asarray(samples_of_task), tokens.sequences_of_task)
@@ -146,5 +148,5 @@ def _sample_of_token(tokens: BatchTokens, samples_of_task: Sequence[int], sample
             f"{samples} values for {sum(samples_of_task)} samples, sample_index up to {index.max()}: the batch and "
             "its shards disagree",
         )
-    of_sequence = (np.repeat(first, tokens.sequences_of_task) + index).astype(np.int64)
-    return np.repeat(of_sequence, tokens.flat["lengths"])
+    of_sequence: Array = (np.repeat(first, tokens.sequences_of_task) + index).astype(np.int64)
+    return of_sequence

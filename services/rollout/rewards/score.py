@@ -53,8 +53,8 @@ def total(answer: Any) -> Score:
 
     A number is the score itself. For a dict, the score is the value of key `reward` if there is one, else the sum of
     all numbers; texts are kept beside it. A list under the key `turns` holds the reward of each turn, which is added to
-    the score. NaN, infinity, numbers outside the float32 range, a dict that has texts but
-    no number, and other types yield a failed score.
+    the score. NaN, infinity, numbers outside the float32 range, a dict that has texts but no number, and other types
+    yield a failed score.
     """
     info: dict[str, str] = {}
     turns: list[float] = []

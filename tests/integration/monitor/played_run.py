@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import zmq
@@ -132,6 +133,24 @@ class PlayedRun:
         for client in self._clients:
             client.close()
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
+
+
+def play_steps(run: RunDir, steps: int) -> None:
+    """Play `steps` steps, each until the monitor has it. They run on a thread of their own, because Playwright's event
+    loop runs in that of a browser test."""
+
+    async def play() -> None:
+        played = PlayedRun(run)
+        try:
+            for _ in range(steps):
+                played.write_steps(1)
+                played.emit_all()
+                await played.settle()
+        finally:
+            await played.close()
+
+    with ThreadPoolExecutor() as other:
+        other.submit(asyncio.run, play()).result()
 
 
 def start_monitor(run: RunDir) -> subprocess.Popen[bytes]:

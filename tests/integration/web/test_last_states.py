@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +18,9 @@ from shared.runfiles.files import RunFiles
 from shared.runfiles.last import as_lines
 from shared.view.look import WorkKind
 from shared.view.services import process_rows
-from tests.integration.monitor.played_run import PlayedRun, start_monitor
+from tests.integration.monitor.played_run import play_steps, start_monitor
 from tests.integration.tiny.harness import SERVICES, launched, wait_for
-from tests.integration.web.chromium import chromium, visit
+from tests.integration.web.chromium import visit
 from tests.integration.web.shown_run import HOSTILE, ended_run, page_of, rgb
 
 pytestmark = pytest.mark.slow
@@ -33,29 +30,14 @@ MARK = "(each) => getComputedStyle(each).backgroundColor"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run that has ended: its monitor was stopped, and its supervisor has added the final states."""
     folder = tmp_path_factory.mktemp("ended")
     made = RunDir.create(folder / "run", shm_root=folder / "shm")
     monitor = start_monitor(made)
 
-    async def play() -> None:
-        played = PlayedRun(made)
-        for _ in range(3):
-            played.write_steps(1)
-            played.emit_all()
-            await played.settle()
-        await played.close()
-
     try:
-        with ThreadPoolExecutor() as other:  # Playwright's event loop runs in this thread.
-            other.submit(asyncio.run, play()).result()
+        play_steps(made, 3)
         monitor.terminate()
         assert monitor.wait(60) == 0
     finally:

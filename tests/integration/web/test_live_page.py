@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -13,8 +11,8 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from shared.rundir import RunDir
-from tests.integration.monitor.played_run import PlayedRun, monitored
-from tests.integration.web.chromium import PHONE, chromium, visit
+from tests.integration.monitor.played_run import monitored, play_steps
+from tests.integration.web.chromium import PHONE, visit
 from tests.integration.web.shown_run import HOSTILE, add_samples, page_of, sample
 
 pytestmark = pytest.mark.slow
@@ -22,27 +20,12 @@ pytestmark = pytest.mark.slow
 TABS = ("Curves", "Services", "Timeline", "Samples", "Log", "Warnings")
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:
     """Yield a run of three steps, whose telemetry has reached the monitor before the page is opened."""
 
-    async def play(run: RunDir) -> None:
-        played = PlayedRun(run)
-        for _ in range(3):
-            played.write_steps(1)
-            played.emit_all()
-            await played.settle()
-        await played.close()
-
     with monitored(tmp_path) as run:
-        with ThreadPoolExecutor() as other:  # Playwright's event loop runs in this thread.
-            other.submit(asyncio.run, play(run)).result()
+        play_steps(run, 3)
         yield run
 
 

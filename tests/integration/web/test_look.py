@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,13 @@ from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
 
 from shared.view.look import WorkKind
 from tests.integration.tiny.harness import wait_for
-from tests.integration.web.chromium import DESKTOP, PHONE, chromium, visit
+from tests.integration.web.chromium import DESKTOP, PHONE, visit
 from tests.integration.web.shown_run import add_samples, ended_run, page_of, rgb, row, sample
 
 pytestmark = pytest.mark.slow
 
 NARROW = {"width": 360, "height": 640}
 BORDERS = "(all) => all.map((each) => [getComputedStyle(each).borderColor, getComputedStyle(each).borderStyle])"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,13 @@ from services.web.samples import MAX_RECORDS
 from services.web.saved import page
 from shared.samples.record import plain
 from tests.integration.tiny.harness import ROOT, environment
-from tests.integration.web.chromium import PHONE, chromium, visit
+from tests.integration.web.chromium import PHONE, visit
 from tests.integration.web.shown_run import HOSTILE, add_samples, ended_run, page_of, row, sample
 
 pytestmark = pytest.mark.slow
 
 CHARTS = "(all) => all.map((each) => [each.querySelector('h2').textContent, each.dataset.points])"
 """Returns the title of each chart, and the numbers of its points."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture

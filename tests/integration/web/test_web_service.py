@@ -29,7 +29,7 @@ from tests.integration.tiny.harness import (
     processes_of,
     wait_for,
 )
-from tests.integration.web.chromium import chromium, visit
+from tests.integration.web.chromium import visit
 
 pytestmark = pytest.mark.slow
 
@@ -75,12 +75,6 @@ def page_settings(folder: Path) -> tuple[str, list[str]]:
         file.chmod(0o600)
         web[key] = str(file)
     return address, ["--set", f"monitor.web={json.dumps(web)}"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ class TrainingCalls:
     async def _put(self, request: Forward | Credit, stage: Stage, pieces: Sequence[Array]) -> BatchMeta:
         """Put the results of a call, one for each task of its batch, as the key of `stage`. Return their description.
 
-        Of the ranks that have computed the same results, only one puts them. The others return a batch without tasks.
+        If several ranks have the same results, only one of them puts shards. The others return a batch without tasks.
         """
         rank, (key,) = self._rank, stage.makes
         made = list(zip(request.batch.tasks, pieces, strict=True)) if rank.place.leads else []
