@@ -1,4 +1,4 @@
-"""The sections `algorithm` and `optimizer`, which define what a training step computes but not where it runs."""
+"""The sections `algorithm`, `optimizer` and `critic`, which define what a training step computes but not where it runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from shared.topology.fields import Count, Pair, Section, not_one_of
+from shared.topology.fields import Count, Dtype, ModelFolder, Pair, Section, not_one_of
+from shared.topology.passes import Passes
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "reinforce")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "reinforce", "gae")
 # These give each token an advantage of its own.
-TOKEN_ADVANTAGES = ("reinforce",)
+TOKEN_ADVANTAGES = ("reinforce", "gae")
 MAX_CREDIT_TASKS = 8192
 """Maximum number of tasks of a step with an advantage per token. A statistic of so many tasks fills a message's 64 KiB
 for one array."""
@@ -66,7 +67,21 @@ class Advantage(Section):
     )
     gamma: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="reinforce: discount of later rewards per trained token, above 0 and at most 1; default 1.0",
+        description="reinforce and gae: discount of later rewards per trained token, above 0 and at most 1; default "
+        "1.0",
+    )
+    lam: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="gae: weight of later temporal differences, from 0 (values alone) to 1 (rewards alone); default "
+        "1.0",
+    )
+    lam_value: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="gae: the same for the returns that the critic learns; default lam"
+    )
+    truncated: Literal["end", "bootstrap"] | None = Field(
+        default=None,
+        description="gae: what follows the last token of a sample that was cut at max_new_tokens: nothing (end, the "
+        "default), or what the critic expects there (bootstrap)",
     )
     whiten: Literal["step", "mini_batch", "none"] | None = Field(
         default=None,
@@ -79,6 +94,11 @@ class Advantage(Section):
     def per_token(self) -> bool:
         """Whether each token has an advantage of its own."""
         return self.name in TOKEN_ADVANTAGES or self.per == "token"
+
+    @property
+    def may_use_values(self) -> bool:
+        """Whether the estimator can use the values of a critic."""
+        return self.name == "gae" or self.per == "token"
 
 
 class RatioMask(Section):
@@ -214,3 +234,30 @@ class Optimizer(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay, 0 or more")
     clip_norm: float = Field(default=1.0, gt=0, description="norm to which the gradient is clipped; must be above 0")
     warmup_steps: int = Field(default=0, ge=0, description="training steps of linear warm-up, 0 or more")
+
+
+class Critic(Section):
+    model: ModelFolder | None = Field(
+        default=None,
+        description="folder or hub name of the model whose output layer is replaced by a value head; default: "
+        "policy.model",
+    )
+    dtype: Dtype | None = Field(default=None, description="data type of the weights; default: policy.dtype")
+    passes: Passes | None = Field(
+        default=None, description="forward passes that compute values; default: the fastest that are proved"
+    )
+    optimizer: Optimizer = Field(description="how the critic's weights are updated")
+    value_clip: Annotated[float, Field(gt=0)] | None = Field(
+        default=0.2,
+        description="bound on how far a value moves from that at the step's start before its loss is clipped; null: no "
+        "bound",
+    )
+    mini_batch_tasks: Count | None = Field(
+        default=None, description="tasks per update of the critic; default: those of the algorithm"
+    )
+    num_iterations: Count | None = Field(
+        default=None, description="passes of the critic over a step's tasks; default: those of the algorithm"
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="number of first training steps in which only the critic learns"
+    )

@@ -6,6 +6,7 @@ reports such values.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, TypeGuard
 
@@ -25,8 +26,8 @@ _STD_EPSILON = 1e-6
 
 
 def fill(data: dict[str, Any]) -> None:
-    """Set in place mini_batch_tasks, omitted options of advantage and loss, services.reference, rollout.block_tasks,
-    rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference that is refreshed."""
+    """Set in place mini_batch_tasks, omitted options of advantage, loss and critic, services.critic and reference,
+    rollout.block_tasks, rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference that is refreshed."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
         return
@@ -38,6 +39,7 @@ def fill(data: dict[str, Any]) -> None:
     services = _section(data, "services")
     if services is None:
         return
+    _fill_critic(data, algorithm, services)
     kl = algorithm.get("kl")
     refresh = kl.get("refresh_every") if isinstance(kl, dict) else None
     checkpoint = _section(data, "checkpoint") if refresh is not None else None
@@ -118,6 +120,18 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
         loss["temperatures"] = list(SAPO_TEMPERATURES)
 
 
+def _fill_critic(data: dict[str, Any], algorithm: dict[str, Any], services: dict[str, Any]) -> None:
+    critic, policy = data.get("critic"), data.get("policy")
+    if not isinstance(critic, dict):
+        return
+    for section, keys in ((policy, ("model", "dtype")), (algorithm, ("mini_batch_tasks", "num_iterations"))):
+        for key in keys:
+            if critic.get(key) is None and isinstance(section, dict) and section.get(key) is not None:
+                critic[key] = section[key]
+    if services.get("critic") is None:
+        services["critic"] = copy.deepcopy(services.get("policy-trainer") or {})
+
+
 def _fill_advantage(algorithm: dict[str, Any]) -> None:
     advantage, loss = _section(algorithm, "advantage"), algorithm.get("loss")
     supervised = isinstance(loss, dict) and loss.get("name") == "cross_entropy"
@@ -126,6 +140,13 @@ def _fill_advantage(algorithm: dict[str, Any]) -> None:
     name = advantage.get("name", "grpo")
     if name in TOKEN_ADVANTAGES and advantage.get("gamma") is None:
         advantage["gamma"] = 1.0
+    if name == "gae":
+        if advantage.get("lam") is None:
+            advantage["lam"] = 1.0
+        if advantage.get("lam_value") is None:
+            advantage["lam_value"] = advantage["lam"]
+        if advantage.get("truncated") is None:
+            advantage["truncated"] = "end"
     if (name in TOKEN_ADVANTAGES or advantage.get("per") == "token") and advantage.get("whiten") is None:
         advantage["whiten"] = "step"
     if name != "grpo":

@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
@@ -122,6 +122,7 @@ def _listed(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(ge=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Seconds = Annotated[float, Field(gt=0)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 LocalPath = Annotated[str, Field(min_length=1), _in_folder(absolute)]

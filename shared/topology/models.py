@@ -15,14 +15,15 @@ from shared.topology.algorithm import Advantage, Loss, Optimizer
 from shared.topology.passes import Passes
 from shared.topology.services import Reference, TrainerSettings, WeightsRoute
 
-Head = Literal["language"]
-"""What a model computes for each token: `language` is the log-prob of the token."""
-POLICY, REFERENCE = "policy", "reference"
+Head = Literal["language", "value"]
+"""What a model computes for each token: `language` is the log-prob of the token, `value` a number from the state before
+it."""
+POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 POLICY_WORKER = "policy-trainer-worker"
-WORKERS: Mapping[str, str] = MappingProxyType({POLICY: POLICY_WORKER})
+WORKERS: Mapping[str, str] = MappingProxyType({POLICY: POLICY_WORKER, CRITIC: CRITIC})
 """For each trained model, by name, the service whose processes are its ranks."""
 DEVICE_SERVICE: Mapping[str, str] = MappingProxyType(
-    {"policy-trainer": POLICY_WORKER, "reference": "reference", "rollout": "rollout"}
+    {"policy-trainer": POLICY_WORKER, "critic": CRITIC, "reference": "reference", "rollout": "rollout"}
 )
 """Services that can be colocated, each with the service whose processes hold its devices."""
 
@@ -58,6 +59,8 @@ class TrainedModel:
     advantage: Advantage
     mini_batch_tasks: int
     """Tasks of one optimizer step."""
+    num_iterations: int
+    """Passes over the tasks of a training step."""
     publishes: Publication | None
     """How its versions are published, or None if no process but its ranks needs them."""
     seed: int

@@ -7,7 +7,7 @@ and is appended to its error messages.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,9 +15,18 @@ from pydantic import Field, field_validator, model_validator
 
 from shared.data import FORMS
 from shared.topology import document
-from shared.topology.algorithm import Algorithm, Optimizer
-from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
-from shared.topology.models import DEVICE_SERVICE, POLICY, REFERENCE, WORKERS, FrozenModel, Publication, TrainedModel
+from shared.topology.algorithm import Advantage, Algorithm, Critic, Loss, Optimizer
+from shared.topology.fields import Count, DataSource, Dtype, Function, ModelFolder, Seconds, Section, Size, Strings
+from shared.topology.models import (
+    CRITIC,
+    DEVICE_SERVICE,
+    POLICY,
+    REFERENCE,
+    WORKERS,
+    FrozenModel,
+    Publication,
+    TrainedModel,
+)
 from shared.topology.monitor import Monitor
 from shared.topology.passes import Passes
 from shared.topology.services import (
@@ -32,7 +41,6 @@ from shared.topology.services import (
 
 TRAINER_STORE = "batch-store/0"
 """The store on the host of the trainer's rank 0 (see `Topology.store_hosts`), into which weights are put."""
-Dtype = Literal["float32", "bfloat16", "float16"]
 # Part of a task id ("<split>/<epoch>/<index>") and of metric names.
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
@@ -259,6 +267,7 @@ class Topology(Section):
     )
     algorithm: Algorithm = Field(description="what a training step computes")
     optimizer: Optimizer = Field(description="how the weights are updated")
+    critic: Critic | None = Field(default=None, description="the model that estimates values; default: none")
     services: Services = Field(default_factory=Services, description="the processes of the run")
     monitor: Monitor = Field(
         default_factory=Monitor, description="what is recorded about the run, and where it is shown"
@@ -304,13 +313,38 @@ class Topology(Section):
             loss=self.algorithm.loss,
             advantage=self.algorithm.advantage,
             mini_batch_tasks=self.algorithm.mini_batch_tasks,
+            num_iterations=self.algorithm.num_iterations,
             publishes=publication,
             seed=self.run.seed,
             deterministic=self.run.deterministic,
             snapshots=self.checkpoint.memory_every is not None,
             shares_devices=service in self.colocated_services,
         )
-        return (policy,)
+        critic, settings = self.critic, self.services.critic
+        if critic is None or settings is None:
+            return (policy,)
+        service = WORKERS[CRITIC]
+        model, own = Path(critic.model or self.policy.model), critic.dtype or self.policy.dtype
+        return (
+            policy,
+            replace(
+                policy,
+                name=CRITIC,
+                service=service,
+                settings=settings,
+                folder=model,
+                dtype=own,
+                passes=critic.passes,
+                head="value",
+                optimizer=critic.optimizer,
+                loss=Loss(),
+                advantage=Advantage(),
+                mini_batch_tasks=critic.mini_batch_tasks or policy.mini_batch_tasks,
+                num_iterations=critic.num_iterations or policy.num_iterations,
+                publishes=None,
+                shares_devices=service in self.colocated_services,
+            ),
+        )
 
     @property
     def policy_model(self) -> TrainedModel:

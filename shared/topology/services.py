@@ -135,6 +135,11 @@ class Services(Section):
     policy_trainer: TrainerSettings = Field(
         default_factory=TrainerSettings, alias="policy-trainer", description="the training service"
     )
+    critic: TrainerSettings | None = Field(
+        default=None,
+        description="the training service of the critic; default: the values given for policy-trainer, if there is a "
+        "critic",
+    )
     reference: Reference | None = Field(
         default=None, description="the frozen model; started if algorithm.kl.coef is above 0"
     )
@@ -142,10 +147,16 @@ class Services(Section):
     batch_store: BatchStore = Field(default_factory=BatchStore, alias="batch-store", description="limits of the store")
 
     @property
+    def trainers(self) -> dict[str, TrainerSettings]:
+        """The services of the run that train a model, by key."""
+        critic = {} if self.critic is None else {"critic": self.critic}
+        return {"policy-trainer": self.policy_trainer, **critic}
+
+    @property
     def scorers(self) -> dict[str, ScorerSettings]:
         """The services of the run that score given tokens, by key."""
         reference = {} if self.reference is None else {"reference": self.reference}
-        return {"policy-trainer": self.policy_trainer, **reference}
+        return {**self.trainers, **reference}
 
     @property
     def placed(self) -> dict[str, Placed]:
