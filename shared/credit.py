@@ -2,6 +2,7 @@
 build in their own tests.
 
     def credit(task: CreditTask, **params) -> advantages                  # numbers of shape [T]
+    def credit(task: CreditTask, **params) -> (advantages, returns)       # with a critic, which learns the returns
 """
 
 from __future__ import annotations
@@ -59,3 +60,9 @@ class CreditTask:
     """float64 [T]: the engine's log-probs, 0 at tokens that the policy did not sample."""
     versions: Array
     """int64 [T]: the policy version that sampled the token, else -1."""
+    values: Array | None = None
+    """float64 [T]: the critic's value of the state before each token that the policy sampled, and 0 elsewhere, or None
+    without a critic."""
+    value_after: Array | None = None
+    """float64 [G]: the critic's value after the last token of each sample, or None unless the advantage is gae with
+    truncated: bootstrap."""

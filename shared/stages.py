@@ -38,6 +38,10 @@ REFERENCE_SCALAR = "reference_step"
 """Scalar with the policy version of the reference, present with `algorithm.kl.refresh_every`."""
 
 
+VALUE_LOSS = "value"
+"""Name of the loss of a critic (`LossSpec.name`)."""
+
+
 class Per(StrEnum):
     """What the first dimension of a key's shards counts, with the letter by which SPEC.md calls its size."""
 
@@ -97,6 +101,8 @@ class Stage:
 
 _rolled_out = partial(Key, in_loss=lambda _: True, recorded=True)
 """A key that every loss and the recorder read."""
+_sampled = partial(Key, in_loss=lambda loss: loss.name != VALUE_LOSS, recorded=True)
+"""A key that every loss of a policy and the recorder read."""
 ROLLOUT = Stage(
     "rollout",
     "rollout",
@@ -106,8 +112,8 @@ ROLLOUT = Stage(
         _rolled_out("lengths", "int32", Per.SEQUENCE, "the number of tokens of each sequence"),
         _rolled_out("sample_index", "int32", Per.SEQUENCE, "the sample of each sequence, from 0, without failed ones"),
         _rolled_out("loss_mask", "uint8", Per.TOKEN, "1 where the policy sampled the token, also at an end"),
-        _rolled_out("rollout_logprobs", "float32", Per.TOKEN, "the engine's log-prob of a sampled token, else 0"),
-        _rolled_out("versions", "int32", Per.TOKEN, "the policy version that sampled the token, else -1"),
+        _sampled("rollout_logprobs", "float32", Per.TOKEN, "the engine's log-prob of a sampled token, else 0"),
+        _sampled("versions", "int32", Per.TOKEN, "the policy version that sampled the token, else -1"),
         Key(
             "turn_rewards",
             "float32",
@@ -163,6 +169,27 @@ never changes, so each call has its own key. The call is a revision (proto/SPEC.
 of the earlier call once those of the later call are sealed. A batch's part for this stage names the keys, including
 their `<call>`.
 """
+VALUES = Stage(
+    "values",
+    "critic",
+    needs=_MODEL_NEEDS,
+    keys=(
+        Key(
+            "values",
+            "float32",
+            Per.TOKEN,
+            "the critic's value of the state before the token, at the start of the step, 0 where `loss_mask` is 0",
+            when=lambda topology: topology.critic is not None,
+            in_loss=lambda loss: loss.name == VALUE_LOSS,
+        ),
+    ),
+    leased=False,
+    scalars=frozenset(["value_after"]),
+)
+"""Stage that the critic runs once a task is BATCHED. Its shards have a revision, like those of `proximal`.
+
+Scalar `value_after` exists only if `Forward.ends` asks for it: the value after the last token of the sample."""
+VALUE_AFTER = "value_after"
 CREDIT = Stage(
     "credit",
     "policy-trainer",
@@ -174,6 +201,14 @@ CREDIT = Stage(
             Per.TOKEN,
             "the advantage of a trained token before it is whitened, else 0",
             when=lambda topology: topology.algorithm.advantage.per_token,
+        ),
+        Key(
+            "returns",
+            "float32",
+            Per.TOKEN,
+            "what the critic learns as the value of the state before a trained token, else 0",
+            when=lambda topology: topology.critic is not None,
+            in_loss=lambda loss: loss.name == VALUE_LOSS,
         ),
     ),
     leased=False,
@@ -206,7 +241,7 @@ RECORD = Stage(
 """What the trainer puts for the recorder, and only for the tasks whose samples are recorded."""
 SAMPLE_ADVANTAGES, TRAIN_LOGPROBS, TRAIN_ADVANTAGES = RECORD.makes
 
-GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, PROXIMAL, CREDIT)
+GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, VALUES, PROXIMAL, CREDIT)
 """The stages of a training task in topological order, with all keys that any topology has."""
 
 

@@ -12,12 +12,16 @@ from proto.registry import Message, Request, message
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The loss as named functions and numbers, which workers apply to every token. An option set to 0 or "" is off."""
 
-    name: str  # name of a builtin loss, or the import path in the topology from which workers load it
-    clip_low: float  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    name: str
+    """Name of a builtin loss of policies, the import path in the topology from which workers load one, or "value", the
+    loss of critics, which has no other options than those of the next three fields."""
+    clip_low: float
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; with "value", the value to
+    [old - clip_low, old + clip_high]."""
     clip_high: float  # as for `clip_low`
     anchor: str
     """"rollout", "proximal" or "present". The last replaces "proximal" in steps with a single update: the log-probs of
-    the call itself are the anchor."""
+    the call itself are the anchor. With "value", "values": the old values are those at the start of the step."""
     temperature: float  # sampling temperature used in training; logits are divided by it
     tis_cap: float = 0.0  # cap of the truncated importance weight exp(prox - rollout)
     kl_estimator: str = ""  # "k1", "k2" or "k3"
@@ -38,6 +42,10 @@ class CreditSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # name of a builtin estimator, or the import path in the topology from which workers load it
     gamma: float  # discount per trained token
     turn_scale: float = 1.0  # factor for the rewards of turns
+    lam: float = 1.0  # weight of later temporal differences in the advantages (gae)
+    lam_value: float = 1.0  # the same in the returns (gae)
+    values: bool = False  # the estimator also reads the shards `values`, and returns what the critic learns
+    bootstrap: bool = False  # what follows a truncated sample is its `value_after`, not 0 (gae)
     kl_estimator: str = ""  # "k1", "k2" or "k3": estimator of the KL in the rewards of tokens; "": no KL
     kl_coef: float = 0.0  # each trained token's reward is lowered by this times its KL
 
@@ -85,7 +93,9 @@ class InitModel(WorkerRequest, frozen=True, kw_only=True):
 class ForwardDone(Message, frozen=True, kw_only=True):
     """The results are in the stores, under the fences of the tasks."""
 
-    meta: BatchMeta  # the tasks, with one new entry in `parts`
+    meta: BatchMeta
+    """The tasks, with one new entry in `parts`. If `Forward.ends` is true, `scalars` holds `value_after`, float32
+    [samples]."""
     seconds: float
 
 
@@ -97,8 +107,11 @@ class Forward(WorkerRequest, frozen=True, kw_only=True):
     """
 
     batch: BatchMeta  # the tasks
-    keys: list[str]  # names of the results; the only one so far is `prox_logprobs`, log-probs per token
+    keys: list[str]
+    """Names of the results: only `prox_logprobs`, log-probs per token, of a policy, and only `values` of a critic."""
     temperature: float  # logits are divided by it, as in `LossSpec`
+    ends: bool = False
+    """Also return the value after the last token of each sample, of which each must be one sequence. For critics."""
 
 
 @message(104)
@@ -108,7 +121,9 @@ class CreditDone(Message, frozen=True, kw_only=True):
     meta: BatchMeta  # the tasks, with one new entry in `parts`
     statistics: dict[str, Array]
     """Statistics of the advantages of the trained tokens of each task, float64 [tasks], in the order of `meta.tasks`:
-    `count`, `mean`, and `squares`, the sum of the squared deviations from this mean."""
+    `count`, `mean`, and `squares`, the sum of the squared deviations from this mean. If `CreditSpec.values` is true,
+    also `return_mean` and `return_squares` of the returns, and `error_mean` and `error_squares` of the returns minus
+    the values."""
     seconds: float
 
 
@@ -116,12 +131,14 @@ class CreditDone(Message, frozen=True, kw_only=True):
 class Credit(WorkerRequest, frozen=True, kw_only=True):
     """Compute an advantage for each token, and put the advantages into the store on the worker's host as shards.
 
-    The shards have the keys `token_advantages:<driver in hexadecimal>-<order>`.
+    The shards have the keys `token_advantages:<driver in hexadecimal>-<order>` and, if `CreditSpec.values` is true,
+    `returns:<driver in hexadecimal>-<order>`.
     """
 
     batch: BatchMeta
     """The tasks; `scalars` holds `shaped`, the shaped reward, float32 [samples]; `loss_tokens`, 0 for a sample that is
-    not trained, int [samples]; and `truncated`, uint8 [samples]."""
+    not trained, int [samples]; `truncated`, uint8 [samples]; and, if `CreditSpec.bootstrap` is true, `value_after`,
+    float32 [samples]."""
     credit: CreditSpec  # the estimator
 
 
@@ -313,10 +330,11 @@ class Meet(Request, frozen=True, kw_only=True):
 
 @message(109, reply=WorkerReady)
 class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
-    """Discard the gradient of a refused `OptimStep`; count the update, but change nothing else."""
+    """Discard the gradient of a refused `OptimStep`, if any; count the update, but change nothing else."""
 
     step: int  # as in `OptimStep`
     last: bool  # as in `OptimStep`; the worker is then at `step` with unchanged weights
+    snapshot_lineage: int = -1  # as in `OptimStep`
 
 
 @message(108, reply=Ack)

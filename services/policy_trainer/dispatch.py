@@ -19,7 +19,6 @@ from proto import messages
 from proto.messages import AdamW, CreditSpec, ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.metrics import add_up
-from services.policy_trainer.update import STATISTICS
 from shared.batch import Batch
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
@@ -121,23 +120,26 @@ class WorkerDispatch:
         self._step, self._updates_left = 0, 0
         return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
-    def forward(self, batch: Batch, keys: Sequence[str], temperature: float) -> Awaitable[messages.ForwardDone]:
-        """Compute per-token values with the current weights and put them into the stores as shards, which the answer
-        describes as a batch.
+    def forward(
+        self, batch: Batch, keys: Sequence[str], temperature: float = 1.0, *, ends: bool = False
+    ) -> Awaitable[messages.ForwardDone]:
+        """Compute a number per token with the current weights and put the numbers into the stores as shards, which the
+        answer describes as a batch.
 
-        `keys` names the values: so far only ["prox_logprobs"], from logits / `temperature`. The shards are stored under
-        that key with a revision unique to this call; shards from a later call take their place.
+        `keys` names them: ["prox_logprobs"] of a policy, from logits / `temperature`, or ["values"] of a critic, with
+        `ends` also the scalar `value_after`. The shards are stored under that key with a revision unique to this call;
+        shards from a later call take their place.
         """
         request = messages.Forward(
-            driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, keys=list(keys), temperature=temperature
+            driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, keys=list(keys), temperature=temperature, ends=ends
         )
         return self._submit(request, messages.ForwardDone)
 
     def credit(self, batch: Batch, credit: CreditSpec) -> Awaitable[messages.CreditDone]:
-        """Compute an advantage for each token and put them into the stores as shards, which the answer describes as a
-        batch, with statistics of each task.
+        """Compute an advantage for each token, and its return if `credit` says so, and put them into the stores as
+        shards, which the answer describes as a batch, with statistics of each task.
 
-        `batch.scalars` holds `shaped`, `loss_tokens` and `truncated` (`messages.Credit`).
+        `batch.scalars` holds the scalars of `messages.Credit`.
         """
         request = messages.Credit(driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, credit=credit)
         return self._submit(request, messages.CreditDone)
@@ -155,14 +157,13 @@ class WorkerDispatch:
         a training step of its own.
 
         If `snapshot_lineage` is 0 or more, the workers keep a snapshot in shared memory after the last of these
-        updates, under this lineage.
+        updates, also if it is skipped, under this lineage.
         """
         self._updates_left, self._snapshot_lineage = updates, snapshot_lineage
 
     def optim_step(self, optimizer: AdamW) -> Awaitable[messages.OptimStepDone]:
         """Clip and apply the accumulated gradient. The answer contains the norm before clipping."""
-        step, last = self._next_update()
-        lineage, self._snapshot_lineage = (self._snapshot_lineage, -1) if last else (-1, self._snapshot_lineage)
+        step, last, lineage = self._next_update()
         request = messages.OptimStep(
             driver=_NOT_YET, order=_NOT_YET, step=step, last=last, optimizer=optimizer, snapshot_lineage=lineage
         )
@@ -170,10 +171,9 @@ class WorkerDispatch:
 
     async def skip_update(self) -> None:
         """Skip an optimizer step whose data is bad: drop its gradient and leave the weights unchanged."""
-        step, last = self._next_update()
-        await self._submit(
-            messages.SkipUpdate(driver=_NOT_YET, order=_NOT_YET, step=step, last=last), messages.WorkerReady
-        )
+        step, last, lineage = self._next_update()
+        request = messages.SkipUpdate(driver=_NOT_YET, order=_NOT_YET, step=step, last=last, snapshot_lineage=lineage)
+        await self._submit(request, messages.WorkerReady)
 
     # ---- state
 
@@ -229,13 +229,16 @@ class WorkerDispatch:
             Batch(request.batch)
         return self._submit(request, type(request).REPLY)
 
-    def _next_update(self) -> tuple[int, bool]:
-        """Return the training step to which the next update belongs, and whether it is the last of that step."""
+    def _next_update(self) -> tuple[int, bool, int]:
+        """Return the training step to which the next update belongs, whether it is the last of that step, and the
+        lineage of the snapshot after it (-1: none)."""
         step, last = self._step + 1, self._updates_left <= 1
         self._updates_left = max(self._updates_left - 1, 0)
-        if last:
-            self._step = step
-        return step, last
+        if not last:
+            return step, last, -1
+        self._step = step
+        lineage, self._snapshot_lineage = self._snapshot_lineage, -1
+        return step, last, lineage
 
     def _submit(self, request: WorkerRequest, reply: type[R]) -> Awaitable[R]:
         """Assign the next number to `request` at once, and send every rank its part. The result is the merged
@@ -320,7 +323,8 @@ def merged(answers: Sequence[R]) -> R:
         if isinstance(whole, messages.CreditDone):
             credits = cast(Sequence[messages.CreditDone], answers)
             given = [part.statistics for part in credits if part.statistics]  # ranks that put nothing have none
-            statistics = {name: np.concatenate([part[name] for part in given]) for name in STATISTICS} if given else {}
+            names = given[0] if given else ()
+            statistics = {name: np.concatenate([part[name] for part in given]) for name in names}
             whole = msgspec.structs.replace(whole, statistics=statistics)
         return cast(R, whole)
     if isinstance(first, messages.Moved):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -14,16 +14,16 @@ import numpy as np
 import structlog
 from msgspec import structs
 
-from proto.messages import AdamW
+from proto.messages import AdamW, ForwardDone
 from proto.tensors import Array
 from services.policy_trainer.advantages import Estimator, shaped, turn_scale
 from services.policy_trainer.bad_data import BadSteps, check_batch, check_finite
 from services.policy_trainer.checkpoints import SnapshotPace
-from services.policy_trainer.dispatch import WorkerDispatch
-from services.policy_trainer.metrics import StepMetrics
+from services.policy_trainer.metrics import ModelMetrics, StepMetrics
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls, StepTasks
+from services.policy_trainer.trained_models import TrainedModels, together
 from services.policy_trainer.update import (
     ADVANTAGES,
     CREDIT_SCALE,
@@ -37,17 +37,19 @@ from services.policy_trainer.update import (
     optimizer_numbers,
     sample_weights,
     trained_tokens,
+    value_spec,
     whitenings,
 )
 from shared.batch import Batch
 from shared.rpc.errors import BadInput, RpcError
-from shared.stages import PROXIMAL
+from shared.stages import PROXIMAL, VALUES
+from shared.topology.models import CRITIC, POLICY, Head, TrainedModel
 from shared.topology.schema import Topology
 
 T = TypeVar("T")
-PROX_KEY = PROXIMAL.makes[0]
-READ = (ADVANTAGES, CREDIT_SCALE, CREDIT_SHIFT)
-"""Names of the per-sample scalars that `forward_backward` reads, if they exist, besides the weights."""
+READ: Mapping[Head, Sequence[str]] = {"language": (ADVANTAGES, CREDIT_SCALE, CREDIT_SHIFT), "value": ()}
+"""Names of the per-sample scalars that `forward_backward` reads, if they exist, besides the weights, by the head of the
+model."""
 
 
 class Driver:
@@ -57,30 +59,33 @@ class Driver:
         self,
         topology: Topology,
         scheduler: SchedulerCalls,
-        workers: WorkerDispatch,
+        workers: TrainedModels,
         publisher: Publisher,
         resumed: ResumePoint,
         on_row: Callable[[dict[str, float]], None],
         stop: asyncio.Event | None = None,
         *,
-        export: Path,
+        exports: Mapping[str, Path],
         rates: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
-        """`on_row` receives the metrics of every committed step (telemetry). `stop` may end the run early. `export` is
-        the folder to which the trained model is written. `rates` are the learning rates of committed steps.
+        """`on_row` receives the metrics of every committed step (telemetry). `stop` may end the run early. `exports`
+        are the folders to which the trained models are written. `rates` are the policy's learning rates of committed
+        steps.
 
         Raises RpcError(bad_request) as `Estimator` does.
         """
         self.topology = topology
-        self.model = topology.policy_model
-        self.loss = loss_spec(topology)
+        self.models = {model.name: model for model in topology.trained}
+        self.losses = {POLICY: loss_spec(topology)}
+        if topology.critic is not None:
+            self.losses[CRITIC] = value_spec(topology.critic.value_clip)
         self.estimator = Estimator(topology.algorithm.advantage)
         self.scheduler = scheduler
         self.workers = workers
         self.publisher = publisher
         self.resumed = resumed
         self.on_row = on_row
-        self.export = export
+        self.exports = exports
         self.rates = rates
         self.stop = stop or asyncio.Event()
         self.bad_steps = BadSteps(topology.run.on_bad_step)
@@ -133,54 +138,70 @@ class Driver:
         return checkpoint_now
 
     async def finish(self, version: int) -> None:
-        """Wait for the evaluations of the last version, `version`. Then export the trained model and end the run."""
+        """Wait for the evaluations of the last version, `version`. Then export the trained models and end the run."""
         await self.publisher.watch(self.scheduler.wait_evals(version))
         await self.publisher.settle()
         if version:
-            await self.workers.save_hf_model(self.export)
+            await self.workers.save_hf_models(self.exports)
         await self.scheduler.finish()
 
     async def step(self, batch: StepTasks, metrics: StepMetrics) -> None:
         """Run one training step on its batch."""
-        mini_batches: list[Batch] = []
+        metrics.models = {name: ModelMetrics() for name in self.models}
+        mini_batches: dict[str, list[Batch]] = {}
+        skipped = False
         try:
             mini_batches = await self.prepare(batch, metrics)
         except RpcError as error:  # no update is possible in this step
-            await self.skip_update(error, metrics, left=1)
+            self.bad_steps.skip(metrics.step, error)
+            skipped = True
         keeps = self.snapshots.due(metrics.step, time.monotonic())
-        self.workers.begin_step(updates=len(mini_batches), snapshot_lineage=self.resumed.lineage if keeps else -1)
-        for index, mini_batch in enumerate(mini_batches):
-            try:
-                await self.update(mini_batch, metrics)
-            except RpcError as error:
-                await self.skip_update(error, metrics, left=len(mini_batches) - index)
-        self.bad_steps.ended(metrics.step, len(metrics.updates))
+        lineage = self.resumed.lineage if keeps else -1
+        await together(
+            [self.update_all(name, mini_batches.get(name, []), metrics, lineage, bad=skipped) for name in self.models]
+        )
+        self.bad_steps.ended(metrics.step, metrics.updates)
 
-    async def prepare(self, batch: StepTasks, metrics: StepMetrics) -> list[Batch]:
-        """Return the mini-batches of all iterations, with per-sample advantages and loss weights."""
+    async def prepare(self, batch: StepTasks, metrics: StepMetrics) -> dict[str, list[Batch]]:
+        """Return the mini-batches of all iterations of each model, with per-sample advantages and loss weights."""
         algorithm = self.topology.algorithm
         check_batch(batch)
-        tasks = batch.tasks
-        if self.topology.needs_proximal:
-            done = await self.workers.forward(tasks.with_scalars({}), [PROX_KEY], self.loss.temperature)
-            tasks = tasks.union(Batch(done.meta))
-            metrics.forward_s += done.seconds
+        trained = [name for name, model in self.models.items() if metrics.step > model.frozen_steps]
+        tasks = await self.forward(batch.tasks, trained, metrics)
         loss_tokens = trained_tokens(algorithm.overlong, tasks.scalars)
-        tasks = tasks.with_scalars({LOSS_TOKENS: loss_tokens})
+        tasks = tasks.with_scalars({**tasks.scalars, LOSS_TOKENS: loss_tokens})
         if algorithm.advantage.per_token:
             tasks = await self.credit(batch, tasks, metrics)
         else:
             tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
-        mini_batches: list[Batch] = []
-        for part in tasks.split(self.model.mini_batch_tasks):
+        return {name: self.mini_batches(self.models[name], tasks) for name in trained}
+
+    async def forward(self, tasks: Batch, trained: Sequence[str], metrics: StepMetrics) -> Batch:
+        """Return `tasks` with what the models say about them before their first update. Their passes overlap."""
+        passes: dict[str, Awaitable[ForwardDone]] = {}
+        given = tasks.with_scalars({})
+        if CRITIC in self.models:
+            ends = self.topology.algorithm.advantage.truncated == "bootstrap"
+            passes[CRITIC] = self.workers[CRITIC].forward(given, VALUES.makes, ends=ends)
+        if self.topology.needs_proximal and POLICY in trained:
+            passes[POLICY] = self.workers[POLICY].forward(given, PROXIMAL.makes, self.losses[POLICY].temperature)
+        for name, done in zip(passes, await together(list(passes.values())), strict=True):
+            tasks = tasks.union(Batch(done.meta))
+            metrics.models[name].forward_s += done.seconds
+        return tasks
+
+    def mini_batches(self, model: TrainedModel, tasks: Batch) -> list[Batch]:
+        """Return the mini-batches of all iterations of `model`, with the scalars that its updates read."""
+        made: list[Batch] = []
+        for part in tasks.split(model.mini_batch_tasks):
             weights = sample_weights(
-                algorithm.loss.aggregation,
+                self.topology.algorithm.loss.aggregation,
                 part.scalars[LOSS_TOKENS],
                 max_new_tokens=self.topology.sampling.max_new_tokens,
             )
-            read = {name: part.scalars[name] for name in READ if name in part.scalars}
-            mini_batches.append(part.with_scalars({**read, WEIGHTS: weights}))
-        return mini_batches * algorithm.num_iterations
+            read = {name: part.scalars[name] for name in READ[model.head] if name in part.scalars}
+            made.append(part.with_scalars({**read, WEIGHTS: weights}))
+        return made * model.num_iterations
 
     async def credit(self, batch: StepTasks, tasks: Batch, metrics: StepMetrics) -> Batch:
         """Return `tasks` with the advantages that workers have computed for every token, and their whitening.
@@ -194,14 +215,14 @@ class Driver:
             SHAPED: rewards.astype(np.float32),
             LOSS_TOKENS: tasks.scalars[LOSS_TOKENS],
             TRUNCATED: given[TRUNCATED],
+            **{name: tasks.scalars[name] for name in VALUES.scalars if name in tasks.scalars},
         }
         spec = credit_spec(self.topology, turn_scale(self.topology, given["reward"]))
-        done = await self.workers.credit(tasks.with_scalars(scalars), spec)
+        done = await self.workers[POLICY].credit(tasks.with_scalars(scalars), spec)
         metrics.add_credit(done)
         counts = [task.samples for task in tasks.tasks]
-        shift, scale = whitenings(
-            self.topology.algorithm.advantage.whiten, done.statistics, self.model.mini_batch_tasks
-        )
+        advantage, size = self.topology.algorithm.advantage, self.models[POLICY].mini_batch_tasks
+        shift, scale = whitenings(advantage.whiten, done.statistics, size)
         return tasks.union(Batch(done.meta)).with_scalars(
             {
                 LOSS_TOKENS: tasks.scalars[LOSS_TOKENS],
@@ -226,36 +247,54 @@ class Driver:
         check_finite(batch, "advantages", advantages)
         return advantages
 
-    async def update(self, batch: Batch, metrics: StepMetrics) -> None:
+    async def update_all(
+        self, name: str, mini_batches: Sequence[Batch], metrics: StepMetrics, lineage: int, *, bad: bool
+    ) -> None:
+        """Take all optimizer steps of a model. Without `mini_batches`, the model ends the step as it is, because the
+        step is `bad` or the model is not trained yet. With a `lineage` of 0 or more, its workers keep a snapshot."""
+        dispatch, measured = self.workers[name], metrics.models[name]
+        left = max(len(mini_batches), 1)
+        dispatch.begin_step(updates=left, snapshot_lineage=lineage)
+        if not mini_batches:
+            await self.skip_update(name, metrics, left, lineage)
+            measured.skipped += bad
+        for index, mini_batch in enumerate(mini_batches):
+            try:
+                await self.update(name, mini_batch, metrics)
+            except RpcError as error:
+                self.bad_steps.skip(metrics.step, error)
+                await self.skip_update(name, metrics, left - index, lineage)
+                measured.skipped += 1
+
+    async def update(self, name: str, batch: Batch, metrics: StepMetrics) -> None:
         """Take one optimizer step. Both calls are sent at once; the workers run them in order."""
         gradient, update = await asyncio.gather(
-            self.workers.forward_backward(batch, self.loss),
-            self.workers.optim_step(self.numbers(metrics.step)),
+            self.workers[name].forward_backward(batch, self.losses[name]),
+            self.workers[name].optim_step(self.numbers(name, metrics.step)),
             return_exceptions=True,
         )
         if isinstance(gradient, BaseException):
             raise gradient
         if isinstance(update, BaseException):
             raise update
-        metrics.add_gradient(gradient)
-        metrics.add_update(update)
+        metrics.models[name].add_gradient(gradient)
+        metrics.models[name].add_update(update)
         self.snapshots.kept(update.snapshot_s)
 
-    def numbers(self, step: int) -> AdamW:
-        """Return the numbers of an update of `step`. A replayed step repeats the learning rate of its commit."""
-        numbers = optimizer_numbers(self.model.optimizer, step)
-        return structs.replace(numbers, lr=self.rates[step]) if step in self.rates else numbers
+    def numbers(self, name: str, step: int) -> AdamW:
+        """Return the numbers of an update of `step`. A replayed step repeats the policy's learning rate of its
+        commit."""
+        numbers = optimizer_numbers(self.models[name].optimizer, step - self.models[name].frozen_steps)
+        if name == POLICY and step in self.rates:
+            return structs.replace(numbers, lr=self.rates[step])
+        return numbers
 
-    async def skip_update(self, error: RpcError, metrics: StepMetrics, *, left: int) -> None:
-        """Skip the first of the `left` remaining updates of the step. Its tasks count as consumed.
-
-        Raises `error` if it is not about bad data, or if bad data stops the run.
-        """
-        self.bad_steps.skip(metrics.step, error)
-        await self.workers.go_on(metrics.step - 1)
-        self.workers.begin_step(updates=left)
-        await self.workers.skip_update()
-        metrics.skipped += 1
+    async def skip_update(self, name: str, metrics: StepMetrics, left: int, lineage: int) -> None:
+        """Skip the first of the `left` remaining updates of a model in the step. Its tasks count as consumed."""
+        dispatch = self.workers[name]
+        await dispatch.go_on(metrics.step - 1)
+        dispatch.begin_step(updates=left, snapshot_lineage=lineage)
+        await dispatch.skip_update()
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

@@ -14,8 +14,9 @@ import numpy as np
 from proto.messages import CreditDone, DropReason, ForwardBackwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
 from services.policy_trainer.advantages import KL_SCALAR
-from services.policy_trainer.update import moments
+from services.policy_trainer.update import ERROR, RETURN, moments
 from shared.stages import REFERENCE_SCALAR
+from shared.topology.models import CRITIC, POLICY
 
 LARGEST = "_max"
 """Suffix of the names of sums whose values are combined by taking the maximum instead."""
@@ -38,6 +39,52 @@ _NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length
 
 
 @dataclass
+class ModelMetrics:
+    """The measurements of one model in a training step. Times are in seconds."""
+
+    forward_s: float = 0.0
+    """The time of the forward pass before the first update, if there is one."""
+    forward_backward_s: float = 0.0
+    optim_s: float = 0.0
+    imbalance: float = 1.0
+    """Tokens of the fullest data-parallel rank divided by the mean over ranks, in the step's least balanced
+    mini-batch."""
+    skipped: int = 0
+    """Number of updates skipped because of bad data. `sums` does not include their samples."""
+    sums: dict[str, float] = field(default_factory=dict)
+    updates: list[OptimStepDone] = field(default_factory=list)
+
+    def add_gradient(self, done: ForwardBackwardDone) -> None:
+        """Add the results of one `forward_backward`. `worker.loss` documents the names of its sums."""
+        add_up(self.sums, done.sums)
+        self.forward_backward_s += done.seconds
+        self.imbalance = max(self.imbalance, done.imbalance)
+
+    def add_update(self, done: OptimStepDone) -> None:
+        self.updates.append(done)
+        self.optim_s += done.seconds
+
+    def row(self, model: str) -> dict[str, float]:
+        """Return the metrics that every trained model has."""
+        return {
+            f"{model}/clip_fraction": self.sums.get("clipped", 0.0) / self.tokens,
+            f"{model}/grad_norm": sum(update.grad_norm for update in self.updates) / self.count,
+            f"{model}/updates_skipped": float(self.skipped),
+            f"{model}/lr": self.updates[-1].lr if self.updates else 0.0,
+        }
+
+    @property
+    def tokens(self) -> float:
+        """Number of tokens in `sums`, at least 1."""
+        return max(self.sums.get("tokens", 0.0), 1.0)
+
+    @property
+    def count(self) -> int:
+        """Number of updates, at least 1."""
+        return max(len(self.updates), 1)
+
+
+@dataclass
 class StepMetrics:
     """The measurements of one training step. Times are in seconds.
 
@@ -48,71 +95,75 @@ class StepMetrics:
 
     step: int
     wait_batch_s: float = 0.0
-    forward_s: float = 0.0
-    forward_backward_s: float = 0.0
-    optim_s: float = 0.0
     publish_s: float = 0.0
     checkpoint_s: float = 0.0
-    imbalance: float = 1.0
-    """Tokens of the fullest data-parallel rank divided by the mean over ranks, in the step's least balanced
-    mini-batch."""
-    skipped: int = 0
-    """Number of updates skipped because of bad data. `sums` does not include their samples."""
-    sums: dict[str, float] = field(default_factory=dict)
-    updates: list[OptimStepDone] = field(default_factory=list)
+    models: dict[str, ModelMetrics] = field(default_factory=lambda: {POLICY: ModelMetrics()})
+    """The measurements of each trained model, by its name."""
     credit: dict[str, float] = field(default_factory=dict)
     """Metrics of advantages per token, if the run has them."""
 
-    def add_gradient(self, done: ForwardBackwardDone) -> None:
-        """Add the results of one `forward_backward`. `worker.loss` documents the names of its sums."""
-        add_up(self.sums, done.sums)
-        self.forward_backward_s += done.seconds
-        self.imbalance = max(self.imbalance, done.imbalance)
+    @property
+    def policy(self) -> ModelMetrics:
+        return self.models[POLICY]
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of all models."""
+        return sum(len(model.updates) for model in self.models.values())
 
     def add_credit(self, done: CreditDone) -> None:
-        """Add the statistics of the step's advantages per token, from before they are whitened."""
+        """Add the statistics of the step's advantages per token, from before they are whitened, and of the values of a
+        critic."""
         _, mean, variance = moments(done.statistics)
         self.credit = {
             "advantage/mean": mean,
             "advantage/std": math.sqrt(variance),
             "time/credit": done.seconds,
         }
-
-    def add_update(self, done: OptimStepDone) -> None:
-        self.updates.append(done)
-        self.optim_s += done.seconds
+        if f"{RETURN}mean" in done.statistics:
+            _, returned, of_returns = moments(done.statistics, RETURN)
+            _, error, of_errors = moments(done.statistics, ERROR)
+            self.credit |= {"critic/value_mean": returned - error, "critic/return_mean": returned}
+            if of_returns > 0:  # otherwise there is no variance to explain
+                self.credit["critic/explained_variance"] = 1.0 - of_errors / of_returns
 
     def row(self, batch: StepBatch, *, step_s: float) -> dict[str, float]:
         """Return the flat row with the documented keys of metrics.jsonl. `step_s` is the time since the last commit."""
         row, samples = batch_row(batch), sum(task.samples for task in batch.batch.tasks)
-        updates = max(len(self.updates), 1)
-        sums = dict.fromkeys(SUMS, 0.0) | self.sums
-        tokens = max(sums["tokens"], 1.0)
+        updates = [update for model in self.models.values() for update in model.updates]
         row |= {
-            "loss/policy": sums["policy"] / updates,
-            "policy/entropy": sums["entropy"] / tokens,
-            "policy/clip_fraction": sums["clipped"] / tokens,
-            "policy/masked_fraction": sums["masked"] / tokens,
-            "policy/grad_norm": sum(update.grad_norm for update in self.updates) / updates,
-            "policy/updates_skipped": float(self.skipped),
-            "policy/lr": self.updates[-1].lr if self.updates else 0.0,
-            "rollout/staleness_mean": self.step - 1 - sums["version"] / tokens if sums["tokens"] else 0.0,
-            "dispatch/imbalance": self.imbalance,
             "time/step": step_s,
             "time/wait_batch": self.wait_batch_s,
-            "time/forward_backward": self.forward_s + self.forward_backward_s,
-            "time/optim": self.optim_s,
-            "time/snapshot": sum(update.snapshot_s for update in self.updates),
+            "time/snapshot": sum(update.snapshot_s for update in updates),
             "time/publish": self.publish_s,
             "time/checkpoint": self.checkpoint_s,
             "throughput/samples_per_s": samples / step_s,
             "throughput/tokens_per_s": row["rollout/length_mean"] * samples / step_s,
         }
+        row |= self.credit
+        if CRITIC in self.models:
+            row |= _critic_row(self.models[CRITIC])
+        if not self.policy.updates and not self.policy.skipped and CRITIC in self.models:
+            return row  # only the critic is updated in this step
+        return row | self._policy_row()
+
+    def _policy_row(self) -> dict[str, float]:
+        policy = self.policy
+        sums, tokens = dict.fromkeys(SUMS, 0.0) | policy.sums, policy.tokens
+        row = policy.row(POLICY) | {
+            "loss/policy": sums["policy"] / policy.count,
+            "policy/entropy": sums["entropy"] / tokens,
+            "policy/masked_fraction": sums["masked"] / tokens,
+            "rollout/staleness_mean": self.step - 1 - sums["version"] / tokens if sums["tokens"] else 0.0,
+            "dispatch/imbalance": policy.imbalance,
+            "time/forward_backward": policy.forward_s + policy.forward_backward_s,
+            "time/optim": policy.optim_s,
+        }
         # Metrics that were not measured are left out: the KL without a reference, and the mismatch of tokens that no
         # engine sampled.
-        if "kl" in self.sums:
-            row["loss/kl"] = sums["kl"] / updates
-        if "mismatch" in self.sums:
+        if "kl" in policy.sums:
+            row["loss/kl"] = sums["kl"] / policy.count
+        if "mismatch" in policy.sums:
             row["rollout/logprob_mismatch"] = sums["mismatch"] / tokens
             row["rollout/logprob_mismatch_max"] = sums["mismatch_max"]
         if sums["engine_tokens"]:
@@ -120,7 +171,15 @@ class StepMetrics:
             row["rollout/logprob_mismatch_engine_max"] = sums["engine_max"]
         if sums["lag_tokens"]:
             row["rollout/logprob_mismatch_lag"] = sums["lag"] / sums["lag_tokens"]
-        return row | self.credit | _importance(sums)
+        return row | _importance(sums)
+
+
+def _critic_row(critic: ModelMetrics) -> dict[str, float]:
+    return critic.row(CRITIC) | {
+        "critic/loss": critic.sums.get("value", 0.0) / critic.count,
+        "time/values": critic.forward_s,
+        "time/critic": critic.forward_backward_s + critic.optim_s,
+    }
 
 
 def add_up(totals: dict[str, float], part: Mapping[str, SupportsFloat]) -> None:

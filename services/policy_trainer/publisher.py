@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from services.policy_trainer.best import BestCheckpoint
 from services.policy_trainer.checkpoints import Checkpoints
-from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.trained_models import TrainedModels
 from shared.topology import TRAINER_STORE, Topology
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Publisher:
         self,
         topology: Topology,
         scheduler: SchedulerCalls,
-        workers: WorkerDispatch,
+        workers: TrainedModels,
         resumed: ResumePoint,
         checkpoints: Checkpoints,
         *,

@@ -19,9 +19,9 @@ from pathlib import Path
 import structlog
 
 from proto.messages import ErrorCode, RunInfo
-from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import batch_row
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.trained_models import TrainedModels
 from shared.rpc.errors import RpcError
 from shared.runfiles.metrics import MetricsFollower
 from shared.topology import TRAINER_STORE
@@ -46,7 +46,7 @@ class ResumePoint:
 
 async def resume(
     scheduler: SchedulerCalls,
-    workers: WorkerDispatch,
+    workers: TrainedModels,
     checkpoints: Sequence[int],
     *,
     rate_of: Callable[[int], float],
@@ -106,7 +106,7 @@ def _resume_point(version: int, info: RunInfo) -> ResumePoint:
 
 
 async def _load_newest(
-    workers: WorkerDispatch, steps: Sequence[int], info: RunInfo, *, snapshot_lineage: int = -1
+    workers: TrainedModels, steps: Sequence[int], info: RunInfo, *, snapshot_lineage: int = -1
 ) -> int | None:
     """Load the newest intact checkpoint or snapshot of a committed step among `steps`, and return its step, if any."""
     log = structlog.get_logger("driver")

@@ -13,12 +13,13 @@ from proto.messages import ErrorCode, GetSupervisorState, StepBatch, SupervisorS
 from services.policy_trainer.advantages import Estimator
 from services.policy_trainer.best import BestCheckpoint
 from services.policy_trainer.checkpoints import Checkpoints
-from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost, group_dispatch
+from services.policy_trainer.dispatch import WorkersLost
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.metrics import staleness_counts
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import committed_rates, resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.trained_models import TrainedModels, dispatches
 from services.policy_trainer.update import optimizer_numbers
 from shared import topology as topologies
 from shared.actor.service import Service
@@ -90,7 +91,7 @@ class PolicyTrainerService(Service):
         topology = topologies.load_resolved(self.run.topology)
         self.telemetry.traced_share = topology.monitor.traced_share
         scheduler = SchedulerCalls(self.scheduler, self.incarnation, self._show_batch)
-        workers = group_dispatch(topology.policy_model, self.client, self.incarnation)
+        workers = dispatches(topology.trained, self.client, self.incarnation)
         lost_at, losses, damages = -1, 0, 0
         if (await scheduler.run_info()).stopping:
             return  # an earlier life of the driver finished the run
@@ -118,16 +119,16 @@ class PolicyTrainerService(Service):
                 cause = "shards lost" if damaged else "workers lost"
                 self.log.warning(f"{cause}, resuming", committed=committed, error=str(error))
 
-    async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
+    async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: TrainedModels) -> None:
         folders = [model.checkpoints(self.run.checkpoints) for model in topology.trained]
         keeping = topology.checkpoint
         checkpoints = Checkpoints(folders, keep_last=keeping.keep_last, keep_every=keeping.keep_every)
-        optimizer = topology.policy_model.optimizer
+        policy = topology.policy_model
         resumed = await resume(
             scheduler,
             workers,
             checkpoints.steps(),
-            rate_of=lambda step: optimizer_numbers(optimizer, step).lr,
+            rate_of=lambda step: optimizer_numbers(policy.optimizer, step - policy.frozen_steps).lr,
             whole_rows=topology.run.deterministic,
         )
         # A checkpoint is begun only once its step is committed, so later steps were rolled back.
@@ -162,7 +163,7 @@ class PolicyTrainerService(Service):
                 resumed,
                 self._show,
                 self._stop,
-                export=self.run.export,
+                exports={model.name: model.exported(self.run.path) for model in topology.trained},
                 rates=await asyncio.to_thread(committed_rates, self.run.metrics, resumed),
             )
             await driver.train()

@@ -16,6 +16,7 @@ import numpy as np
 from proto.messages import AdamW, CreditSpec, LossSpec
 from proto.tensors import Array
 from services.policy_trainer.advantages import WHITEN_EPSILON
+from shared.stages import VALUE_LOSS, VALUES
 from shared.topology.algorithm import Optimizer
 from shared.topology.schema import Topology
 
@@ -26,7 +27,10 @@ CREDIT_SCALE, CREDIT_SHIFT = "credit_scale", "credit_shift"
 SHAPED, LOSS_TOKENS, TRUNCATED = "shaped", "loss_tokens", "truncated"
 """Names of the per-sample scalars that `credit` reads. `loss_tokens` counts the tokens marked for training."""
 STATISTICS = ("count", "mean", "squares")
-"""Names of the statistics of the advantages of a task's tokens (`CreditDone`)."""
+"""Names of the statistics of the advantages of a task's tokens (`CreditDone`). Those of other numbers of the same
+tokens have a prefix."""
+RETURN, ERROR = "return_", "error_"
+"""Prefixes of the statistics of the returns, and of the returns minus the values."""
 
 
 def loss_spec(topology: Topology) -> LossSpec:
@@ -60,27 +64,45 @@ def loss_spec(topology: Topology) -> LossSpec:
     )
 
 
+def value_spec(clip: float | None) -> LossSpec:
+    """Return the loss of a critic. `clip` is `critic.value_clip`."""
+    bound = clip or 0.0
+    return LossSpec(name=VALUE_LOSS, clip_low=bound, clip_high=bound, anchor=VALUES.name, temperature=1.0)
+
+
 def credit_spec(topology: Topology, turn_scale: float) -> CreditSpec:
     """Return how workers compute advantages per token. `turn_scale` is the factor for the rewards of turns."""
     advantage, kl = topology.algorithm.advantage, topology.algorithm.reward_kl
+    lam = 1.0 if advantage.lam is None else advantage.lam
     return CreditSpec(
         name=advantage.name,
         gamma=1.0 if advantage.gamma is None else advantage.gamma,
+        lam=lam,
+        lam_value=lam if advantage.lam_value is None else advantage.lam_value,
+        values=topology.critic is not None,
+        bootstrap=advantage.truncated == "bootstrap",
         turn_scale=turn_scale,
         kl_estimator="" if kl is None else kl.estimator,
         kl_coef=0.0 if kl is None else kl.coef,
     )
 
 
-def moments(statistics: Mapping[str, Array]) -> tuple[float, float, float]:
+def statistics_of(values: bool) -> tuple[str, ...]:
+    """Return the names of the statistics that `CreditDone` holds, with or without the values of a critic."""
+    more = [f"{prefix}{name}" for prefix in (RETURN, ERROR) for name in STATISTICS[1:]]
+    return (*STATISTICS, *(more if values else ()))
+
+
+def moments(statistics: Mapping[str, Array], prefix: str = "") -> tuple[float, float, float]:
     """Merge the `STATISTICS` of tasks, in their order: return the count, the mean and the unbiased variance of all
-    numbers (0 for fewer than two).
+    numbers (0 for fewer than two). `prefix` selects other numbers than the advantages.
 
     The result does not depend on how the tasks were divided among ranks. Source: Chan, Golub and LeVeque, "Updating
     formulae and a pairwise algorithm for computing sample variances", 1979, equation 2.1.
     """
     count = mean = squares = 0.0
-    for other, other_mean, other_squares in zip(*(statistics[name].tolist() for name in STATISTICS), strict=True):
+    names = (STATISTICS[0], *(f"{prefix}{name}" for name in STATISTICS[1:]))
+    for other, other_mean, other_squares in zip(*(statistics[name].tolist() for name in names), strict=True):
         if other:
             total, difference = count + other, other_mean - mean
             squares += other_squares + difference * difference * (count * other / total)
@@ -101,7 +123,7 @@ def whitenings(scope: str | None, statistics: Mapping[str, Array], mini_batch_ta
         size = mini_batch_tasks if scope == "mini_batch" else max(tasks, 1)
         for first in range(0, tasks, size):
             part = slice(first, first + size)
-            _, mean, variance = moments({name: values[part] for name, values in statistics.items()})
+            _, mean, variance = moments({name: statistics[name][part] for name in STATISTICS})
             shift[part], scale[part] = mean, 1.0 / math.sqrt(variance + WHITEN_EPSILON)
     return shift, scale
 
@@ -152,11 +174,13 @@ def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int)
 
 
 def optimizer_numbers(options: Optimizer, step: int) -> AdamW:
-    """Return the numbers of an update of training step `step`, counted from 1.
+    """Return the numbers of an update of a model in training step `step`, counted from 1 from the first step in which
+    the model is updated.
 
-    The learning rate rises linearly from lr / warmup_steps at step 1 to lr at warmup_steps, and is then constant.
+    The learning rate rises linearly from lr / warmup_steps at step 1 to lr at warmup_steps, and is then constant. It is
+    0 before step 1.
     """
-    warmup = min(1.0, step / options.warmup_steps) if options.warmup_steps else 1.0
+    warmup = min(1.0, max(step, 0) / options.warmup_steps) if options.warmup_steps else float(step > 0)
     beta1, beta2 = options.betas
     return AdamW(
         lr=options.lr * warmup,

@@ -27,7 +27,8 @@ _STD_EPSILON = 1e-6
 
 def fill(data: dict[str, Any]) -> None:
     """Set in place mini_batch_tasks, omitted options of advantage, loss and critic, services.critic and reference,
-    rollout.block_tasks, rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference that is refreshed."""
+    rollout.block_tasks, rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference that is
+    refreshed."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
         return

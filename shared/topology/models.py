@@ -61,6 +61,8 @@ class TrainedModel:
     """Tasks of one optimizer step."""
     num_iterations: int
     """Passes over the tasks of a training step."""
+    frozen_steps: int
+    """Number of first training steps in which the model is not updated."""
     publishes: Publication | None
     """How its versions are published, or None if no process but its ranks needs them."""
     seed: int
@@ -73,6 +75,10 @@ class TrainedModel:
     def checkpoints(self, folder: Path) -> Path:
         """Return the folder of its checkpoints. `folder` holds those of all models; the policy's are at the top."""
         return folder if self.name == POLICY else folder / self.name
+
+    def exported(self, run: Path) -> Path:
+        """Return the folder to which it is exported at the end. `run` is the run directory."""
+        return run / ("export" if self.name == POLICY else f"export-{self.name}")
 
     def snapshots_in(self, shm: Path) -> Path:
         """Return the folder of its snapshots. `shm` is the run's folder in the shared memory of this host."""

@@ -195,7 +195,7 @@ def _importance_agrees(case: Case, sums: dict[str, float]) -> None:
     if case.spec.anchor != "proximal":
         return
     metrics = StepMetrics(step=1)
-    metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
+    metrics.policy.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
     row = metrics.row(StepBatch(step=1, batch=BatchMeta(tasks=[]), scalars={}), step_s=1.0)
     trained = case.flat["loss_mask"].astype(bool)
     delta = (case.flat["prox_logprobs"].astype(np.float64) - case.flat["rollout_logprobs"])[trained]

@@ -2,7 +2,7 @@
 
 The functions see whole ragged sequences, before anything is packed, cut into micro-batches or spread over ranks. They
 work on one task at a time, so their results do not depend on how the batch is divided. Statistics over the step are
-left to the driver, which merges those of the tasks (`services.policy_trainer.whitening`).
+left to the driver, which merges those of the tasks (`services.policy_trainer.update`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 
 from proto.messages import CreditSpec, ErrorCode, TaskHandle
 from proto.tensors import Array
-from services.policy_trainer.update import LOSS_TOKENS, SHAPED, STATISTICS, TRUNCATED
-from services.policy_trainer.worker.samples import BatchTokens
+from services.policy_trainer.update import LOSS_TOKENS, SHAPED, TRUNCATED, statistics_of
+from services.policy_trainer.worker.samples import RETURNS, TOKEN_ADVANTAGES, BatchTokens
 from shared.credit import CreditTask, token_kl
 from shared.rpc.errors import BadInput, RpcError
-from shared.stages import CREDIT, Per, declared
+from shared.stages import CREDIT, REFERENCE, VALUE_AFTER, VALUES, Per, declared
 from shared.topology.algorithm import Advantage, is_function
 from shared.user_function import find_function
 
 Credit = Callable[[CreditTask, CreditSpec], object]
-"""An estimator: returns the advantages of a task, [T]."""
-_TOKEN_KEYS = tuple(key for key in (*CREDIT.needs, "ref_logprobs") if declared()[key].per is Per.TOKEN)
+"""An estimator: returns the advantages of a task, [T], and if the run has a critic also the returns, [T]."""
+_TOKEN_KEYS = tuple(key for key in (*CREDIT.needs, *REFERENCE.makes, *VALUES.makes) if declared()[key].per is Per.TOKEN)
 
 
 def gae(
@@ -118,7 +118,26 @@ def _reinforce(task: CreditTask, spec: CreditSpec) -> Array:
     return gae(task.token_rewards, nothing, task.mask, task.lengths, gamma=spec.gamma, lam=1.0)[0]
 
 
-BUILTIN: Mapping[str, Credit] = MappingProxyType({"reinforce": _reinforce})
+def _gae(task: CreditTask, spec: CreditSpec) -> tuple[Array, Array]:
+    """Return the advantages and returns of `gae` with the values of the task."""
+    if task.values is None:
+        raise BadInput("advantage gae without values: run forward of a critic first")
+    bootstrap = None
+    if task.value_after is not None:
+        bootstrap = np.where(task.truncated, task.value_after, 0.0)[task.sample_index]
+    return gae(
+        task.token_rewards,
+        task.values,
+        task.mask,
+        task.lengths,
+        gamma=spec.gamma,
+        lam=spec.lam,
+        lam_value=spec.lam_value,
+        bootstrap=bootstrap,
+    )
+
+
+BUILTIN: Mapping[str, Credit] = MappingProxyType({"reinforce": _reinforce, "gae": _gae})
 
 
 def own_credit(options: Advantage) -> Credit | None:
@@ -145,6 +164,8 @@ def check(spec: CreditSpec, own: Credit | None) -> Credit:
     Raises RpcError(bad_request) if there is no such estimator.
     """
     credit = own if own is not None and is_function(spec.name) else BUILTIN.get(spec.name)
+    if spec.name == "gae" and not spec.values:
+        raise BadInput("advantage gae needs the values of a critic: set CreditSpec.values")
     if credit is None:
         raise BadInput(f"advantage {spec.name} per token: use {', '.join(BUILTIN)} or the topology's own")
     return credit
@@ -188,50 +209,76 @@ def tasks_of(
             token_ids=per_token["token_ids"].astype(np.int64),
             rollout_logprobs=per_token["rollout_logprobs"].astype(np.float64),
             versions=per_token["versions"].astype(np.int64),
+            values=per_token["values"].astype(np.float64) if spec.values else None,
+            value_after=scalars[VALUE_AFTER][sample].astype(np.float64) if spec.bootstrap else None,
         )
 
 
-def assign(tasks: Iterable[CreditTask], credit: Credit, spec: CreditSpec) -> tuple[list[Array], dict[str, Array]]:
-    """Return the advantages of each task, float32 [T], and the statistics of `CreditDone`.
+def assign(
+    tasks: Iterable[CreditTask], credit: Credit, spec: CreditSpec
+) -> tuple[list[dict[str, Array]], dict[str, Array]]:
+    """Return the advantages of each task, and with values its returns, float32 [T] by key; and the statistics of
+    `CreditDone`.
 
     Raises RpcError(bad_data) that names the tasks for which the estimator fails or does not return T finite numbers.
     """
-    made: list[Array] = []
-    moments: list[tuple[float, float, float]] = []
+    made: list[dict[str, Array]] = []
+    rows: list[dict[str, float]] = []
     wrong: list[str] = []
     cause = ""
     for task in tasks:
         try:
-            advantages = _checked(task, credit(task, spec))
+            arrays = _checked(task, credit(task, spec), spec)
         except Exception as error:  # anything that a user's function raises
             wrong.append(task.task_id)
             cause = cause or f"{task.task_id}: advantage {spec.name} {_why(error)}"
             continue
-        made.append(advantages.astype(np.float32))
-        trained = advantages[task.mask]
-        mean = float(trained.mean()) if len(trained) else 0.0
-        moments.append((float(len(trained)), mean, float(np.square(trained - mean).sum())))
+        made.append({name: array.astype(np.float32) for name, array in arrays.items()})
+        rows.append({"count": float(task.mask.sum()), **_moments("", arrays[TOKEN_ADVANTAGES][task.mask])})
+        if task.values is not None:
+            returns = arrays[RETURNS][task.mask]
+            rows[-1] |= _moments("return_", returns) | _moments("error_", returns - task.values[task.mask])
     if wrong:
         text = f"{cause}; advantages of {len(wrong)} of {len(wrong) + len(made)} tasks refused, weights untouched"
         raise RpcError(ErrorCode.BAD_DATA, text, names=wrong)
-    columns = np.array(moments, np.float64).reshape(-1, len(STATISTICS))
-    return made, {name: np.ascontiguousarray(columns[:, at]) for at, name in enumerate(STATISTICS)}
+    names = statistics_of(spec.values) if rows else ()
+    return made, {name: np.array([row[name] for row in rows], np.float64) for name in names}
 
 
-def _checked(task: CreditTask, answer: Any) -> Array:
-    """Return what an estimator has returned for `task` as float64 [T], 0 at tokens that are not trained.
+def _moments(prefix: str, numbers: Array) -> dict[str, float]:
+    """Return the mean of `numbers` and the sum of their squared deviations from it, with the names of statistics."""
+    mean = float(numbers.mean()) if len(numbers) else 0.0
+    return {f"{prefix}mean": mean, f"{prefix}squares": float(np.square(numbers - mean).sum())}
 
-    Raises ValueError if it is not T finite numbers.
+
+def _checked(task: CreditTask, answer: Any, spec: CreditSpec) -> dict[str, Array]:
+    """Return what an estimator has returned for `task` by key, each float64 [T], 0 at tokens that are not trained.
+
+    Raises ValueError if it is not T finite numbers, or two times T if the run has a critic.
     """
-    advantages, tokens = np.asarray(answer), len(task.mask)
-    if advantages.shape != (tokens,) or advantages.dtype.kind not in "fiu":
-        shape = list(advantages.shape)
-        raise ValueError(f"returned {advantages.dtype} {shape}; it must return {tokens} numbers, one per token")
-    made = np.where(task.mask, advantages, 0.0)
+    keys = CREDIT.makes if spec.values else (TOKEN_ADVANTAGES,)
+    pair = isinstance(answer, tuple)
+    if pair != (len(keys) > 1) or (pair and len(answer) != len(keys)):
+        what = f"{len(answer)} values" if pair else "advantages alone"
+        wanted = "(advantages, returns), because the critic learns the returns" if spec.values else "advantages alone"
+        raise ValueError(f"returned {what}; it must return {wanted}")
+    return {
+        key: _numbers(task, f"as {key} " if pair else "", values)
+        for key, values in zip(keys, answer if pair else (answer,), strict=True)
+    }
+
+
+def _numbers(task: CreditTask, where: str, answer: Any) -> Array:
+    values, tokens = np.asarray(answer), len(task.mask)
+    if values.shape != (tokens,) or values.dtype.kind not in "fiu":
+        shape = list(values.shape)
+        raise ValueError(f"returned {where}{values.dtype} {shape}; it must return {tokens} numbers, one per token")
+    made = np.where(task.mask, values, 0.0)
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
         bad = ~np.isfinite(made.astype(np.float32))
     if bad.any():
-        raise ValueError(f"returned {int(bad.sum())} numbers that are not finite, the first at token {bad.argmax()}")
+        count, first = int(bad.sum()), bad.argmax()
+        raise ValueError(f"returned {where}{count} numbers that are not finite, the first at token {first}")
     return made
 
 

@@ -27,12 +27,13 @@ class Loaded:
     """The parts of a loaded model. Use them only on the compute thread."""
 
     backend: Backend
-    canaries: Canaries
+    canaries: Canaries | None
+    """None for a model that is not published."""
     earlier: EarlierVersions
 
     def record(self, step: int) -> None:
         """Keep this version, if earlier versions may be needed. Every rank calls this as part of a collective."""
-        if self.earlier.depth:
+        if self.earlier.depth and self.canaries is not None:
             self.earlier.record(step, self.backend.published(), self.canaries.current())
 
     def state(self, step: int) -> dict[str, Tensor]:

@@ -30,13 +30,24 @@ from services.policy_trainer.worker.losses.divergence import (
 )
 from services.policy_trainer.worker.losses.policy import POLICY_LOSSES, PolicyLoss
 from services.policy_trainer.worker.losses.tokens import TokenData, weighted
+from services.policy_trainer.worker.losses.value import value_loss
 from services.policy_trainer.worker.samples import SCORE_KEYS, loss_keys
 from shared.model.logprobs import Entropy, Scores
 from shared.rpc.errors import RpcError
-from shared.stages import Per
+from shared.stages import VALUE_LOSS, VALUES, Per
 from shared.tensors_torch import to_device
 
 RATIO_MASKS = ("", "token", "sequence", "geometric")
+
+
+def check_value(spec: LossSpec) -> None:
+    """Raise RpcError(bad_request) unless `spec` is a loss that a critic supports."""
+    if spec.name != VALUE_LOSS or spec.anchor != VALUES.name or spec.clip_low != spec.clip_high:
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            f"loss {spec.name} with anchor {spec.anchor} and clip {spec.clip_low}, {spec.clip_high}: a critic has loss "
+            f"{VALUE_LOSS} with anchor {VALUES.name} and two equal numbers",
+        )
 
 
 def check(spec: LossSpec, own: PolicyLoss | None = None) -> PolicyLoss:
@@ -108,8 +119,22 @@ def token_loss(
     return loss, {name: value.detach() for name, value in sums.items()}
 
 
+def value_token_loss(spec: LossSpec, cur: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the sum of W * `value_loss` over the tokens (a scalar with a gradient) and detached additive sums.
+
+    `cur` [M] are values with a gradient. The sums are those of `weighted` with the term `value`, and the number of
+    tokens whose value is beyond the clip (`clipped`).
+    """
+    old, clip = data.shards["values"], spec.clip_high or None
+    loss, sums = weighted(data, {"value": (1.0, value_loss(cur, data.shards["returns"], old, clip=clip))})
+    with torch.no_grad():
+        beyond = (cur - old).abs() > spec.clip_high if clip is not None else torch.zeros_like(cur)
+        sums["clipped"] = beyond.sum()
+    return loss, {name: value.detach() for name, value in sums.items()}
+
+
 class BatchLoss:
-    """A `TokenLoss` over the samples of this data-parallel rank. It combines a backend's log-probs with advantages,
+    """A `TokenLoss` over the samples of this data-parallel rank. It combines a backend's outputs with advantages,
     weights and the shards that the loss reads."""
 
     def __init__(
@@ -131,9 +156,14 @@ class BatchLoss:
         """
         self._spec = spec
         self._version = version
-        self._policy = check(spec, own)
-        self.entropy: Entropy = "gradient" if spec.entropy_coef else "value"
-        """The form of entropy that the backend must compute in addition to log-probs."""
+        self._policy: PolicyLoss | None = None
+        self.entropy: Entropy = "none"
+        """The form of entropy that the backend must compute in addition to its outputs."""
+        if spec.name == VALUE_LOSS:
+            check_value(spec)
+        else:
+            self._policy = check(spec, own)
+            self.entropy = "gradient" if spec.entropy_coef else "value"
         lengths = flat["lengths"].astype(np.int64)
         # The model's inputs are not copied: the backend has put them on the device.
         names = [key.name for key in loss_keys(spec) if key.per is Per.TOKEN and key.name not in SCORE_KEYS]
@@ -153,6 +183,8 @@ class BatchLoss:
         if self._kept is not None:
             self._kept[at] = cur.detach().float()
         data = self._tokens.at(at, add_up)
+        if self._policy is None:
+            return value_token_loss(self._spec, cur, data)
         value = torch.zeros_like(cur) if entropy is None else entropy
         return token_loss(self._spec, cur, data, value, self._policy, version=self._version)
 

@@ -13,13 +13,16 @@ from proto.tensors import Array
 from services.policy_trainer.update import CREDIT_SCALE
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
-from shared.stages import CREDIT, PROXIMAL, REFERENCE, Key, Per, declared
+from shared.stages import CREDIT, PROXIMAL, REFERENCE, VALUES, Key, Per, declared
 
 Columns = Mapping[str, Sequence[Array]]
 """The arrays of a batch by key, one per task."""
 PROX_KEY = PROXIMAL.makes[0]
 SCORE_KEYS = PROXIMAL.needs
-_RUN_FIRST = dict.fromkeys(PROXIMAL.makes, "run forward first") | dict.fromkeys(CREDIT.makes, "run credit first")
+TOKEN_ADVANTAGES, RETURNS = CREDIT.makes
+_RUN_FIRST = dict.fromkeys((*PROXIMAL.makes, *VALUES.makes), "run forward first") | dict.fromkeys(
+    CREDIT.makes, "run credit first"
+)
 
 
 def loss_keys(spec: LossSpec) -> list[Key]:
@@ -32,9 +35,11 @@ def keys_of(request: Forward | ForwardBackward | Credit) -> tuple[str, ...]:
     if isinstance(request, Forward):
         return SCORE_KEYS
     if isinstance(request, Credit):
-        return (*CREDIT.needs, *(REFERENCE.makes if request.credit.kl_estimator else ()))
+        spec = request.credit
+        values = VALUES.makes if spec.values else ()
+        return (*CREDIT.needs, *values, *(REFERENCE.makes if spec.kl_estimator else ()))
     keys = tuple(key.name for key in loss_keys(request.loss))
-    return (*keys, *(CREDIT.makes if CREDIT_SCALE in request.batch.scalars else ()))
+    return (*keys, *([TOKEN_ADVANTAGES] if CREDIT_SCALE in request.batch.scalars else ()))
 
 
 def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
@@ -114,6 +119,36 @@ def _problem(task: dict[str, Array], samples: int) -> str:
             first = f"{keys[name].per.name.lower()} {int(bad.argmax()) // keys[name].width}"
             return f"{name} has values that are not finite: {int(bad.sum())}, the first at {first}"
     return ""
+
+
+def with_ends(tokens: BatchTokens) -> tuple[dict[str, Array], Array]:
+    """Return the arrays that a model reads, with one more token in each sequence, which is scored, and bool [T + S]:
+    which tokens were added.
+
+    The output at an added token depends only on the tokens before it.
+    """
+    lengths, ids = tokens.flat["lengths"].astype(np.int64), tokens.flat["token_ids"]
+    after = np.cumsum(lengths)
+    added = np.zeros(len(ids) + len(lengths), np.bool_)
+    added[after + np.arange(len(lengths))] = True
+    mask = np.insert(tokens.flat["loss_mask"], after, 1)
+    flat = {"token_ids": np.insert(ids, after, 0), "lengths": tokens.flat["lengths"] + 1, "loss_mask": mask}
+    return flat, added
+
+
+def of_samples(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -> Array:
+    """Return [samples] from `values` [S], one for each sequence.
+
+    Raises RpcError(bad_request) if a sample is not exactly one sequence.
+    """
+    size = sum(samples_of_task)
+    of_sequence = _sample_of_sequence(tokens, samples_of_task, size)
+    if not np.array_equal(np.sort(of_sequence), np.arange(size)):
+        text = f"{len(values)} sequences for {size} samples: a value after the end needs one sequence per sample"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    made = np.zeros(size, values.dtype)
+    made[of_sequence] = values
+    return made
 
 
 def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -> Array:

@@ -56,7 +56,7 @@ class PolicyTrainerWorker(Service):
             deadline_s=settings.collective_s,
         )
         self._hosts = topology.hosts_of(settings, 1, settings.world_size)
-        self._choice = Choice.of(topology)
+        self._choice = Choice.of(topology) if self._model.publishes is not None else None
         self._pending = CallQueue()
         self._compute = ThreadPoolExecutor(1, "compute")
         data = DataClient(self.client, reports=True, plain=not topology.transport.encrypt_bulk)

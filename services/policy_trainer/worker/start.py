@@ -30,13 +30,9 @@ def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, 
         require_deterministic_algorithms()
     backend = make_backend(rank.run, model, rank.place, meeting)
     backend.called.register_forward_hook(lambda *_: rank.advance())
-    canaries = Canaries(
-        backend,
-        model.folder,
-        model.dtype,
-        model.seed,
-        with_digests=publishes is not None and not publishes.mapped,
-    )
+    canaries = None
+    if publishes is not None:
+        canaries = Canaries(backend, model.folder, model.dtype, model.seed, with_digests=not publishes.mapped)
     earlier = EarlierVersions(publishes.earlier if publishes is not None else 0)
     loaded = Loaded(backend, canaries, earlier)
     subjects = (

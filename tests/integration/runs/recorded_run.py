@@ -25,14 +25,15 @@ from launch.commands import place
 from launch.processes.plan import module_of
 from launch.processes.programs import child_environment
 from proto.messages import Ping, Pong
-from services.policy_trainer.dispatch import group_dispatch
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.trained_models import dispatches
 from shared.rpc.client import Client
 from shared.rundir import RunDir, service_name
 from shared.topology import load
+from shared.topology.models import POLICY
 from tests.integration.tiny.harness import ROOT
 from tests.integration.whole_cluster import Cluster
 
@@ -155,15 +156,15 @@ async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
         for spec in services.topology.services_plan():
             if spec.service in ("scheduler", "batch-store", "policy-trainer-worker"):
                 await client(spec.service, spec.instance).call(Ping(), Pong, deadline_s=120)
-        workers = group_dispatch(services.topology.policy_model, client, DRIVER)
+        workers = dispatches(services.topology.trained, client, DRIVER)
         scheduler = SchedulerCalls(client("scheduler", 0), DRIVER)
         await workers.take_over()
         await workers.init_model()
         await scheduler.reloaded(0)
         standing = ResumePoint(version=0, committed=steps, lineage=0, checkpoint=-1, checkpoint_now=False)
         publisher = cast(Any, None)  # Nothing is published, because samples of these versions exist already.
-        export = services.run.export
-        driver = Driver(services.topology, scheduler, workers, publisher, standing, lambda _: None, export=export)
+        exports = {POLICY: services.run.export}
+        driver = Driver(services.topology, scheduler, workers, publisher, standing, lambda _: None, exports=exports)
         rows = []
         for step in range(1, steps + 1):
             metrics = StepMetrics(step=step)

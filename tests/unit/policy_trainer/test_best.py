@@ -25,6 +25,7 @@ from services.policy_trainer.driver import Driver
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.trained_models import TrainedModels
 from services.policy_trainer.worker import checkpoint
 from services.policy_trainer.worker.checkpoint import SavedState
 from shared.checkpoint_files import MODEL
@@ -32,6 +33,7 @@ from shared.ranks.layout import Layout
 from shared.rpc.client import Client
 from shared.rundir import RunDir, checkpoint_steps
 from shared.topology import Topology, load
+from shared.topology.models import POLICY
 from tests.unit.policy_trainer.test_driver_order import TURNS, _answer
 from tests.unit.shared.topology.small_topology import edited, make
 
@@ -100,8 +102,11 @@ class World:
 
         async def work() -> None:
             client = cast(Client, self)
-            scheduler, workers = SchedulerCalls(client, 1), WorkerDispatch([client], Layout(1), 1)
-            workers._step = self.committed
+            scheduler, workers = (
+                SchedulerCalls(client, 1),
+                TrainedModels({POLICY: WorkerDispatch([client], Layout(1), 1)}),
+            )
+            workers[POLICY]._step = self.committed
             newest = max(checkpoint_steps(self.run.checkpoints), default=-1)
             best = self.best = BestCheckpoint(self.run, self.topology, scheduler, METRIC)
             for step in checkpoint_steps(self.run.checkpoints):
@@ -117,7 +122,13 @@ class World:
             )
             try:
                 driver = Driver(
-                    self.topology, scheduler, workers, publisher, standing, lambda row: None, export=self.run.export
+                    self.topology,
+                    scheduler,
+                    workers,
+                    publisher,
+                    standing,
+                    lambda row: None,
+                    exports={POLICY: self.run.export},
                 )
                 await driver.train()
             finally:

@@ -35,12 +35,14 @@ from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.service import PolicyTrainerService
+from services.policy_trainer.trained_models import TrainedModels
 from shared import topology as topologies
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError, is_certain
 from shared.rundir import RunDir
 from shared.topology import Topology, load
+from shared.topology.models import POLICY
 from tests.unit.shared.topology.small_topology import edited, make
 from tests.weights_refs import weights_ref
 
@@ -131,8 +133,8 @@ def train(
 
     async def life() -> None:
         client = cast(Client, recorder)
-        scheduler, workers = SchedulerCalls(client, 1), WorkerDispatch([client], Layout(1), 1)
-        workers._step = standing.version
+        scheduler, workers = SchedulerCalls(client, 1), TrainedModels({POLICY: WorkerDispatch([client], Layout(1), 1)})
+        workers[POLICY]._step = standing.version
         publisher = Publisher(
             topology,
             scheduler,
@@ -143,7 +145,14 @@ def train(
         )
         try:
             driver = Driver(
-                topology, scheduler, workers, publisher, standing, lambda row: None, stop, export=Path("export")
+                topology,
+                scheduler,
+                workers,
+                publisher,
+                standing,
+                lambda row: None,
+                stop,
+                exports={POLICY: Path("export")},
             )
             await driver.train()
         finally:

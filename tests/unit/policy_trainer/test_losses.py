@@ -352,7 +352,7 @@ def test_metrics_of_importance_weights_follow_their_formulas(anchor: str, cap: f
         names = ("rollout", "advantages", "weights", "versions", "prox", "ref", "sequences")
         part = token_data(**{name: getattr(tokens, name)[chosen] for name in names}, sequence_count=len(LENGTHS))
         _, sums = token_loss(loss, cur[chosen], part, torch.zeros(int(chosen.sum())))
-        metrics.add_gradient(
+        metrics.policy.add_gradient(
             ForwardBackwardDone(sums={name: float(value) for name, value in sums.items()}, seconds=0.1)
         )
     row = metrics.row(step_batch([1, 0, 0, 0]), step_s=1.0)
@@ -377,7 +377,9 @@ def test_supervised_tokens_have_no_importance_weights() -> None:
     cur, tokens = data()
     _, sums = token_loss(spec("cross_entropy"), cur, tokens, torch.zeros(M))
     metrics = StepMetrics(step=1)
-    metrics.add_gradient(ForwardBackwardDone(sums={name: float(each) for name, each in sums.items()}, seconds=0.1))
+    metrics.policy.add_gradient(
+        ForwardBackwardDone(sums={name: float(each) for name, each in sums.items()}, seconds=0.1)
+    )
     row = metrics.row(step_batch([1, 0, 0, 0]), step_s=1.0)
     assert not [name for name in row if name.startswith(("rollout/is_", "rollout/k"))]
 

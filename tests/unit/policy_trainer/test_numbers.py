@@ -102,7 +102,7 @@ def test_a_step_whose_tasks_are_all_dropped_counts_as_bad_data_and_still_has_a_r
         check_batch(StepTasks.of(empty))
     assert caught.value.code == ErrorCode.BAD_DATA
     metrics = StepMetrics(step=5)
-    metrics.skipped = 1
+    metrics.policy.skipped = 1
     row = metrics.row(empty, step_s=2.0)
     assert (row["policy/updates_skipped"], row["rollout/tasks_dropped"]) == (1.0, 2.0)
     whole = StepMetrics(step=5).row(step_batch([1, 0, 0, 0]), step_s=2.0)
@@ -136,8 +136,8 @@ def test_row_is_computed_from_sums_over_calls() -> None:
             "lag_tokens": 6.0,
             "lag": 0.3,
         }
-        metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=0.5, imbalance=imbalance))
-    metrics.add_update(OptimStepDone(grad_norm=3.0, lr=1e-4, seconds=0.25))
+        metrics.policy.add_gradient(ForwardBackwardDone(sums=sums, seconds=0.5, imbalance=imbalance))
+    metrics.policy.add_update(OptimStepDone(grad_norm=3.0, lr=1e-4, seconds=0.25))
     row = metrics.row(step_batch([1, 0, 0, 0]), step_s=2.0)
     assert row["loss/policy"] == 1.0
     assert row["loss/kl"] == 0.5

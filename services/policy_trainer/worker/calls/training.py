@@ -48,17 +48,17 @@ from services.policy_trainer.worker.loss import BatchLoss
 from services.policy_trainer.worker.losses.policy import own_policy_loss
 from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.sample_records import SampleRecords
+from services.policy_trainer.worker.samples import TOKEN_ADVANTAGES
 from shared.dataplane.client import TaskShards
 from shared.ranks.group import GroupEnded
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.samples.text import Choice
-from shared.stages import CREDIT, PROXIMAL, TRAIN_ADVANTAGES, Stage
+from shared.stages import CREDIT, PROXIMAL, TRAIN_ADVANTAGES, VALUE_AFTER, VALUE_LOSS, VALUES, Stage
 from shared.topology.models import Head
 
 PUT_S = 120.0
-TOKEN_ADVANTAGES = CREDIT.makes[0]
-STAGES: Mapping[Head, Stage] = {"language": PROXIMAL}
+STAGES: Mapping[Head, Stage] = {"language": PROXIMAL, "value": VALUES}
 """The stage whose shards a forward pass makes, by the head of the model."""
 
 
@@ -91,43 +91,66 @@ class TrainingCalls:
             if request.keys != [key]:
                 wanted = ", ".join(request.keys) or "nothing"
                 raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted}: only {key} can be computed")
+            if request.ends and self._makes is not VALUES:
+                raise RpcError(ErrorCode.BAD_REQUEST, f"forward of {rank.model.name} with ends: only a critic has them")
             return await rank.reader.tokens(request)
 
         tokens = await rank.ready(request, read())
-        work = partial(self._backend.forward, _sequences(tokens), request.temperature)
+        flat, added = samples.with_ends(tokens) if request.ends else (tokens.flat, None)
+        work = partial(self._backend.forward, _sequences(flat), request.temperature)
         outputs = await rank.together("Forward", work)
+        scalars: dict[str, Array] = {}
+        if added is not None:
+            counts = [task.samples for task in request.batch.tasks]
+            scalars[VALUE_AFTER] = samples.of_samples(tokens, counts, outputs[added])
+            outputs = outputs[~added]
         ends = tokens.tokens_of_task.cumsum()
-        pieces = [outputs[end - size : end] for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
-        meta = await self._put(request, self._makes, pieces)
+        pieces = [{key: outputs[end - size : end]} for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
+        meta = await self._put(request, self._makes.name, (key,), pieces)
+        if meta.tasks:
+            meta = structs.replace(meta, scalars=scalars)
         return ForwardDone(meta=meta, seconds=time.perf_counter() - began)
 
-    async def _put(self, request: Forward | Credit, stage: Stage, pieces: Sequence[Array]) -> BatchMeta:
-        """Put the results of a call, one for each task of its batch, as the key of `stage`. Return their description.
+    async def _put(
+        self, request: Forward | Credit, stage: str, keys: Sequence[str], pieces: Sequence[Mapping[str, Array]]
+    ) -> BatchMeta:
+        """Put the results of a call as `keys` of `stage`. `pieces` holds those of each task of its batch. Return their
+        description.
 
         If several ranks have the same results, only one of them puts shards. The others return a batch without tasks.
         """
-        rank, (key,) = self._rank, stage.makes
+        rank = self._rank
         made = list(zip(request.batch.tasks, pieces, strict=True)) if rank.place.leads else []
-        # The key is unique to this call: an earlier life may have put different bits for these tasks and fences.
-        revision = f"{key}{REVISION}{request.driver:x}-{request.order}"
+        # The keys are unique to this call: an earlier life may have put different bits for these tasks and fences.
+        revisions = {key: f"{key}{REVISION}{request.driver:x}-{request.order}" for key in keys}
         stores = [""]  # of a rank that has put nothing
         if made:
             stores = [await rank.own_store()]
-            shards = [TaskShards(task.task_id, task.fence, {revision: piece}) for task, piece in made]
+            shards = [
+                TaskShards(task.task_id, task.fence, {revisions[key]: piece[key] for key in keys})
+                for task, piece in made
+            ]
             await rank.data.put(shards, store=stores[0], deadline_s=PUT_S)
         handles = [
-            TaskHandle(task.task_id, task.fence, task.samples, task.tokens, piece.nbytes, [0]) for task, piece in made
+            TaskHandle(
+                task.task_id, task.fence, task.samples, task.tokens, sum(array.nbytes for array in piece.values()), [0]
+            )
+            for task, piece in made
         ]
-        return BatchMeta(tasks=handles, parts=[BatchPart(stage.name, [revision])], stores=stores)
+        return BatchMeta(tasks=handles, parts=[BatchPart(stage, list(revisions.values()))], stores=stores)
 
     async def _credit(self, request: Credit, _: Call) -> CreditDone:
         """Compute the advantages of the tokens. No rank meets another one to do so."""
         began, rank = time.perf_counter(), self._rank
 
-        async def assigned() -> tuple[list[Array], dict[str, Array]]:
-            spec, batch = request.credit, request.batch
+        spec = request.credit
+        keys = CREDIT.makes if spec.values else (TOKEN_ADVANTAGES,)
+
+        async def assigned() -> tuple[list[dict[str, Array]], dict[str, Array]]:
+            batch = request.batch
             credit = credits.check(spec, self._own_credit)
-            scalars = {name: _scalar(batch, name) for name in (SHAPED, LOSS_TOKENS, TRUNCATED)}
+            names = (SHAPED, LOSS_TOKENS, TRUNCATED, *([VALUE_AFTER] if spec.bootstrap else ()))
+            scalars = {name: _scalar(batch, name) for name in names}
             tokens = await rank.reader.tokens(request)
             if not rank.place.leads:
                 return [], {}
@@ -135,8 +158,8 @@ class TrainingCalls:
                 lambda: credits.assign(credits.tasks_of(batch.tasks, tokens, scalars, spec), credit, spec)
             )
 
-        advantages, statistics = await rank.ready(request, assigned())
-        meta = await self._put(request, CREDIT, advantages)
+        pieces, statistics = await rank.ready(request, assigned())
+        meta = await self._put(request, CREDIT.name, keys, pieces)
         return CreditDone(meta=meta, statistics=statistics, seconds=time.perf_counter() - began)
 
     async def _forward_backward(self, request: ForwardBackward, _: Call) -> ForwardBackwardDone:
@@ -146,11 +169,16 @@ class TrainingCalls:
         keeps = bool(recorded) and request.loss.anchor != "proximal" and rank.place.layout.cp == 1
 
         async def bind() -> tuple[samples.BatchTokens, BatchLoss]:
+            if (request.loss.name == VALUE_LOSS) != (self._makes is VALUES):
+                text = f"loss {request.loss.name}: {rank.model.name} computes {self._makes.makes[0]}"
+                raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; send it to the model that has this loss")
             tokens = await rank.reader.tokens(request)
             counts = [task.samples for task in request.batch.tasks]
 
             def spread() -> BatchLoss:
-                advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
+                advantages = np.zeros(len(tokens.flat["token_ids"]), np.float32)  # a critic learns the returns
+                if self._makes is not VALUES:
+                    advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
                 if CREDIT_SCALE in request.batch.scalars:
                     scale, shift = (
                         samples.spread(tokens, counts, _scalar(request.batch, name))
@@ -173,7 +201,7 @@ class TrainingCalls:
             return tokens, await rank.on_compute_thread(spread)
 
         tokens, loss = await rank.ready(request, bind())
-        sequences, temperature = _sequences(tokens), request.loss.temperature
+        sequences, temperature = _sequences(tokens.flat), request.loss.temperature
 
         def work() -> dict[str, float]:
             return self._backend.forward_backward(sequences, temperature, loss, entropy=loss.entropy)
@@ -204,17 +232,24 @@ class TrainingCalls:
             tasks, rank.accumulated = rank.accumulated, []
             some = ", ".join(tasks[:8]) + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
             raise RpcError(error.code, f"{error}; its tasks: {some}", names=tasks) from None
-        rank.accumulated = []
         rank.pristine, rank.dirty = False, not request.last
-        if request.last:
-            rank.step = request.step
-            rank.reader.end_step()
-        seconds, snapshot_s = time.perf_counter() - began, 0.0
-        if request.last and request.snapshot_lineage >= 0:
-            state = partial(self._loaded.state, request.step)
-            keep = partial(rank.snapshots.keep, request.snapshot_lineage, request.step, state)
-            snapshot_s = await rank.on_compute_thread(keep)
+        seconds = time.perf_counter() - began
+        snapshot_s = await self._updated(request)
         return OptimStepDone(grad_norm=grad_norm, lr=request.optimizer.lr, seconds=seconds, snapshot_s=snapshot_s)
+
+    async def _updated(self, request: OptimStep | SkipUpdate) -> float:
+        """Record that an update is done or skipped, and end the step after its last one. Return the processor time of
+        the snapshot."""
+        rank = self._rank
+        rank.accumulated = []
+        if not request.last:
+            return 0.0
+        rank.step = request.step
+        rank.reader.end_step()
+        if request.snapshot_lineage < 0:
+            return 0.0
+        state = partial(self._loaded.state, request.step)
+        return await rank.on_compute_thread(partial(rank.snapshots.keep, request.snapshot_lineage, request.step, state))
 
     def _update(self, request: OptimStep) -> float:
         grad_norm = self._backend.step(request.step, request.optimizer)
@@ -233,10 +268,9 @@ class TrainingCalls:
                 self._loaded.record(request.step)
 
         await rank.together("SkipUpdate", work)
-        rank.accumulated = []
         if request.last:
-            rank.reader.end_step()
-            rank.step, rank.dirty = request.step, False
+            rank.dirty = False
+        await self._updated(request)
         return WorkerReady(step=rank.step, parameters=self._backend.parameters)
 
 
@@ -249,8 +283,8 @@ def check_optimizer(optimizer: AdamW) -> None:
             raise RpcError(ErrorCode.BAD_REQUEST, f"OptimStep.optimizer.{name} is {value}: it must be 0 or more{upper}")
 
 
-def _sequences(tokens: samples.BatchTokens) -> Sequences:
-    return Sequences(tokens.flat["token_ids"], tokens.flat["lengths"], tokens.flat["loss_mask"])
+def _sequences(flat: Mapping[str, Array]) -> Sequences:
+    return Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
 
 
 def _scalar(batch: BatchMeta, name: str) -> Array:

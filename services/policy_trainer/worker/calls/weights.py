@@ -10,7 +10,7 @@ from proto.messages import Canary, ErrorCode, Publish, Published, Saved, SaveMod
 from services.policy_trainer.worker.backend import Backend, PublishedWeights
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
-from services.policy_trainer.worker.weights.publish import Staging, put_and_digested, put_weights, weights_ref
+from services.policy_trainer.worker.weights.publish import Canaries, Staging, put_and_digested, put_weights, weights_ref
 from shared import model_folder
 from shared.dataplane.client import Receipt
 from shared.rpc.errors import RpcError
@@ -31,7 +31,9 @@ class WeightsCalls:
     async def _publish(self, request: Publish, call: Call) -> Published | Deferred:
         """Gather the weights and run the canary in call order. Send the bytes while the canary and the next gradient
         are computed."""
-        rank, loaded = self._rank, self._loaded
+        rank, loaded, canaries = self._rank, self._loaded, self._loaded.canaries
+        if canaries is None:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"publish {rank.model.name}: no engine samples with this model")
         is_earlier = request.step < rank.step and rank.model.deterministic and not rank.dirty
         version = loaded.earlier.get(request.step) if is_earlier else None
 
@@ -53,16 +55,16 @@ class WeightsCalls:
             weights = await rank.together("Publish", loaded.backend.published)
         if not rank.publishes:
             if not is_earlier:
-                await rank.together("Publish", loaded.canaries.current)
+                await rank.together("Publish", canaries.current)
             return Published(seconds=time.perf_counter() - began)
         put = asyncio.ensure_future(put_weights(rank.data, weights.tensors, request, self._staging))
-        record = asyncio.ensure_future(asyncio.to_thread(loaded.canaries.weight_set, weights))
+        record = asyncio.ensure_future(asyncio.to_thread(canaries.weight_set, weights))
         try:
-            canary = version.canary if version else await rank.together("Publish", loaded.canaries.current)
+            canary = version.canary if version else await rank.together("Publish", canaries.current)
         except BaseException:
             await asyncio.wait([put, record])
             raise
-        rank.begin_publication(self._answer(request, call, weights, put, record, canary, began))
+        rank.begin_publication(self._answer(request, call, weights, put, record, canaries, canary, began))
         return DEFERRED
 
     async def _answer(
@@ -72,13 +74,14 @@ class WeightsCalls:
         weights: PublishedWeights,
         put: asyncio.Future[Receipt],
         record: asyncio.Future[WeightSet],
+        canaries: Canaries,
         canary: Canary,
         began: float,
     ) -> None:
         """Answer `call` once the weights are in the store."""
         try:
             receipt, weight_set = await put_and_digested(put, record)
-            ref = weights_ref(receipt, self._loaded.canaries, canary, weight_set, request)
+            ref = weights_ref(receipt, canaries, canary, weight_set, request)
         except Exception as error:
             # The weights have not changed, so later calls may proceed.
             self._rank.refuse(request, call, error)

@@ -154,8 +154,13 @@ class EarlierVersions:
                 tensors[f"{old}/{_CANARY}"] = torch.from_numpy(version.canary.logprobs.copy())
         return tensors
 
-    def restore(self, tensors: dict[str, Tensor], canaries: Canaries) -> None:
-        """Replace all versions with those in `tensors`, which the method `tensors` returned."""
+    def restore(self, tensors: dict[str, Tensor], canaries: Canaries | None) -> None:
+        """Replace all versions with those in `tensors`, which the method `tensors` returned.
+
+        A model without `canaries` is not published and has none.
+        """
+        if canaries is None:
+            return
         weights: dict[int, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             match = _EARLIER_NAME.fullmatch(key)
