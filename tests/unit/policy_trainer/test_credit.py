@@ -151,7 +151,8 @@ def credited(
     own: Any = None,
 ) -> tuple[list[Array], dict[str, Array]]:
     tokens = samples.join({name: [task[name] for task in shards] for name in shards[0]})
-    return assign(tasks_of(handles, tokens, scalars, spec), check(spec, own), spec)
+    made, statistics = assign(tasks_of(handles, tokens, scalars, spec), check(spec, own), spec)
+    return [arrays["token_advantages"] for arrays in made], statistics
 
 
 def test_advantages_do_not_depend_on_how_the_tasks_are_divided() -> None:
@@ -260,7 +261,7 @@ def test_a_function_of_ones_own_sees_whole_tasks() -> None:
         (lambda task: np.zeros(3), r"advantage .* returned float64 \[3\]; it must return \d+ numbers, one per token"),
         (lambda task: np.where(task.mask, np.nan, 0), r"returned \d+ numbers that are not finite, the first at token"),
         (lambda task: np.where(task.mask, 1e39, 0), "not finite"),
-        (lambda task: task.values, r"raised AttributeError: .*\(at .*test_credit.py:\d+\)"),
+        (lambda task: task.nothing, r"raised AttributeError: .*\(at .*test_credit.py:\d+\)"),
         (lambda task: None, r"returned object \[\]"),
     ],
 )
@@ -276,6 +277,6 @@ def test_bad_credit_names_the_tasks(answer: Any, why: str) -> None:
 
 
 def test_an_unknown_estimator_is_refused() -> None:
-    with pytest.raises(RpcError, match="advantage grpo per token: use reinforce or the topology's own"):
+    with pytest.raises(RpcError, match="advantage grpo per token: use reinforce, gae or the topology's own"):
         check(CreditSpec(name="grpo", gamma=1.0), None)
-    assert list(BUILTIN) == ["reinforce"]
+    assert list(BUILTIN) == ["reinforce", "gae"]

@@ -38,6 +38,7 @@ from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.topology import load
 from shared.topology.algorithm import Optimizer
+from shared.topology.models import POLICY
 from tests.unit.policy_trainer.training import adamw
 from tests.unit.shared.topology.small_topology import edited, make
 
@@ -123,10 +124,10 @@ def test_a_replayed_step_repeats_the_rate_of_its_commit_and_a_new_step_takes_tha
         nothing,
         point(1, 3),
         nothing,
-        export=tmp_path,
+        exports={},
         rates={2: 0.25},
     )
-    assert [driver.numbers(step).lr for step in (2, 3, 4)] == [0.25, 0.5, 0.5]
+    assert [driver.numbers(POLICY, step).lr for step in (2, 3, 4)] == [0.25, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("value", [math.nan, -1e-9, math.inf])
