@@ -178,7 +178,7 @@ VALUES = Stage(
             "values",
             "float32",
             Per.TOKEN,
-            "the critic's value of the state before the token, at the start of the step, 0 where `loss_mask` is 0",
+            "the critic's value before the token, at the start of the step, 0 where `loss_mask` is 0",
             when=lambda topology: topology.critic is not None,
             in_loss=lambda loss: loss.name == VALUE_LOSS,
         ),

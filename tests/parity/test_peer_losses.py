@@ -19,9 +19,11 @@ from proto.messages import LossSpec
 from proto.tensors import Array
 from services.policy_trainer import advantages
 from services.policy_trainer.update import sample_weights
+from services.policy_trainer.worker.credit import gae
 from services.policy_trainer.worker.loss import token_loss
 from services.policy_trainer.worker.losses import divergence
 from services.policy_trainer.worker.losses.tokens import TokenData
+from services.policy_trainer.worker.losses.value import value_loss
 from tests.parity.peers import inputs
 from tests.unit.policy_trainer.training import token_data
 
@@ -238,3 +240,34 @@ def test_advantages_match_the_peers(peer_name: str, case: str) -> None:
         "reinforce_pp_baseline": lambda: advantages.reinforce_pp(centred, lengths),
     }[case]()
     np.testing.assert_allclose(found, vectors[f"advantage/{case}"], rtol=RTOL, atol=1e-12)
+
+
+def test_gae_and_the_value_loss_equal_those_of_verl() -> None:
+    vectors = load("verl")
+    wanted = {name: vectors[f"critic/{name}"] for name in ("advantages", "returns", "loss", "clipped", "grad")}
+    given = inputs.valued()
+    for name, values in given.items():
+        np.testing.assert_array_equal(values, vectors[f"valued/{name}"])
+    rows, tokens = given["mask"].shape
+    mask, lengths = given["mask"].ravel().astype(bool), np.full(rows, tokens)
+    made, returns = gae(
+        given["token_rewards"].ravel(),
+        given["old_values"].ravel(),
+        mask,
+        lengths,
+        gamma=inputs.GAMMA,
+        lam=inputs.LAM,
+    )
+    np.testing.assert_array_equal(returns[mask], wanted["returns"].ravel()[mask])
+    trained = made[mask]
+    whitened = (trained - trained.mean()) / np.sqrt(trained.var(ddof=1) + advantages.WHITEN_EPSILON)
+    np.testing.assert_allclose(whitened, wanted["advantages"].ravel()[mask], rtol=0, atol=1e-8)
+
+    def flat(name: str) -> Tensor:
+        return torch.from_numpy(given[name].ravel()[mask])
+
+    values = flat("values").requires_grad_()
+    loss = value_loss(values, flat("returns"), flat("old_values"), clip=inputs.VALUE_CLIP).mean()
+    np.testing.assert_allclose(loss.detach().numpy(), wanted["loss"], rtol=1e-12)
+    (grad,) = torch.autograd.grad(loss, values)
+    np.testing.assert_allclose(grad.numpy(), wanted["grad"].ravel()[mask], rtol=1e-12, atol=1e-18)

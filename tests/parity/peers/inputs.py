@@ -20,6 +20,7 @@ GEOMETRIC_LOW, GEOMETRIC_HIGH = 0.9, 1.1
 """Bounds of the geometric mean. The mean varies less than the ratio of a token, so these bounds are narrow enough to
 mask some sequences."""
 MAX_NEW_TOKENS = 16
+GAMMA, LAM, VALUE_CLIP = 0.97, 0.9, 0.2
 
 
 def batch(seed: int = 20) -> dict[str, np.ndarray[Any, Any]]:
@@ -39,4 +40,21 @@ def batch(seed: int = 20) -> dict[str, np.ndarray[Any, Any]]:
         "advantages": rng.normal(size=samples),
         "rewards": rng.choice([0.0, 0.25, 1.0, 2.0], size=samples),
         "groups": np.repeat(np.arange(GROUPS), GROUP_SIZE),
+    }
+
+
+def valued(seed: int = 21) -> dict[str, np.ndarray[Any, Any]]:
+    """Return 16 conversations of 12 tokens, float64 [16, 12], with the values of a critic. The `mask` has gaps, where a
+    tool has answered."""
+    rng = np.random.default_rng(seed)
+    shape = (GROUPS * GROUP_SIZE, LONGEST)
+    mask = (rng.random(shape) < 0.7).astype(np.int64)
+    mask[:, 0] = 1
+    old = rng.normal(scale=0.5, size=shape)
+    return {
+        "mask": mask,
+        "token_rewards": rng.normal(size=shape) * mask,
+        "old_values": old,
+        "values": old + rng.normal(scale=0.3, size=shape),
+        "returns": old + rng.normal(scale=0.5, size=shape),
     }

@@ -85,6 +85,21 @@ def kl(batch: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def critic(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return what verl computes for its critic: advantages (whitened), returns, and the clipped value loss."""
+    old, mask = torch.tensor(batch["old_values"]), torch.tensor(batch["mask"]).double()
+    advantages, returns = core_algos.compute_gae_advantage_return(
+        torch.tensor(batch["token_rewards"]), old, mask, inputs.GAMMA, inputs.LAM
+    )
+    values = torch.tensor(batch["values"], requires_grad=True)
+    total, clipped = core_algos.compute_value_loss(
+        values, torch.tensor(batch["returns"]), old, mask, inputs.VALUE_CLIP, loss_agg_mode="token-mean"
+    )
+    (grad,) = torch.autograd.grad(total, values)
+    made = {"advantages": advantages, "returns": returns, "loss": total, "clipped": clipped, "grad": grad}
+    return {f"critic/{name}": tensor.detach().numpy() for name, tensor in made.items()}
+
+
 def main() -> None:
     batch = inputs.batch()
     mask = torch.tensor(batch["mask"])
@@ -110,6 +125,8 @@ def main() -> None:
     for name, option, limits in (("sequence", "seq_sum_k1", wide), ("geometric", "seq_mean_k1", tight)):
         kept, _ = rollout_corr_helper.compute_rollout_rejection_mask(log_ratio, mask, option, limits)
         arrays[f"kept/{name}"] = kept.numpy()
+    valued = inputs.valued()
+    arrays |= {f"valued/{name}": value for name, value in valued.items()} | critic(valued)
     arrays |= {f"{case}/{name}": value for case, found in cases.items() for name, value in found.items()}
     np.savez_compressed(OUT, **arrays)
     print(f"verl {version('verl')}: {len(arrays)} arrays in {OUT}")
