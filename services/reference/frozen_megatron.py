@@ -46,7 +46,7 @@ class FrozenMegatron:
     ) -> Array:
         hook = self._pieces.model.register_forward_hook(lambda *_: on_part())
         try:
-            return to_numpy(self._pieces.logprobs(token_ids, lengths, loss_mask, temperature))
+            return to_numpy(self._pieces.outputs(token_ids, lengths, loss_mask, temperature))
         finally:
             hook.remove()
 

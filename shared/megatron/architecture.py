@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from shared.ranks.layout import Layout
 from shared.rpc.errors import BadInput
+from shared.topology.models import Head
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 _ROPE = ("default", "linear", "llama3")
@@ -39,6 +40,7 @@ class Architecture:
     linear_bias: bool
     qk_norm: bool
     tied: bool
+    head: Head
     windows: tuple[int | None, ...]
 
     def padded_vocab(self, tp: int) -> int:
@@ -58,8 +60,8 @@ class Architecture:
                 raise ValueError(f"{name} {degree} does not divide the model's {count} {what}; use a divisor")
 
 
-def read(config: Any) -> Architecture:
-    """Return the architecture of `config`. Raises RpcError(bad_request) if this backend cannot reproduce the model."""
+def read(config: Any, head: Head = "language") -> Architecture:
+    """Return the architecture of `config` with this output layer. Raises RpcError(bad_request) if this backend cannot reproduce the model."""
     kind = str(config.model_type)
     heads = int(config.num_attention_heads)
     bias = bool(getattr(config, "attention_bias", False))
@@ -94,6 +96,7 @@ def read(config: Any) -> Architecture:
         linear_bias=linear_bias,
         qk_norm=kind == "qwen3",
         tied=bool(config.tie_word_embeddings),
+        head=head,
         windows=tuple(int(config.sliding_window) if kind == "sliding_attention" else None for kind in kinds),
     )
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shared.megatron.architecture import Architecture
+from shared.model import value_head
 
 Rule = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocab"]
 """Layout of the full tensor on tensor-parallel ranks: whole on each rank, cut along dimension 0 or 1, or as described
@@ -55,7 +56,11 @@ class Converter:
         self.copies: list[Weight] = []
         """Second copies of weights on another stage, which are written when weights are loaded and are never read
         back."""
-        if not model.tied:
+        if model.head == "value":
+            self.weights.append(
+                Weight(last, "output_layer.weight", "whole", (value_head.WEIGHT,), ((1, model.hidden),))
+            )
+        elif not model.tied:
             self.weights.append(Weight(last, "output_layer.weight", "vocab", ("lm_head.weight",), (table,)))
         elif pp > 1:
             self.copies.append(Weight(last, "output_layer.weight", "vocab", embedding, (table,)))

@@ -13,6 +13,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shared.model import value_head
 from shared.rpc.errors import BadInput
 from shared.topology import tied_weights
 
@@ -22,9 +23,11 @@ class ModelFiles:
 
     def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises RpcError(bad_request) if tensors of `shapes` are missing or have different shapes, or if tied tensors
-        differ."""
+        differ. A value head may be missing, in which case it is zero (`value_head.stored_head`)."""
         self._folder = folder
         self._file_of: dict[str, Path] = {}
+        score = shapes.get(value_head.WEIGHT)
+        self._score = None if score is None else value_head.stored_head(folder, score)
         wrong: list[str] = []
         try:
             for file in sorted(folder.glob("*.safetensors")):
@@ -33,12 +36,13 @@ class ModelFiles:
                         self._file_of[name] = file
                         if name in shapes and tuple(opened.get_slice(name).get_shape()) != shapes[name]:
                             wrong.append(name)
-            differs = tied_weights.ambiguity(str(folder))
+            # Without the language model's output layer, nothing is tied.
+            differs = tied_weights.ambiguity(str(folder)) if score is None else ""
         except (SafetensorError, OSError, ValueError) as error:
             raise self._unusable(f"cannot be loaded: {str(error)[:300]}") from error
         if differs:
             raise self._unusable(differs)
-        wrong += sorted(shapes.keys() - self._file_of.keys())
+        wrong += sorted(shapes.keys() - self._file_of.keys() - {value_head.WEIGHT})
         if wrong:
             raise self._unusable(
                 f"weights are missing or have the wrong shape: {', '.join(wrong[:3])}; save the model again"
@@ -46,6 +50,8 @@ class ModelFiles:
 
     def __call__(self, name: str) -> Tensor:
         """Return one full tensor, in the file's dtype."""
+        if name == value_head.WEIGHT and self._score is not None:
+            return self._score
         try:
             with safe_open(self._file_of[name], "pt") as opened:
                 tensor: Tensor = opened.get_tensor(name)
@@ -58,7 +64,7 @@ class ModelFiles:
 
 
 def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Write the configuration and safetensors so that `AutoModelForCausalLM.from_pretrained` can read them.
+    """Write the configuration and safetensors so that `from_pretrained` of the model's class can read them.
 
     A view of a larger buffer, such as a megatron-core parameter on a rank that holds all of it, is copied first,
     because the writer treats tensors that share a storage as one weight with several names. Raises OSError.

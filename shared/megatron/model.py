@@ -37,6 +37,7 @@ from shared.model.attention import Trees, attend_trees
 from shared.model.context import Cut, attend_cut
 from shared.model.logprobs import Entropy, Nodes, Scores, max_logits
 from shared.model.tree import MicroBatch, head_blocks
+from shared.model.value_head import ValueHead
 from shared.ranks.layout import RankPlace
 
 
@@ -226,7 +227,10 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             share_embeddings_and_output_weights=model.tied,
             position_embedding_type="none",  # rotations are computed below from the node positions
         )
-        if config.sequence_parallel and self.post_process:
+        if self.post_process and model.head == "value":
+            # A column-parallel layer would add up the gradient of its input, all of which every rank has here.
+            self.output_layer = ValueHead(model.hidden, config.params_dtype)
+        elif config.sequence_parallel and self.post_process:
             # the head gets whole rows, selected from a gathered sequence: see `_scores`
             self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
         self._vocab = model.vocab
@@ -250,11 +254,15 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         return self._scores(packed, cast(Tensor, hidden)) if self.post_process else hidden
 
     def _scores(self, packed: Packed, hidden: Tensor) -> Scores:
-        """Return log-probs and entropies of the tokens scored in this micro-batch, on every tensor-parallel rank."""
+        """Return the outputs, and the entropies if there are any, of the tokens scored in this micro-batch, on every
+        tensor-parallel rank."""
         nodes = packed.nodes
         if self.config.sequence_parallel:
             hidden = gather_sequence(hidden, tensor_parallel_output_grad=False)
         rows = hidden[nodes.predictors]
+        if isinstance(self.output_layer, ValueHead):
+            values_P = self.output_layer(rows[:, 0])
+            return Scores(nodes.tokens, values_P[nodes.child_predictor][nodes.token_child], None)
         most = max_logits(hidden.device.type) * self.config.tensor_model_parallel_size
         step = max(1, most // self.vocab_size)
         if len(rows) <= step:

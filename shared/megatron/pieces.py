@@ -28,6 +28,7 @@ from shared.model.load import read_config
 from shared.model.logprobs import Entropy, Scores, to_nodes
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import BadInput
+from shared.topology.models import Head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -35,7 +36,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class Pieces:
     """The part of a folder's model that `place` holds. The weights are uninitialized until they are copied in."""
 
-    def __init__(self, model_dir: Path, dtype: str, place: RankPlace, *, device: str, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: str,
+        place: RankPlace,
+        *,
+        device: str,
+        max_tokens: int,
+        head: Head = "language",
+    ) -> None:
         """`max_tokens` is the limit for one micro-batch. The process group of all ranks must be open.
 
         Raises RpcError(bad_request) if the model cannot be loaded, and ValueError for degrees that do not divide the
@@ -47,7 +57,9 @@ class Pieces:
         self.dtype = DTYPES[dtype]
         self.config = read_config(model_dir)
         """The configuration as read by Hugging Face."""
-        self.architecture = architecture.read(self.config)
+        if head == "value":
+            self.config.tie_word_embeddings = False  # a value head is tied to nothing
+        self.architecture = architecture.read(self.config, head)
         layout = place.layout
         self.architecture.check(layout)
         self.converter = Converter(self.architecture, layout.tp, layout.pp)
@@ -83,10 +95,11 @@ class Pieces:
     # ---- passes
 
     @torch.no_grad()
-    def logprobs(
+    def outputs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, model: Any = None
     ) -> Tensor:
-        """Return log p(token) of logits / temperature where the mask is 1, else 0: float32 [T], complete on every rank.
+        """Return log p(token) of logits / temperature, or a value model's value of the state before the token, where
+        the mask is 1, else 0: float32 [T], complete on every rank.
 
         `model` is a wrapper around `self.model` to run in its place.
         """

@@ -1,5 +1,5 @@
-"""Loads a causal language model from a local folder, names its weights, remembers which passes may compute its
-log-probs (`shared.topology.passes`), and makes torch deterministic.
+"""Loads a causal language model, or a value model made of one, from a local folder, names its weights, remembers which
+passes may compute its outputs (`shared.topology.passes`), and makes torch deterministic.
 
 Nothing is downloaded or unpickled, and no code from the model folder is run.
 """
@@ -19,20 +19,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from shared.model.linear import accelerate
+from shared.model.value_head import replace_output_layer, stored_head
 from shared.rpc.errors import BadInput, RpcError
 from shared.topology import tied_weights
+from shared.topology.models import Head
 from shared.topology.passes import Passes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _PLAIN = Passes()
 
 
-def load_model(path: str | Path, dtype: str) -> nn.Module:
+def load_model(path: str | Path, dtype: str, head: Head = "language") -> nn.Module:
     """Load the model in `path` with weights of `dtype` (`float32`, `bfloat16`, ...), in eval mode, on the CPU.
 
-    The same folder always yields bit-identical weights. Parameters require gradients. Raises a one-line BadInput if the
-    folder, its configuration or its weights cannot be used, if weights are missing, or if the configuration ties
-    weights that differ.
+    A value model (`head`) has the `score.weight` of the folder, or zeros, in place of its output layer, which the
+    folder need not contain. The same folder always yields bit-identical weights. Parameters require gradients. Raises a
+    one-line BadInput if the folder, its configuration or its weights cannot be used, if weights are missing, if the
+    configuration ties weights that differ, or if a value head cannot represent the folder's (`stored_head`).
     """
     folder = Path(path)
     _check(folder, dtype)
@@ -47,6 +50,10 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
             output_loading_info=True,
         )
         missing = sorted(info["missing_keys"])
+        if head == "value":
+            score = replace_output_layer(model)
+            score.weight.data.copy_(stored_head(folder, tuple(score.weight.shape)))
+            missing = [name for name in missing if name in model.state_dict()]
         if missing or info["mismatched_keys"]:
             names = ", ".join([*missing, *map(str, info["mismatched_keys"])][:3])
             raise BadInput(
@@ -59,16 +66,16 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
         return _prepared(model)
 
 
-def load_shapes(path: str | Path, dtype: str) -> nn.Module:
+def load_shapes(path: str | Path, dtype: str, head: Head = "language") -> nn.Module:
     """Return the same model as `load_model`, but with uninitialized weights and buffers, which take up no memory until
     they are written. Raises the errors of `empty_model`."""
     folder = Path(path)
-    model = empty_model(folder, dtype)
+    model = empty_model(folder, dtype, head)
     with _refusals(folder):
         return allocated(model)
 
 
-def empty_model(path: str | Path, dtype: str) -> nn.Module:
+def empty_model(path: str | Path, dtype: str, head: Head = "language") -> nn.Module:
     """Return the model that the configuration in `path` describes, on the meta device: without memory for weights.
 
     Raises a one-line BadInput if there is no such model.
@@ -77,7 +84,10 @@ def empty_model(path: str | Path, dtype: str) -> nn.Module:
     _check(folder, dtype)
     config = read_config(folder)
     with _refusals(folder), torch.device("meta"):
-        return cast(nn.Module, cast(Any, AutoModelForCausalLM).from_config(config, dtype=_DTYPES[dtype]))
+        model = cast(nn.Module, cast(Any, AutoModelForCausalLM).from_config(config, dtype=_DTYPES[dtype]))
+        if head == "value":
+            replace_output_layer(model)
+        return model
 
 
 def read_config(folder: Path) -> Any:
@@ -178,12 +188,12 @@ def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def allow(model: nn.Module, passes: Passes | None) -> None:
-    """Let `passes` compute the log-probs of `model`; None: only those that assume nothing about it."""
+    """Let `passes` compute the outputs of `model`; None: only those that assume nothing about it."""
     cast(Any, model).allowed_passes = passes or _PLAIN
 
 
 def passes_of(model: nn.Module) -> Passes:
-    """Return the passes that may compute the log-probs of `model`."""
+    """Return the passes that may compute the outputs of `model`."""
     return cast(Passes, getattr(model, "allowed_passes", _PLAIN))
 
 

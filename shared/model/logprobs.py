@@ -1,4 +1,5 @@
-"""Computes per-token log-probs of ragged sequences. This is the hot path of the trainer and the reference.
+"""Computes one output per token of ragged sequences: log-probs of a language model, values of a value model. This is
+the hot path of the trainer and the reference.
 
 Where the model's passes allow it (`shared.topology.passes`), common prefixes are computed once (`tree`), and the head
 runs only where a scored token follows. Up to rounding, the result equals that of scoring every sequence alone.
@@ -20,6 +21,7 @@ from shared.model.attention import Trees
 from shared.model.context import ContextRank, Cut, CutBatch
 from shared.model.load import passes_of
 from shared.model.tree import MicroBatch, head_blocks
+from shared.model.value_head import value_head
 from shared.tensors_torch import to_device
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -39,8 +41,9 @@ class Scores:
     """The result for one micro-batch: `tokens` int64 [M], positions in the caller's flat arrays; `outputs` and
     `entropy` float32 [M] (float64 for a model in float64).
 
-    `outputs` are what the model's head computes for the tokens: the log-probs of a language model. `entropy` is the
-    entropy of the distribution from which the token was drawn, or None if not requested.
+    `outputs` are what the model's head computes for the tokens: the log-probs of a language model, or the values that a
+    value model gives to the states before them. `entropy` is the entropy of the distribution from which the token was
+    drawn, or None if not requested or if the model is a value model.
     """
 
     tokens: Tensor
@@ -114,16 +117,17 @@ def score(
 
     The caller must run the backward pass of each micro-batch before it requests the next one.
     """
-    scorer = LogprobScorer(model)
+    scorer = TokenScorer(model)
     for batch in scorer.plan(_numpy(token_ids), _numpy(lengths), _numpy(loss_mask), temperature, max_tokens):
         yield scorer.score(batch, temperature, entropy)
 
 
-class LogprobScorer(nn.Module):
-    """A causal model whose forward pass maps a micro-batch to log-probs and computes the output layer in chunks.
+class TokenScorer(nn.Module):
+    """A causal model whose forward pass maps a micro-batch to log-probs, computing the output layer in chunks, or to
+    values.
 
     It is a module, so that module wrappers (sharding, hooks) cover the whole pass. The model's `passes_of` decide how
-    it is computed.
+    it is computed. A value head reads the hidden states of the base model, whatever they say about the head.
     """
 
     def __init__(self, model: nn.Module, ranks: ContextRank | None = None) -> None:
@@ -135,7 +139,7 @@ class LogprobScorer(nn.Module):
         self._passes = passes_of(model)
         if ranks is not None and self._passes.sequences != "packed":
             raise ValueError(
-                f"{type(model).__name__}: context parallelism needs policy.passes.sequences: packed, which is not "
+                f"{type(model).__name__}: context parallelism needs passes.sequences: packed, which is not "
                 "proved for this model; use cp 1"
             )
 
@@ -163,22 +167,25 @@ class LogprobScorer(nn.Module):
         cut = None if self._ranks is None else context.cut(batch, self._ranks.rank, self._ranks.size)
         part = batch if cut is None else cut.batch
         nodes = to_nodes(part, next(self.model.parameters()).device)
-        logprobs_C, entropy_P = self(part, cut, nodes, temperature, entropy)
+        outputs_C, entropy_P = self(part, cut, nodes, temperature, entropy)
         # Where sequences share a prefix, several tokens belong to one child.
         entropy_M = None if entropy_P is None else entropy_P[nodes.child_predictor][nodes.token_child]
-        return Scores(nodes.tokens, logprobs_C[nodes.token_child], entropy_M)
+        return Scores(nodes.tokens, outputs_C[nodes.token_child], entropy_M)
 
     def forward(
         self, batch: MicroBatch, cut: CutBatch | None, nodes: Nodes, temperature: float, entropy: Entropy
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs [C] of the children, and entropies [P] of the predictors or None. `score` calls this."""
-        model, blocks, device = self.model, self._passes.head == "blocks", nodes.predictors.device
+        """Return outputs [C] of the children, and entropies [P] of the predictors or None. `score` calls this."""
+        model, device, values = self.model, nodes.predictors.device, value_head(self.model)
+        blocks = values is not None or self._passes.head == "blocks"
         if cut is not None and self._ranks is not None:
             out_PX = _run_packed(model, context.to_cut(cut, self._ranks, device), nodes, logits=not blocks)
         elif self._passes.sequences == "packed":
             out_PX = _run_packed(model, attention.to_trees(batch, device), nodes, logits=not blocks)
         else:
             out_PX = _run_padded(model, batch, nodes, logits=not blocks)
+        if values is not None:
+            return values(out_PX)[nodes.child_predictor], None
         most = max(1, max_logits(device.type) // vocabulary(model))
         if not blocks:
             return _gather(out_PX, nodes.child_predictor, nodes.child_token, temperature, entropy)

@@ -4,6 +4,10 @@
 The proof computes with a reduced copy of the configuration (`reduced`) in which every parameter is random, and in
 float64, also where the library computes in float32: what is left of a difference is not rounding. The sequences share
 prefixes, and their lengths are on both sides of every window and of every length at which a model changes.
+
+What is proved about the layout of sequences holds for a value model of the same architecture as well: its head reads
+the hidden states of the same base model, and the log-probs and gradients that are compared depend on these through an
+output layer of random weights.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from transformers.utils import logging
 
 from shared.model import logprobs
 from shared.model.load import allow
-from shared.model.logprobs import LogprobScorer, vocabulary
+from shared.model.logprobs import TokenScorer, vocabulary
 from shared.model.plain_decoder import PlainDecoder, is_plain_decoder
 from shared.model.reduced import Cannot, Reduced, described, reductions
 from shared.topology.passes import Passes, Verdict
@@ -202,7 +206,7 @@ def _library(model: nn.Module, text: Text) -> Result:
 
 def _own(model: nn.Module, text: Text) -> Result:
     """Score with the passes that the model allows, with blocks of the head of few rows."""
-    scorer = LogprobScorer(model)
+    scorer = TokenScorer(model)
     computed = torch.zeros(len(text.token_ids), dtype=torch.float64)
     with patch.object(logprobs, "MAX_LOGITS", 7 * vocabulary(model)), patch.object(logprobs, "checkpoint", _checkpoint):
         batches = scorer.plan(text.token_ids, text.lengths, text.loss_mask, 1.0, _MICRO_BATCH)

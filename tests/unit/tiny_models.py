@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from proto.tensors import Array
 from shared.model.load import allow
+from shared.model.value_head import replace_output_layer
+from shared.topology.models import Head
 from shared.topology.passes import FASTEST, Passes
 
 SIZES: dict[str, Any] = {
@@ -43,15 +45,24 @@ class ExactRMSNorm(torch.nn.Module):
 
 
 def make_model(
-    kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, passes: Passes = FASTEST, **options: Any
+    kind: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    passes: Passes = FASTEST,
+    head: Head = "language",
+    **options: Any,
 ) -> Any:
-    """Return a model of `kind` with weights large enough that its predictions differ, scored with `passes`."""
+    """Return a model of `kind` with weights large enough that its predictions differ, scored with `passes`. The weight
+    of a value head is not zero."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
+        if head == "value":
+            replace_output_layer(model).weight.normal_(0.0, 0.2)
     model = model.to(dtype).eval()
     if dtype == torch.float64:
         norms = [name for name, each in model.named_modules() if type(each).__name__.endswith("RMSNorm")]
@@ -89,3 +100,22 @@ def plain_logprobs(model: Any, ids: Array, lengths: Array, mask: Array, temperat
         parts += [logprobs.new_zeros(1), logprobs.gather(1, row[1:, None])[:, 0]]
         start += length
     return torch.cat(parts) * torch.from_numpy(mask).to(parts[0].dtype)
+
+
+def plain_values(model: Any, ids: Array, lengths: Array, mask: Array) -> torch.Tensor:
+    """Return the values [T] of a value model where the mask is 1, computed one sequence at a time by the base model's
+    own forward pass. The value of a token is that of the state before it."""
+    parts: list[torch.Tensor] = []
+    start = 0
+    for length in lengths.tolist():
+        row = torch.from_numpy(ids[start : start + length].astype(np.int64))
+        hidden = model.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0, :-1]
+        parts += [hidden.new_zeros(1), hidden @ model.score.weight[0]]
+        start += length
+    return torch.cat(parts) * torch.from_numpy(mask).to(parts[0].dtype)
+
+
+def with_ends(ids: Array, lengths: Array, mask: Array) -> tuple[Array, Array, Array]:
+    """Return the sequences with one more token each, which is scored. Its value is the one after the last token."""
+    ends = np.cumsum(lengths)
+    return np.insert(ids, ends, 7), lengths + np.array(1, lengths.dtype), np.insert(mask, ends, 1)

@@ -27,6 +27,7 @@ from shared.model.load import mismatched_weights
 from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import RpcError
+from shared.topology.models import Head
 from shared.topology.passes import Passes
 from shared.topology.services import Recompute
 
@@ -124,7 +125,8 @@ class Backend(Protocol):
         """Reload the weights from the model directory, reset the optimizer state and drop the gradient."""
 
     def forward(self, sequences: Sequences, temperature: float) -> Array:
-        """Return log p(token) of logits / temperature where the mask is 1, else 0: float32 [T] without a gradient.
+        """Return log p(token) of logits / temperature, or a value model's value of the state before the token, where
+        the mask is 1, else 0: float32 [T] without a gradient.
 
         The result is complete on every rank, because rank 0, which publishes, may belong to a stage without logits.
         """
@@ -196,6 +198,7 @@ class BackendOptions:
     recompute: Recompute = "none"
     passes: Passes | None = None
     """The passes of the model; None: those that assume nothing about it."""
+    head: Head = "language"
 
 
 def set_numbers(groups: Iterable[dict[str, Any]], optimizer: AdamW) -> None:

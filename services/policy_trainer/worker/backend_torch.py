@@ -41,10 +41,12 @@ from shared.colocation.shelf import local_part, own_storages
 from shared.model import cpu
 from shared.model.load import allow, load_model, load_shapes, named_weights
 from shared.model.logprobs import Entropy, Scores, vocabulary
+from shared.model.value_head import classifier_config
 from shared.model_folder import GENERATION_CONFIG
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy
+from shared.topology.models import Head
 
 _IDLE = Sequences(np.zeros(2, np.int32), np.array([2], np.int32), np.array([0, 1], np.uint8))
 """Input for a rank that has no samples left while others still have some, because it must join their collectives."""
@@ -59,8 +61,8 @@ class TorchBackend:
         dtype: str,
         options: BackendOptions,
         place: RankPlace,
-        load: Callable[[Path, str], nn.Module] = load_model,
-        load_shapes: Callable[[Path, str], nn.Module] = load_shapes,
+        load: Callable[[Path, str, Head], nn.Module] = load_model,
+        load_shapes: Callable[[Path, str, Head], nn.Module] = load_shapes,
     ) -> None:
         """Rank 0 uses `load`. The others need only the model's shapes, because rank 0 sends them their pieces.
 
@@ -68,12 +70,12 @@ class TorchBackend:
         """
         cpu.set_up(options.threads)
         self.place = place
-        self._load: Callable[[], nn.Module] = functools.partial(load, model_dir, dtype)
+        self._load: Callable[[], nn.Module] = functools.partial(load, model_dir, dtype, options.head)
         self._source = model_dir
         self._dtype = dtype
         self._options = options
         self._mesh = Mesh(place, torch.device(options.device).type)
-        model = self._loaded_on_rank_0(lambda _: None) or load_shapes(model_dir, dtype)
+        model = self._loaded_on_rank_0(lambda _: None) or load_shapes(model_dir, dtype, options.head)
         allow(model, options.passes)
         if options.recompute != "none":
             recompute_blocks(model, options.recompute)
@@ -154,7 +156,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def forward(self, sequences: Sequences, temperature: float) -> Array:
-        """Return the log-probs, float32 [T], complete on every rank."""
+        """Return the log-probs or values, float32 [T], complete on every rank."""
         result = torch.zeros(len(sequences.token_ids), dtype=torch.float32, device=self._options.device)
 
         def keep(scores: Scores) -> None:
@@ -315,6 +317,8 @@ class TorchBackend:
     def _write_configuration(self, folder: Path) -> None:
         """Write config.json with the policy's data type. The trained one is float32 if several ranks hold pieces."""
         config: Any = copy.deepcopy(self._trained.model.config)  # a model may read its own while it computes
+        if self._options.head == "value":
+            config = classifier_config(config, self._trained.shapes)
         config.dtype = self._dtype
         config.save_pretrained(folder)
 

@@ -38,7 +38,7 @@ def recompute_blocks(model: nn.Module, what: Literal["layers", "selective"]) -> 
     """
     blocks = blocks_of(model)
     if not blocks:
-        raise ValueError(f"{type(model).__name__} has no blocks, so services.policy-trainer.recompute must be none")
+        raise ValueError(f"{type(model).__name__} has no blocks, so the recompute of its service must be none")
     for block in blocks:
         contexts = noop_context_fn
         if what == "selective":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.model.load import named_weights
-from shared.model.logprobs import LogprobScorer
+from shared.model.logprobs import TokenScorer
 
 
 class Replica:
@@ -19,7 +19,7 @@ class Replica:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.scorer = LogprobScorer(model)
+        self.scorer = TokenScorer(model)
         self.masters: dict[str, nn.Parameter] = {}
         self._params = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, param in self._params.items():

@@ -21,7 +21,7 @@ from services.policy_trainer.worker.mesh import from_rank_0
 from services.policy_trainer.worker.spare_memory import SpareMemory
 from shared.model.context import ContextRank
 from shared.model.load import named_weights, unfilled
-from shared.model.logprobs import LogprobScorer
+from shared.model.logprobs import TokenScorer
 from shared.os_limits import host_bytes
 from shared.topology.memory_plan import keeps_whole_gradients
 from shared.weights.weight_set import described, nbytes
@@ -54,7 +54,7 @@ class Shards:
                 parameter.data = torch.empty_like(parameter, dtype=kept)
             for buffer in model.buffers():
                 buffer.data = buffer.float() if buffer.dtype in _LOW else buffer
-        self.scorer = LogprobScorer(self.model, context)
+        self.scorer = TokenScorer(self.model, context)
         low = dtype in _LOW
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
         for block in blocks_of(self.model):

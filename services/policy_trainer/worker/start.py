@@ -57,6 +57,7 @@ def make_backend(run: RunDir, model: TrainedModel, place: RankPlace, meeting: Me
         scratch=model.offloaded(run.path, place.rank),
         recompute=settings.recompute,
         passes=model.passes,
+        head=model.head,
     )
     if settings.backend == "torch":
         return TorchBackend(model.folder, model.dtype, options, place)

@@ -125,7 +125,7 @@ def test_a_micro_batch_moves_to_the_device_in_two_copies(packs: bool, monkeypatc
         **{"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "anchor": "proximal", "temperature": 0.5},
         **{"kl_estimator": "k3", "kl_coef": 0.1, "entropy_coef": 0.1, "tis_cap": 2.0, "ratio_mask": "sequence"},
     )
-    scorer = logprobs.LogprobScorer(make_model("qwen3", head_dim=16).to("meta"))
+    scorer = logprobs.TokenScorer(make_model("qwen3", head_dim=16).to("meta"))
     batches = scorer.plan(ids, lengths, mask, spec.temperature, 20)
     assert len(batches) > 2
     ones = np.ones(len(ids), np.float32)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.model import attention, tree
-from shared.model.logprobs import LogprobScorer
+from shared.model.logprobs import TokenScorer
 from shared.model.tree import Array, MicroBatch
 from tests.unit.tiny_models import make_model
 
@@ -121,7 +121,7 @@ def test_on_a_device_that_packs_chains_a_long_prompt_is_still_shared_by_short_an
 
 
 def test_the_scorer_plans_for_the_device_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = LogprobScorer(make_model("qwen3", head_dim=16))
+    scorer = TokenScorer(make_model("qwen3", head_dim=16))
     prompt = list(range(10))
     rows = [prompt + [10 + number] * 12 for number in range(4)]
     plans = []

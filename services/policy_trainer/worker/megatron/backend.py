@@ -33,6 +33,7 @@ from shared.megatron.cpu_shims import in_megatron
 from shared.megatron.pieces import Pieces
 from shared.model import cpu
 from shared.model.logprobs import Entropy, Scores
+from shared.model.value_head import classifier_config
 from shared.ranks.layout import RankPlace
 from shared.tensors_torch import to_numpy
 
@@ -48,7 +49,9 @@ class MegatronBackend:
         self.place = place
         self._options = options
         self._source = model_dir
-        self._pieces = Pieces(model_dir, dtype, place, device=options.device, max_tokens=options.max_tokens)
+        self._pieces = Pieces(
+            model_dir, dtype, place, device=options.device, max_tokens=options.max_tokens, head=options.head
+        )
         self._groups = self._pieces.groups
         if options.recompute == "layers":
             self._pieces.model.recompute_layers()
@@ -83,12 +86,12 @@ class MegatronBackend:
     @in_megatron
     @torch.no_grad()
     def forward(self, sequences: Sequences, temperature: float) -> Array:
-        """Return the log-probs, float32 [T].
+        """Return the log-probs or values, float32 [T].
 
         They are complete on every rank, because rank 0, which publishes, may be in a stage without a head.
         """
         ids, lengths, mask = sequences.token_ids, sequences.lengths, sequences.loss_mask
-        return to_numpy(self._pieces.logprobs(ids, lengths, mask, temperature, self._trained.model))
+        return to_numpy(self._pieces.outputs(ids, lengths, mask, temperature, self._trained.model))
 
     @in_megatron
     def forward_backward(
@@ -196,7 +199,10 @@ class MegatronBackend:
         """Write the configuration and the weights on rank 0. Every rank must call this."""
         weights = self._trained.weights()
         if self.place.rank == 0:
-            files.write(folder, self._pieces.config, weights, self._pieces.dtype)
+            config = self._pieces.config
+            if self._options.head == "value":
+                config = classifier_config(config, self._pieces.converter.shapes)
+            files.write(folder, config, weights, self._pieces.dtype)
 
     # ---- memory
 
