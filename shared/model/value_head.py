@@ -86,8 +86,8 @@ def stored_head(folder: Path, shape: tuple[int, ...]) -> Tensor:
     weight, bias = found.get(WEIGHT, torch.zeros(shape)), found.get(_BIAS)
     if tuple(weight.shape) != tuple(shape):
         raise BadInput(
-            f"model {folder}: {WEIGHT} has the shape {list(weight.shape)}, and a value head needs {list(shape)}; give a "
-            "model with one label, or remove the tensor to start from zeros"
+            f"model {folder}: {WEIGHT} has the shape {list(weight.shape)}, and a value head needs {list(shape)}; give "
+            "a model with one label, or remove the tensor to start from zeros"
         )
     if bias is not None and bias.any():
         largest = float(bias.abs().max())

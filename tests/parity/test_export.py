@@ -16,10 +16,10 @@ from services.policy_trainer.worker.calls.weights import export
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.model.load import named_weights
 from shared.ranks.layout import Layout, RankPlace
-from tests.parity.gradient_cases import cases
+from tests.parity.gradient_cases import back, cases
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import FAMILIES, every_next_token, megatron, options, plain_distributions, save
-from tests.parity.test_megatron_gradients import TRAINING, back
+from tests.parity.test_megatron_gradients import TRAINING
 from tests.unit.policy_trainer.training import adamw
 
 pytestmark = pytest.mark.timeout(300)

@@ -19,10 +19,10 @@ from shared.megatron.cpu_shims import megatron_device
 from shared.model.logprobs import Scores
 from shared.ranks.layout import Layout, RankPlace
 from shared.rpc.errors import RpcError
-from tests.parity.gradient_cases import Case, cases
+from tests.parity.gradient_cases import Case, back, cases
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import every_next_token, megatron, plain_distributions, save
-from tests.parity.test_megatron_gradients import TRAINING, back
+from tests.parity.test_megatron_gradients import TRAINING
 from tests.unit.policy_trainer.test_host_waits import Waits
 from tests.unit.policy_trainer.training import adamw
 
