@@ -100,3 +100,10 @@ def plain_distributions(model: Any, temperature: float) -> Array:
     rows = [model(input_ids=torch.from_numpy(each)[None], use_cache=False).logits[0, -1] for each in prefixes()]
     found: Array = torch.cat([(row / temperature).log_softmax(-1) for row in rows]).numpy()
     return found
+
+
+@torch.no_grad()
+def plain_values(classifier: Any) -> Array:
+    """Return the values [prefixes * VOCAB] of the states after `prefixes`, from the classifier's own forward pass."""
+    rows = [classifier(input_ids=torch.from_numpy(each)[None], use_cache=False).logits[0, 0] for each in prefixes()]
+    return np.repeat(torch.stack(rows).numpy(), VOCAB)

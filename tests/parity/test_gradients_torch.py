@@ -105,6 +105,9 @@ def work(place: RankPlace, folder: Path) -> None:
         back(backend, case, head)
         assert backend.step(1, adamw()) == 0
         assert all(torch.equal(value, before[name]) for name, value in backend.state().weights.items())
+    critic = backend_of("bfloat16", place, folder, head="value")
+    values = torch.from_numpy(forward(critic, cases_of("value")[0], "value"))
+    assert not (values.bfloat16() == values)[values != 0].any()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -232,7 +235,7 @@ def _importance_agrees(case: Case, sums: dict[str, float]) -> None:
 
 def test_gradients_are_the_same_at_every_micro_batch_size(tmp_path: Path) -> None:
     whole = {head: backend_of("float64", ALONE, tmp_path, head=head) for head in HEADS}
-    for head, case in [(head, case) for head in HEADS for case in cases_of(head)]:
+    for head, case in ((each, case) for each in HEADS for case in cases_of(each)):
         expected, sums, _ = gradient(whole[head], case, head)
         scale = max(float(value.abs().max()) for value in expected.values())
         longest, total = int(case.flat["lengths"].max()), int(case.flat["lengths"].sum())
