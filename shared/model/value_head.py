@@ -56,8 +56,8 @@ def replace_output_layer(model: nn.Module) -> ValueHead:
     causal = cast(Any, model)
     layer = causal.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is layer), "")
-    width = getattr(getattr(layer, "weight", None), "shape", ())
-    if not name or len(width) != 2 or causal.base_model is model:
+    shape: tuple[int, ...] = tuple(getattr(getattr(layer, "weight", None), "shape", ()))
+    if not name or len(shape) != 2 or causal.base_model is model:
         raise ValueError(f"{type(model).__name__} has no output layer that a value head can replace")
     tied = {
         copy: original
@@ -68,7 +68,7 @@ def replace_output_layer(model: nn.Module) -> ValueHead:
     causal.config.tie_word_embeddings = bool(tied)  # some models also tie layers by this setting
     holder, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(holder), attribute, None)  # the library's code may ask for the attribute
-    causal.score = ValueHead(width[1], layer.weight.dtype, layer.weight.device)
+    causal.score = ValueHead(shape[1], layer.weight.dtype, layer.weight.device)
     return cast(ValueHead, causal.score)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from services.policy_trainer.worker.calls.weights import export
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.model.load import load_model, named_weights
 from shared.ranks.layout import Layout, RankPlace
+from shared.topology.passes import FASTEST
 from tests.parity.gradient_cases import back, cases
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import (
@@ -62,7 +64,8 @@ def work(backend: str, place: RankPlace, folder: Path) -> None:
         if backend == "megatron":
             trained = megatron(model, place, dtype=dtype)
         else:
-            trained = TorchBackend(model, dtype, options(folder / "scratch" / model.name, head=head), place)
+            own = replace(options(folder / "scratch" / model.name, head=head), passes=FASTEST)
+            trained = TorchBackend(model, dtype, own, place)
         for step, case in zip((1, 2), cases(), strict=False):
             back(trained, case, head)
             trained.step(step, adamw(step, **TRAINING))
