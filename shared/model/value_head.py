@@ -47,6 +47,15 @@ def value_head(model: nn.Module) -> ValueHead | None:
     return head if isinstance(head, ValueHead) else None
 
 
+def base_model(model: nn.Module) -> nn.Module:
+    """Return the part of a causal language model that computes hidden states, or `model` if it is not a separate part.
+
+    Llama4ForCausalLM and MllamaForCausalLM declare another name for it than they use.
+    """
+    base = cast(Any, model).base_model
+    return cast(nn.Module, getattr(model, "model", model) if base is model else base)
+
+
 def replace_output_layer(model: nn.Module) -> ValueHead:
     """Replace the layer of the causal language model `model` that computes logits by a value head of zeros, which is
     tied to nothing, and return it.
@@ -57,7 +66,7 @@ def replace_output_layer(model: nn.Module) -> ValueHead:
     layer = causal.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is layer), "")
     shape: tuple[int, ...] = tuple(getattr(getattr(layer, "weight", None), "shape", ()))
-    if not name or len(shape) != 2 or causal.base_model is model:
+    if not name or len(shape) != 2 or base_model(model) is model:
         raise ValueError(f"{type(model).__name__} has no output layer that a value head can replace")
     tied = {
         copy: original
