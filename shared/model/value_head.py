@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from shared.rpc.errors import BadInput
 from shared.topology.model_files import stored_tensors
 
-WEIGHT, _BIAS = "score.weight", "score.bias"
+WEIGHT, BIAS = "score.weight", "score.bias"
 
 
 class ValueHead(nn.Module):
@@ -89,10 +89,10 @@ def stored_head(folder: Path, shape: tuple[int, ...]) -> Tensor:
     """
     try:
         stored = stored_tensors(str(folder))
-        found = {name: _tensor(stored[name].file, name) for name in (WEIGHT, _BIAS) if name in stored}
+        found = {name: _tensor(stored[name].file, name) for name in (WEIGHT, BIAS) if name in stored}
     except (SafetensorError, OSError, ValueError) as error:
         raise BadInput(f"model {folder}: cannot be loaded: {str(error)[:300]}") from error
-    weight, bias = found.get(WEIGHT, torch.zeros(shape)), found.get(_BIAS)
+    weight, bias = found.get(WEIGHT, torch.zeros(shape)), found.get(BIAS)
     if tuple(weight.shape) != tuple(shape):
         raise BadInput(
             f"model {folder}: {WEIGHT} has the shape {list(weight.shape)}, and a value head needs {list(shape)}; give "
@@ -101,7 +101,7 @@ def stored_head(folder: Path, shape: tuple[int, ...]) -> Tensor:
     if bias is not None and bias.any():
         largest = float(bias.abs().max())
         raise BadInput(
-            f"model {folder}: {_BIAS} is not zero (up to {largest:.4g}), and a value head has no bias; give a model "
+            f"model {folder}: {BIAS} is not zero (up to {largest:.4g}), and a value head has no bias; give a model "
             "without one, or remove the tensor and accept other values"
         )
     return weight

@@ -94,6 +94,17 @@ def test_megatron_ranks_start_with_the_weights_of_the_torch_model(language: Path
     assert all(torch.equal(pieces[name], value) for name, value in expected.items())
 
 
+def test_a_head_of_another_name_is_reported_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = reward_model(tmp_path)
+    capfd.readouterr()
+    load_model(folder, "float32", "value")
+    assert (capfd.readouterr().err, caplog.messages) == ("", [])
+    load_model(with_tensor(folder, "v_head.summary.weight", torch.ones(1, 48)), "float32", "value")
+    assert caplog.messages == [f"model {folder}: weights without use: v_head.summary.weight"]
+
+
 def test_a_bias_of_zero_is_dropped(tmp_path: Path) -> None:
     folder = with_tensor(reward_model(tmp_path), "score.bias", torch.zeros(1))
     assert "score.bias" not in named_weights(load_model(folder, "float32", "value"))
