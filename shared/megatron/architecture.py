@@ -61,7 +61,10 @@ class Architecture:
 
 
 def read(config: Any, head: Head = "language") -> Architecture:
-    """Return the architecture of `config` with this output layer. Raises RpcError(bad_request) if this backend cannot reproduce the model."""
+    """Return the architecture of `config` with this output layer.
+
+    Raises RpcError(bad_request) if this backend cannot reproduce the model.
+    """
     kind = str(config.model_type)
     heads = int(config.num_attention_heads)
     bias = bool(getattr(config, "attention_bias", False))

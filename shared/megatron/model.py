@@ -229,7 +229,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         )
         if self.post_process and model.head == "value":
             # A column-parallel layer would add up the gradient of its input, all of which every rank has here.
-            self.output_layer = ValueHead(model.hidden, config.params_dtype)
+            self.output_layer: Any = ValueHead(model.hidden, config.params_dtype)
         elif config.sequence_parallel and self.post_process:
             # the head gets whole rows, selected from a gathered sequence: see `_scores`
             self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True

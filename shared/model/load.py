@@ -6,6 +6,7 @@ Nothing is downloaded or unpickled, and no code from the model folder is run.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +17,10 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from shared.model.linear import accelerate
-from shared.model.value_head import replace_output_layer, stored_head
+from shared.model.value_head import BIAS, WEIGHT, replace_output_layer, stored_head
 from shared.rpc.errors import BadInput, RpcError
 from shared.topology import tied_weights
 from shared.topology.models import Head
@@ -39,8 +40,8 @@ def load_model(path: str | Path, dtype: str, head: Head = "language") -> nn.Modu
     """
     folder = Path(path)
     _check(folder, dtype)
-    cast(Any, logging).disable_progress_bar()
-    with _refusals(folder):
+    cast(Any, transformers_logging).disable_progress_bar()
+    with _refusals(folder), _without_report(head):
         model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
             folder,
             dtype=_DTYPES[dtype],
@@ -54,6 +55,9 @@ def load_model(path: str | Path, dtype: str, head: Head = "language") -> nn.Modu
             score = replace_output_layer(model)
             score.weight.data.copy_(stored_head(folder, tuple(score.weight.shape)))
             missing = [name for name in missing if name in model.state_dict()]
+            unused = sorted(set(info["unexpected_keys"]) - {WEIGHT, BIAS})
+            if unused:
+                logging.getLogger(__name__).warning("model %s: weights without use: %s", folder, ", ".join(unused[:3]))
         if missing or info["mismatched_keys"]:
             names = ", ".join([*missing, *map(str, info["mismatched_keys"])][:3])
             raise BadInput(
@@ -110,6 +114,18 @@ def _refusals(folder: Path) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise BadInput(f"model {folder}: cannot be loaded: {reason[:300]}") from error
+
+
+@contextmanager
+def _without_report(head: Head) -> Iterator[None]:
+    """Silence the report of transformers about a value model: it expects the output layer, and no value head."""
+    verbosity = cast(Any, transformers_logging).get_verbosity()
+    if head == "value":
+        cast(Any, transformers_logging).set_verbosity_error()
+    try:
+        yield
+    finally:
+        cast(Any, transformers_logging).set_verbosity(verbosity)
 
 
 def allocated(model: Any) -> nn.Module:

@@ -21,7 +21,7 @@ from shared.model.attention import Trees
 from shared.model.context import ContextRank, Cut, CutBatch
 from shared.model.load import passes_of
 from shared.model.tree import MicroBatch, head_blocks
-from shared.model.value_head import value_head
+from shared.model.value_head import base_model, value_head
 from shared.tensors_torch import to_device
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -279,7 +279,7 @@ def _run_packed(model: nn.Module, layout: Trees | Cut, nodes: Nodes, *, logits: 
     with attention.using(model, name):
         if logits:
             return cast(Tensor, model(**arguments).logits[0, nodes.predictors])
-        return cast(Tensor, cast(Any, model).base_model(**arguments).last_hidden_state[0, nodes.predictors])
+        return cast(Tensor, base_model(model)(**arguments).last_hidden_state[0, nodes.predictors])
 
 
 def _run_padded(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bool) -> Tensor:
@@ -290,9 +290,7 @@ def _run_padded(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bo
     for block, slots in zip(batch.blocks, gathers, strict=True):
         ids_RL = nodes.token_ids[slots].view(block.rows, block.longest)
         output = (
-            model(input_ids=ids_RL, use_cache=False)
-            if logits
-            else cast(Any, model).base_model(input_ids=ids_RL, use_cache=False)
+            model(input_ids=ids_RL, use_cache=False) if logits else base_model(model)(input_ids=ids_RL, use_cache=False)
         )
         hidden.append((output.logits if logits else output.last_hidden_state).flatten(0, 1))
     return torch.cat(hidden)[scatter[nodes.predictors]]

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from shared.rpc.errors import BadInput
 from shared.topology.model_files import stored_tensors
 
-WEIGHT, _BIAS = "score.weight", "score.bias"
+WEIGHT, BIAS = "score.weight", "score.bias"
 
 
 class ValueHead(nn.Module):
@@ -47,6 +47,15 @@ def value_head(model: nn.Module) -> ValueHead | None:
     return head if isinstance(head, ValueHead) else None
 
 
+def base_model(model: nn.Module) -> nn.Module:
+    """Return the part of a causal language model that computes hidden states, or `model` if it is not a separate part.
+
+    Llama4ForCausalLM and MllamaForCausalLM declare another name for it than they use.
+    """
+    base = cast(Any, model).base_model
+    return cast(nn.Module, getattr(model, "model", model) if base is model else base)
+
+
 def replace_output_layer(model: nn.Module) -> ValueHead:
     """Replace the layer of the causal language model `model` that computes logits by a value head of zeros, which is
     tied to nothing, and return it.
@@ -56,8 +65,8 @@ def replace_output_layer(model: nn.Module) -> ValueHead:
     causal = cast(Any, model)
     layer = causal.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is layer), "")
-    width = getattr(getattr(layer, "weight", None), "shape", ())
-    if not name or len(width) != 2 or causal.base_model is model:
+    shape: tuple[int, ...] = tuple(getattr(getattr(layer, "weight", None), "shape", ()))
+    if not name or len(shape) != 2 or base_model(model) is model:
         raise ValueError(f"{type(model).__name__} has no output layer that a value head can replace")
     tied = {
         copy: original
@@ -68,7 +77,7 @@ def replace_output_layer(model: nn.Module) -> ValueHead:
     causal.config.tie_word_embeddings = bool(tied)  # some models also tie layers by this setting
     holder, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(holder), attribute, None)  # the library's code may ask for the attribute
-    causal.score = ValueHead(width[1], layer.weight.dtype, layer.weight.device)
+    causal.score = ValueHead(shape[1], layer.weight.dtype, layer.weight.device)
     return cast(ValueHead, causal.score)
 
 
@@ -80,19 +89,19 @@ def stored_head(folder: Path, shape: tuple[int, ...]) -> Tensor:
     """
     try:
         stored = stored_tensors(str(folder))
-        found = {name: _tensor(stored[name].file, name) for name in (WEIGHT, _BIAS) if name in stored}
+        found = {name: _tensor(stored[name].file, name) for name in (WEIGHT, BIAS) if name in stored}
     except (SafetensorError, OSError, ValueError) as error:
         raise BadInput(f"model {folder}: cannot be loaded: {str(error)[:300]}") from error
-    weight, bias = found.get(WEIGHT, torch.zeros(shape)), found.get(_BIAS)
+    weight, bias = found.get(WEIGHT, torch.zeros(shape)), found.get(BIAS)
     if tuple(weight.shape) != tuple(shape):
         raise BadInput(
-            f"model {folder}: {WEIGHT} has the shape {list(weight.shape)}, and a value head needs {list(shape)}; give a "
-            "model with one label, or remove the tensor to start from zeros"
+            f"model {folder}: {WEIGHT} has the shape {list(weight.shape)}, and a value head needs {list(shape)}; give "
+            "a model with one label, or remove the tensor to start from zeros"
         )
     if bias is not None and bias.any():
         largest = float(bias.abs().max())
         raise BadInput(
-            f"model {folder}: {_BIAS} is not zero (up to {largest:.4g}), and a value head has no bias; give a model "
+            f"model {folder}: {BIAS} is not zero (up to {largest:.4g}), and a value head has no bias; give a model "
             "without one, or remove the tensor and accept other values"
         )
     return weight

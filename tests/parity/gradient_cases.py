@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from proto.messages import LossSpec
 from proto.tensors import Array
 from services.policy_trainer.update import sample_weights
+from services.policy_trainer.worker.backend import Backend, Sequences, TokenLoss
+from services.policy_trainer.worker.loss import BatchLoss
+from shared.model.logprobs import Scores
+from shared.ranks.layout import RankPlace
+from shared.topology.models import Head
+from tests.unit.tiny_models import with_ends
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo")
 MAX_NEW_TOKENS = 12
 VOCAB = 61
 RUNS = (("float64", 4096), ("float64", 30), ("float32", 30))
 """Precision and micro-batch size of each pass over all cases. With small micro-batches, layers are also recomputed."""
+HEADS: tuple[Head, ...] = ("language", "value")
 PPO = LossSpec(
     name="ppo_clip",
     clip_low=0.2,
@@ -86,6 +95,48 @@ class Case:
         )
 
 
+def cases_of(head: Head) -> list[Case]:
+    """Return the cases for a model with `head`. Only the aggregation and the division of samples matter to a value
+    loss."""
+    return [case for case in cases() if head == "language" or case.name in (*AGGREGATIONS, "rank-empty")]
+
+
+def forward(backend: Backend, case: Case, head: Head) -> Array:
+    """Return the outputs of a forward pass of this rank. For a value model, each sequence also has the value after its
+    last token."""
+    flat, _, _ = case.of(backend.place.dp_rank, backend.place.layout.dp)
+    arrays = flat["token_ids"], flat["lengths"], flat["loss_mask"]
+    return backend.forward(Sequences(*(arrays if head == "language" else with_ends(*arrays))), case.spec.temperature)
+
+
+def outputs_of(place: RankPlace, case: Case, outputs: Array) -> Array:
+    """Return the part of one process's `forward` that the rank at `place` returns."""
+    lengths = case.flat["lengths"] + (len(outputs) > len(case.flat["token_ids"]))
+    return outputs[np.repeat(case.owner % place.layout.dp == place.dp_rank, lengths)]
+
+
+def back(backend: Backend, case: Case, head: Head = "language") -> dict[str, float]:
+    """Add the gradients of this rank's part of the case, and return its sums."""
+    flat, advantages, weights = case.of(backend.place.dp_rank, backend.place.layout.dp)
+    sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
+    if head == "value":
+        return backend.forward_backward(sequences, 1.0, squared_error(flat["returns"], weights), entropy="none")
+    loss = BatchLoss(case.spec, flat, advantages, weights, "cpu")
+    return backend.forward_backward(sequences, case.spec.temperature, loss, entropy=loss.entropy)
+
+
+def squared_error(returns: Array, weights: Array) -> TokenLoss:
+    """Return the loss W (v - R)^2 / 2 of values v, for returns and weights [T]."""
+    returns_T, weights_T = torch.from_numpy(returns), torch.from_numpy(weights)
+
+    def loss(scores: Scores, _: Callable[[Tensor], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        errors = scores.outputs - returns_T[scores.tokens]
+        total = (weights_T[scores.tokens] * errors.square() / 2).sum()
+        return total, {"loss": total.detach(), "tokens": torch.tensor(len(errors))}
+
+    return loss
+
+
 def cases() -> Iterator[Case]:
     """Yield cases with four aggregations over ragged, unevenly masked samples, a rank whose tokens are all masked, an
     empty rank, sequence ratios, sequence masks and answers of a single token."""
@@ -135,6 +186,7 @@ def _case(
         "prox_logprobs": near.astype(np.float32),
         "ref_logprobs": (near + rng.normal(0, 0.2, total)).astype(np.float32),
         "versions": np.zeros(total, np.int32),
+        "returns": np.random.default_rng(seed).normal(size=total).astype(np.float32),
     }
     counts = np.array([int(each.sum()) for each in masks])
     weights = sample_weights(aggregation, counts, max_new_tokens=MAX_NEW_TOKENS)

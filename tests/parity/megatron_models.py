@@ -17,6 +17,8 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.model.load import named_weights
 from shared.ranks.layout import RankPlace
+from shared.topology.models import Head
+from shared.topology.services import Recompute
 from tests.unit.tiny_models import make_model
 
 VOCAB = 61
@@ -27,9 +29,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+CRITICS = {"qwen3-critic": {**FAMILIES["qwen3-tied"], "head": "value"}}
+"""Value models."""
+
+
+def head_of(family: str) -> Head:
+    return "value" if family in CRITICS else "language"
+
+
 def hf_model(family: str, dtype: str = "float32") -> Any:
     """Return the model of `family`, which always has the same weights. Its biases are not zero."""
-    model = make_model(**FAMILIES[family], dtype=getattr(torch, dtype))
+    model = make_model(**(FAMILIES | CRITICS)[family], dtype=getattr(torch, dtype))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -49,20 +59,25 @@ def save(family: str, folder: Path, dtype: str = "float32") -> Path:
     return target
 
 
-def options(scratch: Path, max_tokens: int = 4096, recompute: str = "none") -> BackendOptions:
+def options(
+    scratch: Path, max_tokens: int = 4096, recompute: Recompute = "none", head: Head = "language"
+) -> BackendOptions:
     own = scratch / f"of-{os.getpid()}"  # every rank is a process
-    return BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=own, recompute=recompute)  # type: ignore[arg-type]
+    return BackendOptions(max_tokens, threads=1, device="cpu", scratch=own, recompute=recompute, head=head)
 
 
 def megatron(
-    model: Path, place: RankPlace, *, dtype: str = "float32", max_tokens: int = 4096, recompute: str = "none"
+    model: Path, place: RankPlace, *, dtype: str = "float32", max_tokens: int = 4096, recompute: Recompute = "none"
 ) -> MegatronBackend:
-    return MegatronBackend(model, dtype, options(model / "scratch", max_tokens, recompute), place)
+    """Return the backend for a folder of `save`."""
+    head = head_of(model.name.rpartition("-")[0])
+    return MegatronBackend(model, dtype, options(model / "scratch", max_tokens, recompute, head), place)
 
 
 def alone(family: str, folder: Path, place: RankPlace, *, dtype: str = "float32") -> TorchBackend:
     """Return the torch backend of one process with the same weights."""
-    return TorchBackend(folder, dtype, options(folder / "scratch"), place, load=lambda _, name: hf_model(family, name))
+    own = options(folder / "scratch", head=head_of(family))
+    return TorchBackend(folder, dtype, own, place, load=lambda _, name, head: hf_model(family, name))
 
 
 def prefixes(seed: int = 3) -> list[Array]:
@@ -85,3 +100,10 @@ def plain_distributions(model: Any, temperature: float) -> Array:
     rows = [model(input_ids=torch.from_numpy(each)[None], use_cache=False).logits[0, -1] for each in prefixes()]
     found: Array = torch.cat([(row / temperature).log_softmax(-1) for row in rows]).numpy()
     return found
+
+
+@torch.no_grad()
+def plain_values(classifier: Any) -> Array:
+    """Return the values [prefixes * VOCAB] of the states after `prefixes`, from the classifier's own forward pass."""
+    rows = [classifier(input_ids=torch.from_numpy(each)[None], use_cache=False).logits[0, 0] for each in prefixes()]
+    return np.repeat(torch.stack(rows).numpy(), VOCAB)

@@ -23,8 +23,20 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.blocks import blocks_of
 from services.policy_trainer.worker.loss import BatchLoss
 from shared.ranks.layout import Layout, RankPlace
+from shared.topology.models import Head
 from shared.topology.passes import FASTEST
-from tests.parity.gradient_cases import RUNS, VOCAB, Case, cases, nothing_trained
+from tests.parity.gradient_cases import (
+    HEADS,
+    RUNS,
+    VOCAB,
+    Case,
+    back,
+    cases,
+    cases_of,
+    forward,
+    nothing_trained,
+    outputs_of,
+)
 from tests.parity.groups import run_group, sums_of
 from tests.unit.policy_trainer.training import adamw
 from tests.unit.tiny_models import make_model
@@ -40,10 +52,16 @@ MICRO_BATCH = 20
 
 
 def backend_of(
-    dtype: str, place: RankPlace, folder: Path, max_tokens: int = 4096, recompute: str = "none"
+    dtype: str,
+    place: RankPlace,
+    folder: Path,
+    max_tokens: int = 4096,
+    recompute: str = "none",
+    head: Head = "language",
 ) -> TorchBackend:
-    def load(_: Path, name: str) -> torch.nn.Module:
-        return make_model("qwen3", dtype=getattr(torch, name), head_dim=12, tie_word_embeddings=True, vocab_size=VOCAB)
+    def load(_: Path, name: str, head: Head) -> torch.nn.Module:
+        kind = getattr(torch, name)
+        return make_model("qwen3", dtype=kind, head=head, head_dim=12, tie_word_embeddings=True, vocab_size=VOCAB)
 
     options = BackendOptions(
         max_tokens=max_tokens,
@@ -52,59 +70,59 @@ def backend_of(
         scratch=folder / f"of-{os.getpid()}",
         recompute=recompute,
         passes=FASTEST,
+        head=head,
     )  # type: ignore[arg-type]
     return TorchBackend(folder, dtype, options, place, load=load, load_shapes=load)
 
 
-def gradient(backend: TorchBackend, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float], np.ndarray]:
-    """Return the whole gradients (on rank 0), this rank's sums, and the log-probs of a forward pass."""
-    flat, _, _ = case.of(backend.place.dp_rank, backend.place.layout.dp)
-    sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
-    logprobs = backend.forward(sequences, case.spec.temperature)
-    sums = back(backend, case)
+def gradient(
+    backend: TorchBackend, case: Case, head: Head = "language"
+) -> tuple[dict[str, torch.Tensor], dict[str, float], np.ndarray]:
+    """Return the whole gradients (on rank 0), this rank's sums, and the outputs of a forward pass."""
+    outputs = forward(backend, case, head)
+    sums = back(backend, case, head)
     trained = backend._trained
     found = {name: trained.whole(master.grad) for name, master in trained.masters.items()}
     backend.drop_gradients()
-    return found, sums, logprobs
-
-
-def back(backend: TorchBackend, case: Case) -> dict[str, float]:
-    flat, advantages, weights = case.of(backend.place.dp_rank, backend.place.layout.dp)
-    sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
-    loss = BatchLoss(case.spec, flat, advantages, weights, "cpu")
-    return backend.forward_backward(sequences, case.spec.temperature, loss, entropy=loss.entropy)
+    return found, sums, outputs
 
 
 def work(place: RankPlace, folder: Path) -> None:
     """Run every case, micro-batch size and precision on this rank. Rank 0 keeps the gradients."""
-    for dtype, max_tokens in RUNS:
-        backend = backend_of(dtype, place, folder, max_tokens, "layers" if max_tokens == 30 else "none")
-        for case in cases():
-            found, sums, logprobs = gradient(backend, case)
+    backends = {}
+    for head, (dtype, max_tokens) in itertools.product(HEADS, RUNS):
+        backend = backend_of(dtype, place, folder, max_tokens, "layers" if max_tokens == 30 else "none", head)
+        backends[head] = backend
+        for case in cases_of(head):
+            found, sums, outputs = gradient(backend, case, head)
             out = {f"grad/{name}": value for name, value in found.items() if place.rank == 0}
             out |= {f"sum/{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
-            out["logprobs"] = torch.from_numpy(logprobs.copy())
-            save_file(out, folder / f"rank-{place.rank}" / f"{dtype}-{max_tokens}-{case.name}.safetensors")
-    for case in nothing_trained():
+            out["outputs"] = torch.from_numpy(outputs.copy())
+            save_file(out, folder / f"rank-{place.rank}" / f"{head}-{dtype}-{max_tokens}-{case.name}.safetensors")
+    for head, case in itertools.product(HEADS, nothing_trained()):
+        backend = backends[head]
         before = backend.state().weights
-        back(backend, case)
+        back(backend, case, head)
         assert backend.step(1, adamw()) == 0
         assert all(torch.equal(value, before[name]) for name, value in backend.state().weights.items())
+    critic = backend_of("bfloat16", place, folder, head="value")
+    values = torch.from_numpy(forward(critic, cases_of("value")[0], "value"))
+    assert not (values.bfloat16() == values)[values != 0].any()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_equal_those_of_one_process_and_one_micro_batch(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     run_group("tests.parity.test_gradients_torch:work", layout, tmp_path / name)
-    for dtype, limit in LIMITS.items():
-        alone = backend_of(dtype, ALONE, tmp_path)
-        for case in cases():
-            expected, sums, logprobs = gradient(alone, case)
+    for head, (dtype, limit) in itertools.product(HEADS, LIMITS.items()):
+        alone = backend_of(dtype, ALONE, tmp_path, head=head)
+        for case in cases_of(head):
+            expected, sums, outputs = gradient(alone, case, head)
             scale = max(float(value.abs().max()) for value in expected.values())
             assert scale > 1e-4
-            assert 0 < sums["masked"] < sums["tokens"] or not case.spec.ratio_mask
+            assert head == "value" or 0 < sums["masked"] < sums["tokens"] or not case.spec.ratio_mask
             for max_tokens in (size for precision, size in RUNS if precision == dtype):
-                label = f"{dtype}-{max_tokens}-{case.name}"
+                label = f"{head}-{dtype}-{max_tokens}-{case.name}"
                 parts = [
                     load_file(tmp_path / name / f"rank-{rank}" / f"{label}.safetensors")
                     for rank in range(layout.world_size)
@@ -113,8 +131,11 @@ def test_gradients_equal_those_of_one_process_and_one_micro_batch(name: str, tmp
                     error = float((parts[0][f"grad/{weight}"] - value).abs().max()) / scale
                     assert error <= limit, f"{label} {weight}: {error:.2e}"
                 assert sums_of(parts) == pytest.approx(sums, rel=1e-5, abs=1e-6), label
-                _importance_agrees(case, sums_of(parts))
-                _logprobs_agree(case, layout, parts, logprobs)
+                if head == "language":
+                    _importance_agrees(case, sums_of(parts))
+                for rank, part in enumerate(parts):
+                    mine = outputs_of(layout.place(rank), case, outputs)
+                    assert np.abs(part["outputs"].numpy() - mine).max(initial=0.0) <= 1e-5
 
 
 class ReduceScatters(TorchDispatchMode):
@@ -212,20 +233,14 @@ def _importance_agrees(case: Case, sums: dict[str, float]) -> None:
     assert ("rollout/is_capped_fraction" in row) == (case.spec.tis_cap > 0)
 
 
-def _logprobs_agree(case: Case, layout: Layout, parts: list[dict[str, torch.Tensor]], expected: np.ndarray) -> None:
-    for rank, part in enumerate(parts):
-        mine = np.repeat(case.owner % layout.dp == layout.place(rank).dp_rank, case.flat["lengths"])
-        assert np.abs(part["logprobs"].numpy() - expected[mine]).max(initial=0.0) <= 1e-5
-
-
 def test_gradients_are_the_same_at_every_micro_batch_size(tmp_path: Path) -> None:
-    whole = backend_of("float64", ALONE, tmp_path)
-    for case in cases():
-        expected, sums, _ = gradient(whole, case)
+    whole = {head: backend_of("float64", ALONE, tmp_path, head=head) for head in HEADS}
+    for head, case in ((each, case) for each in HEADS for case in cases_of(each)):
+        expected, sums, _ = gradient(whole[head], case, head)
         scale = max(float(value.abs().max()) for value in expected.values())
         longest, total = int(case.flat["lengths"].max()), int(case.flat["lengths"].sum())
         for max_tokens in range(longest, total, 13):
-            found, again, _ = gradient(backend_of("float64", ALONE, tmp_path, max_tokens), case)
+            found, again, _ = gradient(backend_of("float64", ALONE, tmp_path, max_tokens, head=head), case, head)
             worst = max(float((found[name] - value).abs().max()) for name, value in expected.items())
             assert worst / scale <= LIMITS["float64"], f"{case.name} in micro-batches of {max_tokens}"
             assert again == pytest.approx(sums, rel=1e-6)

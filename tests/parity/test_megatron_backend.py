@@ -19,16 +19,18 @@ from shared.megatron.cpu_shims import megatron_device
 from shared.model.logprobs import Scores
 from shared.ranks.layout import Layout, RankPlace
 from shared.rpc.errors import RpcError
-from tests.parity.gradient_cases import Case, cases
+from tests.parity.gradient_cases import Case, back, cases
 from tests.parity.groups import run_group
-from tests.parity.megatron_models import every_next_token, megatron, plain_distributions, save
-from tests.parity.test_megatron_gradients import TRAINING, back
+from tests.parity.megatron_models import every_next_token, megatron, plain_distributions, prefixes, save
+from tests.parity.test_megatron_gradients import TRAINING
 from tests.unit.policy_trainer.test_host_waits import Waits
 from tests.unit.policy_trainer.training import adamw
 
 pytestmark = pytest.mark.timeout(300)
 
 FAMILY = "llama-untied"
+CRITIC = "qwen3-critic"
+MODELS = ((FAMILY, "float32"), (FAMILY, "bfloat16"), (CRITIC, "bfloat16"))
 
 
 def same(left: TrainingState, right: TrainingState) -> bool:
@@ -41,7 +43,7 @@ def same(left: TrainingState, right: TrainingState) -> bool:
 def train(backend: MegatronBackend, steps: range) -> None:
     batches = list(cases())
     for step in steps:
-        back(backend, batches[step])
+        back(backend, batches[step], backend._options.head)
         backend.step(step, adamw(step, **TRAINING))
 
 
@@ -53,14 +55,15 @@ def resumed_has_the_same_bits(model: Path, dtype: str, place: RankPlace, folder:
     if place.rank == 0:
         assert ("master/model.norm.weight" in state.optimizer) == (dtype == "bfloat16")
         assert state.weights["model.norm.weight"].dtype == getattr(torch, dtype)
-        save_file(state.weights, folder / f"{dtype}-weights")
-        save_file(state.optimizer, folder / f"{dtype}-optimizer")
+        save_file(state.weights, folder / f"{model.name}-weights")
+        save_file(state.optimizer, folder / f"{model.name}-optimizer")
     else:
         assert not state.weights
         assert not state.optimizer
     torch.distributed.barrier()
     other = megatron(model, place, dtype=dtype)
-    other.load_state(TrainingState(load_file(folder / f"{dtype}-weights"), load_file(folder / f"{dtype}-optimizer")))
+    written = (load_file(folder / f"{model.name}-{each}") for each in ("weights", "optimizer"))
+    other.load_state(TrainingState(*written))
     assert same(other.state(), state)
     train(backend, range(3, 5))
     train(other, range(3, 5))
@@ -117,10 +120,18 @@ def a_head_in_blocks_changes_nothing(model: Path, place: RankPlace, folder: Path
         np.testing.assert_allclose(blocks[name], value, rtol=1e-4, atol=1e-5)
 
 
+def values_are_not_rounded(model: Path, place: RankPlace) -> None:
+    critic = megatron(model, place, dtype="bfloat16")
+    values = torch.from_numpy(critic.forward(every_next_token(), 1.0)[every_next_token().loss_mask == 1])
+    assert values.unique().numel() == len(prefixes())
+    assert not (values.bfloat16() == values).any()
+
+
 def work(place: RankPlace, folder: Path) -> None:
     models = folder.parent / "models"
-    for dtype in ("float32", "bfloat16"):
-        resumed_has_the_same_bits(models / f"{FAMILY}-{dtype}", dtype, place, folder)
+    for family, dtype in MODELS:
+        resumed_has_the_same_bits(models / f"{family}-{dtype}", dtype, place, folder)
+    values_are_not_rounded(models / f"{CRITIC}-bfloat16", place)
     model = models / f"{FAMILY}-float32"
     moving_changes_no_bit(model, place)
     what_is_wrong_is_refused(model, place)
@@ -136,8 +147,8 @@ def work(place: RankPlace, folder: Path) -> None:
 
 
 def test_megatron_resumes_moves_refuses_and_exports(tmp_path: Path) -> None:
-    for dtype in ("float32", "bfloat16"):
-        save(FAMILY, tmp_path / "models", dtype)
+    for family, dtype in MODELS:
+        save(family, tmp_path / "models", dtype)
     run_group("tests.parity.test_megatron_backend:work", Layout(4, tp=2), tmp_path / "tp2xdp2")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "tp2xdp2" / "export").eval()
     assert exported.dtype == torch.float32

@@ -3,6 +3,7 @@ process and one micro-batch. The same holds for norms, updates and optimizer sta
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.policy_trainer.worker.backend import Sequences
-from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.loss import BatchLoss
-from services.policy_trainer.worker.megatron.backend import MegatronBackend
+from services.policy_trainer.worker.backend import TrainingState
 from shared.megatron.cpu_shims import megatron_device
 from shared.ranks.layout import Layout, RankPlace
-from tests.parity.gradient_cases import RUNS, Case, cases, nothing_trained
+from shared.topology.services import Recompute
+from tests.parity.gradient_cases import RUNS, back, cases_of, forward, nothing_trained, outputs_of
 from tests.parity.groups import run_group, sums_of
-from tests.parity.megatron_models import alone, megatron, save
+from tests.parity.megatron_models import alone, head_of, megatron, save
 from tests.unit.policy_trainer.training import adamw
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,49 +31,46 @@ LAYOUTS = {
     "dp2xcp2": Layout(4, cp=2),
 }
 PRODUCTS = {"dp2xtp2": Layout(4, tp=2), "dp2xpp2": Layout(4, pp=2), "tp2xpp2": Layout(4, tp=2, pp=2)}
-FAMILY = "qwen3-tied"
+MODELS = ("qwen3-tied", "qwen3-critic")
 ALONE = Layout(1).place(0)
 # With a smaller eps, AdamW's first updates have full size even where a gradient is only a rounding error.
 TRAINING = {"clip_norm": 0.05, "weight_decay": 0.1, "warmup_steps": 2, "lr": 3e-3, "eps": 1e-5}
 
 
-def back(backend: MegatronBackend | TorchBackend, case: Case) -> dict[str, float]:
-    place = backend.place
-    flat, advantages, weights = case.of(place.dp_rank, place.layout.dp)
-    sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
-    loss = BatchLoss(case.spec, flat, advantages, weights, "cpu")
-    return backend.forward_backward(sequences, case.spec.temperature, loss, entropy=loss.entropy)
-
-
 def work(place: RankPlace, folder: Path) -> None:
+    for family in MODELS:
+        work_on(family, place, folder)
+
+
+def work_on(family: str, place: RankPlace, folder: Path) -> None:
     """Run every case in both precisions, whole and in small micro-batches, and then three updates."""
-    models, mine = folder.parent / "models", folder / f"rank-{place.rank}"
+    models, mine, head = folder.parent / "models", folder / f"rank-{place.rank}", head_of(family)
     for dtype, max_tokens in RUNS:
-        recompute = "layers" if max_tokens == 30 else "none"
-        backend = megatron(models / f"{FAMILY}-{dtype}", place, dtype=dtype, max_tokens=max_tokens, recompute=recompute)
-        for case in cases():
-            sums = back(backend, case)
+        recompute: Recompute = "layers" if max_tokens == 30 else "none"
+        backend = megatron(models / f"{family}-{dtype}", place, dtype=dtype, max_tokens=max_tokens, recompute=recompute)
+        for case in cases_of(head):
+            sums = back(backend, case, head)
             with megatron_device():
                 backend._trained.reduce()
                 out = {f"grad/{name}": each for name, each in backend._trained.gradients().items()}
             backend.drop_gradients()
             out |= {f"sum/{name}": torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
-            save_file(out, mine / f"{dtype}-{max_tokens}-{case.name}.safetensors")
+            save_file(out, mine / f"{family}-{dtype}-{max_tokens}-{case.name}.safetensors")
     for case in nothing_trained():
         before = backend.state().weights
-        back(backend, case)
+        back(backend, case, head)
         assert backend.step(1, adamw()) == 0
         assert all(torch.equal(value, before[name]) for name, value in backend.state().weights.items())
-    backend = megatron(models / f"{FAMILY}-float32", place, max_tokens=60)
+    backend = megatron(models / f"{family}-float32", place, max_tokens=60)
     norms = []
-    for step, case in enumerate(list(cases())[:3], start=1):
-        back(backend, case)
+    for step, case in enumerate(cases_of(head)[:3], start=1):
+        back(backend, case, head)
         norms.append(backend.step(step, adamw(step, **TRAINING)))
     state = backend.state()
-    again = megatron(models / f"{FAMILY}-float32", place, max_tokens=60)
+    again = megatron(models / f"{family}-float32", place, max_tokens=60)
     given = (
-        load_file(folder.parent / "torch-weights.safetensors"),
-        load_file(folder.parent / "torch-optimizer.safetensors"),
+        load_file(folder.parent / f"{family}-weights.safetensors"),
+        load_file(folder.parent / f"{family}-optimizer.safetensors"),
     )
     again.load_state(type(state)(*given))
     returned = again.state()
@@ -82,28 +78,45 @@ def work(place: RankPlace, folder: Path) -> None:
     out |= {f"optimizer/{name}": each for name, each in state.optimizer.items()}
     out |= {f"returned-weights/{name}": each for name, each in returned.weights.items()}
     out |= {f"returned-optimizer/{name}": each for name, each in returned.optimizer.items()}
-    save_file(out | {"norms": torch.tensor(norms, dtype=torch.float64)}, mine / "trained.safetensors")
+    out["norms"] = torch.tensor(norms, dtype=torch.float64)
+    out["outputs"] = torch.from_numpy(forward(again, cases_of(head)[0], head))
+    save_file(out, mine / f"{family}.safetensors")
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.long) for each in PRODUCTS)])
 def test_gradients_updates_and_states_equal_those_of_one_torch_process(name: str, tmp_path: Path) -> None:
     layout = (LAYOUTS | PRODUCTS)[name]
-    models = {dtype: save(FAMILY, tmp_path / "models", dtype) for dtype in LIMITS}
-    trained = alone(FAMILY, models["float32"], ALONE)
-    norms = []
-    for step, case in enumerate(list(cases())[:3], start=1):
-        back(trained, case)
-        norms.append(trained.step(step, adamw(step, **TRAINING)))
-    state = trained.state()
-    save_file(state.weights, tmp_path / "torch-weights.safetensors")
-    save_file(state.optimizer, tmp_path / "torch-optimizer.safetensors")
-
+    for family, dtype in itertools.product(MODELS, LIMITS):
+        save(family, tmp_path / "models", dtype)
+    trained = {family: _trained(family, tmp_path) for family in MODELS}
     run_group("tests.parity.test_megatron_gradients:work", layout, tmp_path / name)
     ranks = [tmp_path / name / f"rank-{rank}" for rank in range(layout.world_size)]
-    for dtype, limit in LIMITS.items():
-        _gradients_equal(dtype, limit, models[dtype], ranks)
+    for family in MODELS:
+        for dtype, limit in LIMITS.items():
+            _gradients_equal(family, dtype, limit, tmp_path / "models" / f"{family}-{dtype}", ranks)
+        norms, state, outputs = trained[family]
+        found = [load_file(rank / f"{family}.safetensors") for rank in ranks]
+        _updates_equal(norms, state, found)
+        for rank, each in enumerate(found):
+            mine = outputs_of(layout.place(rank), cases_of(head_of(family))[0], outputs)
+            assert np.abs(each["outputs"].numpy() - mine).max() <= 1e-5
 
-    found = [load_file(rank / "trained.safetensors") for rank in ranks]
+
+def _trained(family: str, folder: Path) -> tuple[list[float], TrainingState, np.ndarray]:
+    """Return the norms of three updates of the torch backend, its state, and the outputs of a forward pass. Save the
+    state."""
+    head, norms = head_of(family), []
+    backend = alone(family, folder / "models" / f"{family}-float32", ALONE)
+    for step, case in enumerate(cases_of(head)[:3], start=1):
+        back(backend, case, head)
+        norms.append(backend.step(step, adamw(step, **TRAINING)))
+    state = backend.state()
+    save_file(state.weights, folder / f"{family}-weights.safetensors")
+    save_file(state.optimizer, folder / f"{family}-optimizer.safetensors")
+    return norms, state, forward(backend, cases_of(head)[0], head)
+
+
+def _updates_equal(norms: list[float], state: TrainingState, found: list[dict[str, torch.Tensor]]) -> None:
     for each in found:
         np.testing.assert_allclose(each["norms"].numpy(), norms, rtol=1e-5)
     assert min(norms) > TRAINING["clip_norm"]
@@ -118,16 +131,16 @@ def test_gradients_updates_and_states_equal_those_of_one_torch_process(name: str
     assert {key for key in first if key.startswith("optimizer/")} == {f"optimizer/{slot}" for slot in state.optimizer}
 
 
-def _gradients_equal(dtype: str, limit: float, model: Path, ranks: list[Path]) -> None:
-    plain = alone(FAMILY, model, ALONE, dtype=dtype)
-    for case in cases():
-        sums = back(plain, case)
+def _gradients_equal(family: str, dtype: str, limit: float, model: Path, ranks: list[Path]) -> None:
+    plain, head = alone(family, model, ALONE, dtype=dtype), head_of(family)
+    for case in cases_of(head):
+        sums = back(plain, case, head)
         expected = {name: master.grad.clone() for name, master in plain._trained.masters.items()}
         plain.drop_gradients()
         scale = max(float(value.abs().max()) for value in expected.values())
         assert scale > 1e-4
         for max_tokens in (size for precision, size in RUNS if precision == dtype):
-            label = f"{dtype}-{max_tokens}-{case.name}"
+            label = f"{family}-{dtype}-{max_tokens}-{case.name}"
             parts = [load_file(rank / f"{label}.safetensors") for rank in ranks]
             assert {key for key in parts[0] if key.startswith("grad/")} == {f"grad/{weight}" for weight in expected}
             for weight, value in expected.items():

@@ -16,10 +16,9 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
 from shared.megatron.cpu_shims import megatron_device
 from shared.ranks.layout import Layout, RankPlace
-from tests.parity.gradient_cases import Case, cases
+from tests.parity.gradient_cases import Case, back, cases
 from tests.parity.groups import run_group
 from tests.parity.megatron_models import alone, megatron, save
-from tests.parity.test_megatron_gradients import back
 from tests.unit.policy_trainer.training import adamw
 
 pytestmark = pytest.mark.timeout(300)

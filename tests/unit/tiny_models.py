@@ -109,7 +109,7 @@ def plain_values(model: Any, ids: Array, lengths: Array, mask: Array) -> torch.T
     start = 0
     for length in lengths.tolist():
         row = torch.from_numpy(ids[start : start + length].astype(np.int64))
-        hidden = model.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0, :-1]
+        hidden = model.model(input_ids=row[None], use_cache=False).last_hidden_state[0, :-1]
         parts += [hidden.new_zeros(1), hidden @ model.score.weight[0]]
         start += length
     return torch.cat(parts) * torch.from_numpy(mask).to(parts[0].dtype)

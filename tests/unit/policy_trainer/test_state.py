@@ -41,6 +41,7 @@ from shared.batch import Batch
 from shared.rpc.errors import RpcError
 from shared.rundir import checkpoint_steps
 from shared.stages import PROXIMAL, ROLLOUT
+from shared.topology.models import Head
 from tests.keys import SAMPLED
 from tests.unit.policy_trainer.training import accumulate, adamw, one_rank
 from tests.unit.scheduler.bench import CANARY, STORE, Bench, plan
@@ -56,8 +57,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def backend(folder: Path, dtype: str = "float32") -> TorchBackend:
-    return one_rank(folder, dtype, max_tokens=4096)
+def backend(folder: Path, dtype: str = "float32", head: Head = "language") -> TorchBackend:
+    return one_rank(folder, dtype, max_tokens=4096, head=head)
 
 
 def train(made: TorchBackend, step: int, lr: float = 1e-2) -> None:
@@ -84,14 +85,17 @@ def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_from_a_checkpoint_ends_with_the_same_bits(folder: Path, tmp_path: Path, dtype: str) -> None:
-    straight = backend(folder, dtype)
+@pytest.mark.parametrize(("dtype", "head"), [("float32", "language"), ("bfloat16", "language"), ("bfloat16", "value")])
+def test_training_from_a_checkpoint_ends_with_the_same_bits(
+    folder: Path, tmp_path: Path, dtype: str, head: Head
+) -> None:
+    straight = backend(folder, dtype, head)
     for step in (1, 2, 3):
         train(straight, step)
     checkpoint.save(tmp_path / "c", state(straight, 3))
-    resumed = backend(folder, dtype)
+    resumed = backend(folder, dtype, head)
     loaded = checkpoint.load(tmp_path / "c", 3)
+    assert ("score.weight" in loaded.weights) == (head == "value")
     resumed.load_state(TrainingState(loaded.weights, loaded.optimizer))
     for step in (4, 5, 6):
         train(straight, step)

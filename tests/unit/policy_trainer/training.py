@@ -17,6 +17,7 @@ from services.policy_trainer.worker.loss import BatchLoss
 from services.policy_trainer.worker.losses.tokens import TokenData
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
+from shared.topology.models import Head
 from shared.topology.passes import FASTEST
 
 
@@ -25,11 +26,10 @@ def adamw(step: int = 1, **options: Any) -> AdamW:
     return optimizer_numbers(Optimizer(**{"lr": 1e-3, **options}), step)
 
 
-def one_rank(folder: Path, dtype: str, *, max_tokens: int) -> TorchBackend:
+def one_rank(folder: Path, dtype: str, *, max_tokens: int, head: Head = "language") -> TorchBackend:
     """Return a backend on the CPU for the model in `folder`."""
-    options = BackendOptions(
-        max_tokens=max_tokens, threads=1, device="cpu", scratch=folder / "offloaded", passes=FASTEST
-    )
+    scratch = folder / "offloaded"
+    options = BackendOptions(max_tokens, threads=1, device="cpu", scratch=scratch, passes=FASTEST, head=head)
     return TorchBackend(folder, dtype, options, Layout(1).place(0))
 
 

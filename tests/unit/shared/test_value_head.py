@@ -25,11 +25,13 @@ from tests.unit.shared.test_model_load import with_copy
 from tests.unit.tiny_models import SIZES, make_model, plain_values, ragged, with_ends
 
 QWEN3: dict[str, Any] = {"head_dim": 12, "tie_word_embeddings": True}
-LAYOUTS = {
-    "packed": FASTEST,
-    "packed, whole head": Passes(sequences="packed"),
-    "padded": Passes(sequences="padded"),
-    "single": Passes(),
+LLAMA4: dict[str, Any] = {"head_dim": 12, "num_local_experts": 2, "intermediate_size_mlp": 64}
+LAYOUTS: dict[str, tuple[Passes, str, dict[str, Any]]] = {
+    "packed": (FASTEST, "qwen3", QWEN3),
+    "packed, whole head": (Passes(sequences="packed"), "qwen3", QWEN3),
+    "padded": (Passes(sequences="padded"), "qwen3", QWEN3),
+    "single": (Passes(), "qwen3", QWEN3),
+    "a base model that the class does not name": (Passes(), "llama4_text", LLAMA4),
 }
 
 
@@ -90,6 +92,17 @@ def test_megatron_ranks_start_with_the_weights_of_the_torch_model(language: Path
     expected, pieces = named_weights(load_model(language, "float32", "value")), pieces_of(language)
     assert pieces.keys() == expected.keys()
     assert all(torch.equal(pieces[name], value) for name, value in expected.items())
+
+
+def test_a_head_of_another_name_is_reported_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = reward_model(tmp_path)
+    capfd.readouterr()
+    load_model(folder, "float32", "value")
+    assert (capfd.readouterr().err, caplog.messages) == ("", [])
+    load_model(with_tensor(folder, "v_head.summary.weight", torch.ones(1, 48)), "float32", "value")
+    assert caplog.messages == [f"model {folder}: weights without use: v_head.summary.weight"]
 
 
 def test_a_bias_of_zero_is_dropped(tmp_path: Path) -> None:
@@ -165,7 +178,8 @@ def test_shapes_are_those_of_the_weights_and_name_the_class_that_loads_them(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_and_gradients_equal_those_of_single_sequences(layout: str) -> None:
-    model = make_model("qwen3", dtype=torch.float64, passes=LAYOUTS[layout], head="value", **QWEN3)
+    passes, kind, options = LAYOUTS[layout]
+    model = make_model(kind, dtype=torch.float64, passes=passes, head="value", **options)
     given = with_ends(*ragged())
     weights = torch.from_numpy(np.random.default_rng(1).normal(size=len(given[0])))
     expected = plain_values(model, *given)

@@ -33,8 +33,7 @@ from shared.topology.fields import Section
 from shared.topology.passes import FASTEST
 from shared.topology.schema import Reward
 from shared.topology.service_checks import UNSUPPORTED
-from tests.parity.gradient_cases import cases
-from tests.parity.test_gradients_torch import back
+from tests.parity.gradient_cases import back, cases
 from tests.unit.policy_trainer.test_algorithm_keys import CHANGES as ALGORITHM
 from tests.unit.policy_trainer.training import adamw
 from tests.unit.shared.topology.small_topology import BASE, make, write
@@ -590,7 +589,7 @@ async def scores(reward: Reward) -> list[float | None]:
 def trained(folder: Path, **given: Any) -> dict[str, torch.Tensor]:
     """Return the weights after two updates with these optimizer settings."""
 
-    def small(_: Path, dtype: str) -> torch.nn.Module:
+    def small(_: Path, dtype: str, head: str) -> torch.nn.Module:
         return make_model("qwen3", dtype=getattr(torch, dtype), head_dim=12, tie_word_embeddings=True, vocab_size=61)
 
     options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=folder, recompute="none", passes=FASTEST)
