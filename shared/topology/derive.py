@@ -26,8 +26,9 @@ _STD_EPSILON = 1e-6
 
 
 def fill(data: dict[str, Any]) -> None:
-    """Set in place mini_batch_tasks, omitted options of advantage, loss and critic, services.critic and reference,
-    rollout.block_tasks, rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference that is refreshed."""
+    """Set in place mini_batch_tasks, omitted options of advantage, loss and critic, services.critic,
+    services.reference, rollout.block_tasks, rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference
+    that is refreshed."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
         return
@@ -128,8 +129,9 @@ def _fill_critic(data: dict[str, Any], algorithm: dict[str, Any], services: dict
         for key in keys:
             if critic.get(key) is None and isinstance(section, dict) and section.get(key) is not None:
                 critic[key] = section[key]
-    if services.get("critic") is None:
-        services["critic"] = copy.deepcopy(services.get("policy-trainer") or {})
+    trainer, own = services.get("policy-trainer") or {}, services.get("critic") or {}
+    if isinstance(trainer, dict) and isinstance(own, dict):
+        services["critic"] = {**copy.deepcopy(trainer), **own}
 
 
 def _fill_advantage(algorithm: dict[str, Any]) -> None:
