@@ -1,4 +1,5 @@
-"""The sections `algorithm`, `optimizer` and `critic`, which define what a training step computes, not where it runs."""
+"""The sections `algorithm`, `optimizer` and `critic`, which define what a training step computes but not where it
+runs."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ _STD_EPSILON = 1e-6
 
 
 def fill(data: dict[str, Any]) -> None:
-    """Set in place mini_batch_tasks, omitted options of advantage, loss and critic, services.critic,
-    services.reference, rollout.block_tasks, rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference
-    that is refreshed."""
+    """Set in place mini_batch_tasks, omitted options of advantage, loss and critic, services.critic and reference,
+    rollout.block_tasks, rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference that is
+    refreshed."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
         return
@@ -123,12 +123,17 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
 
 def _fill_critic(data: dict[str, Any], algorithm: dict[str, Any], services: dict[str, Any]) -> None:
     critic, policy = data.get("critic"), data.get("policy")
-    if not isinstance(critic, dict):
+    if not isinstance(critic, dict) or not isinstance(policy, dict):
         return
-    for section, keys in ((policy, ("model", "dtype")), (algorithm, ("mini_batch_tasks", "num_iterations"))):
-        for key in keys:
-            if critic.get(key) is None and isinstance(section, dict) and section.get(key) is not None:
-                critic[key] = section[key]
+    defaults = {
+        "model": policy.get("model"),
+        "dtype": policy.get("dtype", "float32"),
+        "mini_batch_tasks": algorithm.get("mini_batch_tasks"),
+        "num_iterations": algorithm.get("num_iterations", 1),
+    }
+    for key, value in defaults.items():
+        if critic.get(key) is None and value is not None:
+            critic[key] = value
     trainer, own = services.get("policy-trainer") or {}, services.get("critic") or {}
     if isinstance(trainer, dict) and isinstance(own, dict):
         services["critic"] = {**copy.deepcopy(trainer), **own}

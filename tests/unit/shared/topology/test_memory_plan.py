@@ -31,7 +31,7 @@ from shared.topology.memory_plan import (
     training_parts,
     uses,
 )
-from shared.topology.model_files import parameter_count
+from shared.topology.model_files import named_shapes, parameter_count
 from shared.topology.passes import FASTEST
 from tests.unit.policy_trainer.test_host_waits import gradient
 from tests.unit.policy_trainer.training import adamw
@@ -191,6 +191,48 @@ def test_parameters_are_counted_in_the_indexed_files_without_a_stored_copy_of_a_
     assert parameter_count(str(tmp_path)) == 1600
     config.write_text('{"tie_word_embeddings": true}')
     assert parameter_count(str(tmp_path)) == 800
+
+
+def test_a_value_head_takes_the_place_of_the_output_layer_and_a_tied_embedding_stays(tmp_path: Path) -> None:
+    embedding, head = {"model.embed_tokens.weight": [100, 8]}, {"lm_head.weight": [100, 8]}
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    for stored in (embedding | head, embedding, embedding | {"score.weight": [1, 8], "score.bias": [1]}):
+        write_header(tmp_path / "model.safetensors", stored)
+        assert parameter_count(str(tmp_path), "value") == 800 + 8
+    config.write_text('{"tie_word_embeddings": true, "hidden_size": 8}')
+    write_header(tmp_path / "model.safetensors", embedding | head)
+    assert parameter_count(str(tmp_path), "value") == 800 + 8
+    write_header(tmp_path / "model.safetensors", {"gpt_neox.embed_in.weight": [100, 8], "embed_out.weight": [100, 8]})
+    assert named_shapes(str(tmp_path), "value") == {"gpt_neox.embed_in.weight": [100, 8], "score.weight": [1, 8]}
+    write_header(tmp_path / "model.safetensors", {"tok_embeddings.weight": [100, 8], "output.weight": [100, 8]})
+    assert named_shapes(str(tmp_path), "value") == {"tok_embeddings.weight": [100, 8], "score.weight": [1, 8]}
+
+
+def test_a_critic_of_another_size_is_planned_with_its_own_number_of_parameters(
+    half_b: Path, one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    critic = (f"critic={{model: {half_b}, dtype: float32, optimizer: {{lr: 1.0e-3}}}}", "algorithm.advantage.name=gae")
+    given = on_gpus(one_and_a_half_b, "services.policy-trainer.gpus=1", "policy.passes={}", "critic.passes={}", *critic)
+    counts = parameter_counts(given)
+    assert counts == {
+        "policy": parameter_count(str(one_and_a_half_b)),
+        "critic": parameter_count(str(half_b)) + 896,  # these models' output layers are tied
+    }
+    held = per_process(given, counts)
+    assert held["policy-trainer-worker", 0] == 18 * counts["policy"]
+    assert held["critic", 0] == 16 * counts["critic"]
+    every = {(use.key[0], use.what): use for use in uses(given, counts, visible_gpus(given), 1000)}
+    assert ("policy-trainer-worker", "logits") in every
+    assert not {("critic", "logits"), ("critic", "publishing")} & every.keys()
+    assert every["critic", "saving"].nbytes == 12 * counts["critic"]
+    assert every["critic", "weights"].place.gpu == "1"
+    monkeypatch.setattr(preflight, "host_bytes", lambda: 1000 * GIB)
+    monkeypatch.setattr(preflight, "gpu_bytes", lambda: {"0": 80 * GIB, "1": 6 * GIB, "2": 80 * GIB})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    [line] = refusals(given)
+    assert line.startswith("t.yaml: critic.model: its training takes 7.4 GiB of the memory of GPU 1, which has 6.0 GiB")
+    assert line.endswith("; services.critic.gpus: 2 would fit")
 
 
 def test_a_model_without_weights_cannot_be_measured(tmp_path: Path) -> None:
