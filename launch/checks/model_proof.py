@@ -23,7 +23,8 @@ from launch.processes.programs import ROOT, child_environment
 from shared.topology import Topology
 from shared.topology.capacity import max_sample_tokens
 from shared.topology.model_files import AnswerEnds
-from shared.topology.passes import Passes, Verdict, exceeds
+from shared.topology.models import TrainedModel
+from shared.topology.passes import Verdict, exceeds
 
 T = TypeVar("T")
 LIMIT_CPU_S, LIMIT_S, LIMIT_BYTES = 30, 300.0, 2 * 1024**3
@@ -32,20 +33,20 @@ _NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of config.json on which no result depends."""
 
 
-def prove(topology: Topology) -> Verdict:
-    """Return the proof for the topology's model. Raises OSError or ValueError if its config.json cannot be read."""
-    folder = Path(topology.policy.model)
-    config = json.loads((folder / "config.json").read_bytes())
+def prove(topology: Topology, model: TrainedModel) -> Verdict:
+    """Return the proof for a trained model of the topology. Raises OSError or ValueError if its config.json cannot be
+    read."""
+    config = json.loads((model.folder / "config.json").read_bytes())
     longest = _longest(topology)
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
-    file = cache / f"{_key(config, longest, topology)}.json"
+    file = cache / f"{_key(config, longest, model.settings.device)}.json"
     try:
         return msgspec.structs.replace(msgspec.json.decode(file.read_bytes(), type=Verdict), cpu_s=None)
     except (OSError, msgspec.DecodeError):
         pass  # It is not known yet.
-    verdict = compute(folder, longest)
+    verdict = compute(model.folder, longest)
     if isinstance(verdict, str):
-        return Verdict(reasons=[f"no proof: {verdict}"], model=folder.name)
+        return Verdict(reasons=[f"no proof: {verdict}"], model=model.folder.name)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
@@ -56,15 +57,16 @@ def prove(topology: Topology) -> Verdict:
     return verdict
 
 
-def problems(proof: Verdict, wanted: Passes | None) -> list[str]:
-    """Return the reasons why a run cannot use the model, or the `wanted` passes."""
+def problems(proof: Verdict, model: TrainedModel) -> list[str]:
+    """Return the reasons why a run cannot train the model, or not with the passes that the topology names."""
+    name, wanted = model.name, model.passes
     if proof.refused:
         return [
-            f"policy.model: {proof.model} cannot be trained: {proof.refused}; use another model or, if its attention "
+            f"{name}.model: {proof.model} cannot be trained: {proof.refused}; use another model or, if its attention "
             "changes beyond a length, keep samples below it (data.train.max_prompt_tokens, sampling.max_new_tokens)"
         ]
     return [
-        f"policy.passes.{key}: {getattr(wanted, key)} is not proved for {proof.model}; use {getattr(proof.passes, key)}"
+        f"{name}.passes.{key}: {getattr(wanted, key)} is not proved for {proof.model}; use {getattr(proof.passes, key)}"
         for key in (exceeds(wanted, proof.passes) if wanted is not None else ())
     ]
 
@@ -81,12 +83,11 @@ def _longest(topology: Topology) -> int | None:
     return None if prompt is None and topology.workflow is None else max_sample_tokens(topology, prompt or 0)
 
 
-def _key(config: dict[str, Any], longest: int | None, topology: Topology) -> str:
+def _key(config: dict[str, Any], longest: int | None, device: str) -> str:
     settings = {name: value for name, value in config.items() if name not in _NAMES}
     code = hashlib.sha256()
     for file in sorted((ROOT / "shared" / "model").glob("*.py")):
         code.update(file.read_bytes())
-    device = topology.services.policy_trainer.device
     parts = [settings, longest, version("torch"), version("transformers"), code.hexdigest(), device]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

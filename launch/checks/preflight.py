@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from launch.checks import functions, model_proof, rewards
+from launch.checks import critic, functions, model_proof, rewards
 from launch.checks.findings import Findings
 from launch.processes.plan import gpus_described, gpus_wanted, own_gpus, visible_gpus
 from services.tracker.exporter import REMEDY, missing
@@ -31,11 +31,14 @@ from shared.topology import (
     snapshot_bytes,
     tied_weights,
 )
-from shared.topology.capacity import rows_problem
+from shared.topology.capacity import parameter_counts, rows_problem
 from shared.topology.document import dotted
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import MemoryPlace
+from shared.topology.model_files import vocabulary
+from shared.topology.models import POLICY
 from shared.topology.monitor import split_address, token_problems
+from shared.topology.passes import Passes, Verdict
 
 NO_ROWS: Mapping[str, RowDigests] = MappingProxyType({})
 SHOWN_ROWS = 3
@@ -59,21 +62,27 @@ def check(topology: Topology, file: str, begun: Mapping[str, RowDigests] = NO_RO
 
 
 def prove(topology: Topology, findings: Findings) -> Topology:
-    """Return `topology` with the passes that are proved for its model, and check the memory that they need.
+    """Return `topology` with the passes that are proved for its models, and check the memory that they need.
 
     A model that is not on this machine yet is not checked.
     """
-    try:
-        proof = model_proof.prove(topology)
-    except (OSError, ValueError):
-        return topology
-    wanted = topology.policy.passes
-    if problems := model_proof.problems(proof, wanted):
-        findings.error(*problems)
-        return topology
-    findings.notes.append(f"passes         {model_proof.described(proof)}")
-    findings.notes.extend(f"               {reason}" for reason in proof.reasons)
-    topology = topology.with_passes(wanted or proof.passes)
+    passes: dict[str, Passes] = {}
+    proofs: dict[tuple[Path, str], Verdict] = {}
+    for model in topology.trained:
+        proved = (model.folder, model.settings.device)
+        try:
+            proof = proofs[proved] if proved in proofs else model_proof.prove(topology, model)
+        except (OSError, ValueError):
+            return topology
+        if problems := model_proof.problems(proof, model):
+            findings.error(*problems)
+            return topology
+        if proved not in proofs:
+            findings.notes.append(f"passes         {model_proof.described(proof)}")
+            findings.notes.extend(f"               {reason}" for reason in proof.reasons)
+        proofs[proved] = proof
+        passes[model.name] = model.passes or proof.passes
+    topology = topology.with_passes(passes)
     _check_model_memory(topology, findings)
     return topology
 
@@ -147,8 +156,8 @@ def _check_tokenizer(topology: Topology, findings: Findings) -> None:
         names = ", ".join(model_files.TOKENIZERS)
         findings.error(f"{where} has no tokenizer (none of {names}); write one with save_pretrained")
         return
-    largest, size = model_files.largest_token(model), model_files.read_config(model).get("vocab_size")
-    if largest is not None and isinstance(size, int) and largest >= size:
+    largest, size = model_files.largest_token(model), vocabulary(model)
+    if largest is not None and size and largest >= size:
         findings.error(
             f"{where}: its tokenizer has token {largest}, but its config.json has a vocabulary of {size}; enlarge "
             "the model's embedding (resize_token_embeddings), or use the tokenizer that the model was trained with"
@@ -193,12 +202,13 @@ def _check_functions(topology: Topology, findings: Findings) -> None:
 
 
 def _check_model_files(topology: Topology, findings: Findings) -> None:
-    """Check that the model's folder holds one set of weights, and name the files that are ignored."""
-    model = topology.policy.model
-    errors, ignored = model_files.oddities(model)
-    findings.error(*(f"policy.model: {model}: {error}" for error in errors))
-    if ignored:
-        findings.warn(f"policy.model: {model}: ignored: {', '.join(ignored)}")
+    """Check that each model's folder holds one set of weights, and name the files that are ignored."""
+    for model, names in topology.model_folders().items():
+        where = f"{names[0]}.model: {model}"
+        errors, ignored = model_files.oddities(model)
+        findings.error(*(f"{where}: {error}" for error in errors))
+        if ignored:
+            findings.warn(f"{where}: ignored: {', '.join(ignored)}")
 
 
 def _check_engine(topology: Topology, findings: Findings) -> None:
@@ -214,8 +224,15 @@ def _check_snapshots(topology: Topology, findings: Findings) -> None:
         findings.warn(f"{refused}: a killed trainer returns to its checkpoint")
 
 
+def trainers_named(topology: Topology) -> str:
+    """Return what trains the models of the run, such as `the trainer and the critic`."""
+    others = (f"the {model.name}" for model in topology.trained if model.name != POLICY)
+    return " and ".join(["the trainer", *others])
+
+
 def _check_tied_weights(topology: Topology, findings: Findings) -> None:
-    """Check that the model's files hold equal values for weights that its configuration ties."""
+    """Check that the policy's files hold equal values for weights that its configuration ties. A critic has no output
+    layer that could be tied."""
     model = topology.policy.model
     with contextlib.suppress(OSError, ValueError):  # Another check reports it, or the model is not here yet.
         if differs := tied_weights.ambiguity(model):
@@ -264,24 +281,18 @@ def _check_memory(topology: Topology, findings: Findings) -> None:
 
 
 def _check_model_memory(topology: Topology, findings: Findings) -> None:
-    """Check that the model being trained fits into the memory of this machine and of its GPUs."""
+    """Check that the models being trained fit into the memory of this machine and of its GPUs."""
     names = own_gpus()
     try:
         visible = visible_gpus(topology, names if gpus_wanted(topology) <= len(names) else None)
-        elements = model_files.parameter_count(topology.policy.model)
+        elements = parameter_counts(topology)
     except (OSError, ValueError):
         return  # Another check reports it, or the model is not here yet.
-    places = memory_plan.by_place(memory_plan.uses(topology, elements, visible, vocabulary(topology)))
+    places = memory_plan.by_place(memory_plan.uses(topology, elements, visible, vocabulary(topology.policy.model)))
     room = room_of(topology, places)
     for place, uses in places.items():
         if place in room:
             findings.error(*memory_plan.too_large(topology, elements, place, uses, room[place]))
-
-
-def vocabulary(topology: Topology) -> int:
-    """Return the number of tokens in the model's vocabulary, 0 if its configuration does not say."""
-    size = model_files.read_config(topology.policy.model).get("vocab_size")
-    return size if isinstance(size, int) else 0
 
 
 def room_of(topology: Topology, places: Iterable[MemoryPlace]) -> dict[MemoryPlace, int]:
@@ -312,7 +323,7 @@ def _refused_snapshots(topology: Topology) -> str:
     needed, limit = snapshot_bytes(topology), topology.checkpoint.memory
     if needed > limit:
         return (
-            f"checkpoint.memory: snapshots of the trainer need {format_size(needed)}, but the limit is "
+            f"checkpoint.memory: snapshots of {trainers_named(topology)} need {format_size(needed)}, but the limit is "
             f"{format_size(limit)}; raise it, or set checkpoint.memory_every to null"
         )
     root = shm_root(topology)
@@ -320,8 +331,8 @@ def _refused_snapshots(topology: Topology) -> str:
     left = max(free - topology.services.batch_store.memory, 0)
     if needed > left:
         return (
-            f"checkpoint.memory_every: snapshots of the trainer need {format_size(needed)}, but {root} has "
-            f"{format_size(left)} left after setting aside services.batch-store.memory; lower that key, enlarge "
+            f"checkpoint.memory_every: snapshots of {trainers_named(topology)} need {format_size(needed)}, but {root} "
+            f"has {format_size(left)} left after setting aside services.batch-store.memory; lower that key, enlarge "
             f"{root}, or set checkpoint.memory_every to null"
         )
     return ""
@@ -448,8 +459,8 @@ def _check_address(address: tuple[str, int], keys: tuple[str, str], findings: Fi
 
 
 Check = Callable[[Topology, Findings], None]
-MODEL_CHECKS: tuple[Check, ...] = (_check_tokenizer, _check_ends, _check_model_files, _check_tied_weights)
-"""Checks of the model's folder, on every machine that has one of its own."""
+MODEL_CHECKS: tuple[Check, ...] = (_check_tokenizer, _check_ends, _check_model_files, _check_tied_weights, critic.check)
+"""Checks of the models' folders, on every machine that has some of its own."""
 HOST_CHECKS: tuple[Check, ...] = (_check_functions, _check_engine, _check_memory, _check_allocator)
 """Checks of the machine on which processes of the run compute."""
 CHECKS: tuple[Check, ...] = (

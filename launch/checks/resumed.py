@@ -23,13 +23,14 @@ from shared.topology.load import value_at
 
 DERIVED = "services.rollout.block_tasks"
 """A fixed key whose default depends on keys that may change. If it is not written, a resumed run keeps its value."""
-PASSES = "policy.passes"
-"""Keys below `policy` that are fixed only in deterministic mode, because other passes change nothing but the last
+PASSES = frozenset({"policy.passes", "critic.passes"})
+"""Keys of fixed sections that are fixed only in deterministic mode, because other passes change nothing but the last
 bits."""
 FIXED = (
     "run.seed",
     "run.deterministic",
     "policy",
+    "critic",
     "data.train",
     "data.eval.*.source",
     "data.eval.*.rows",
@@ -51,6 +52,7 @@ FIXED_BITS = (
     "algorithm",
     "optimizer",
     "services.policy-trainer",
+    "services.critic",
     "services.reference",
     "services.rollout.threads",
 )
@@ -91,18 +93,28 @@ def _compared(path: Path, topology: Topology) -> tuple[Topology, Topology, list[
     """Return the topology with which the run in `path` began, `topology` with its passes, and the fixed keys that
     differ."""
     old = load_resolved(RunDir.open(path).topology)
-    passes = old.policy.passes
-    if topology.policy.passes is None and passes is not None:
-        topology = topology.with_passes(passes)
+    passes = {model.name: model.passes for model in old.trained if model.passes is not None}
+    given = {model.name for model in topology.trained if model.passes is not None}
+    topology = topology.with_passes({name: own for name, own in passes.items() if name not in given})
     then, now = old.document(), topology.document()
-    if passes is None or not topology.run.deterministic:
-        then["policy"]["passes"] = now["policy"]["passes"]  # see PASSES
+    for name in {model.name for model in old.trained} & {model.name for model in topology.trained}:
+        if name not in passes or not topology.run.deterministic:
+            then[name]["passes"] = now[name]["passes"]  # see PASSES
     fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
-    differ = [key for key in fixed if _value(then, key) != _value(now, key)]
-    if old.needs_reference != topology.needs_reference and "algorithm" not in differ:
+    differ = [name for key in fixed for name in _different(key, _value(then, key), _value(now, key))]
+    if old.needs_reference != topology.needs_reference and "algorithm.kl" not in differ:
         differ.append("algorithm.kl")
     # The value of DERIVED may follow from the others.
     return old, topology, [key for key in differ if key != DERIVED] or differ
+
+
+def _different(key: str, then: Any, now: Any) -> list[str]:
+    """Return the keys of a section that differ, or `key` itself if it was added or removed, or is no section."""
+    if then == now:
+        return []
+    if "*" in key or not isinstance(then, dict) or not isinstance(now, dict):
+        return [key]
+    return [f"{key}.{name}" for name in {**then, **now} if then.get(name) != now.get(name)]
 
 
 def _value(data: dict[str, Any], key: str) -> Any:
@@ -147,7 +159,7 @@ def compare(path: Path, topology: Topology, then: Inputs, now: Inputs, findings:
 
 def _models(topology: Topology) -> dict[str, Path]:
     """Return the folder of each model that the run reads, by the key that names it."""
-    return {"policy.model": Path(topology.policy.model)}
+    return {f"{names[0]}.model": Path(folder) for folder, names in topology.model_folders().items()}
 
 
 class ModelReader:

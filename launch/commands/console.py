@@ -12,7 +12,7 @@ from typing import NoReturn
 from launch.checks import preflight
 from launch.commands import evaluation
 from launch.placement.book import Told
-from launch.processes.plan import gpus_wanted, module_of, own_gpus, processes_at_home, threads_of, visible_gpus
+from launch.processes.plan import command_of, gpus_wanted, own_gpus, processes_at_home, threads_of, visible_gpus
 from launch.spares.processes import spare_kinds
 from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
@@ -37,9 +37,10 @@ from shared.runfiles import warnings
 from shared.runfiles.lines import FollowedFile
 from shared.runfiles.logs import last_lines, shorten
 from shared.topology import Topology, memory_plan, snapshot_bytes
+from shared.topology.capacity import parameter_counts
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import by_place, memory_lines, uses
-from shared.topology.model_files import parameter_count
+from shared.topology.model_files import vocabulary
 
 STATUS_DEADLINE_S = 2.0
 POLL_S = 1.0
@@ -60,9 +61,9 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
     print(f"spares         {'; '.join(kind.name for kind in spare_kinds(topology, at_home)) or 'none'}")
     if machines:
         print(f"hosts          {', '.join(f'{host}: {machine}' for host, machine in sorted(machines.items()))}")
-    print(
-        f"snapshots      {snapshot_bytes(topology) >> 20} MiB of the trainer's state, in the same folder as the store"
-    )
+    whose = preflight.trainers_named(topology)
+    mib = snapshot_bytes(topology) >> 20
+    print(f"snapshots      {mib} MiB of the state of {whose}, in the same folder as the store")
     names = own_gpus()
     gpus = visible_gpus(topology, names if gpus_wanted(topology) <= len(names) else None)
     plan = topology.services_plan()
@@ -70,9 +71,9 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
     hosts = {spec: f"{spec.host or _HERE}  " for spec in plan} if len(topology.store_hosts()) > 1 else {}
     far = max(map(len, hosts.values()), default=0)
     try:
-        elements = parameter_count(topology.policy.model)
+        elements = parameter_counts(topology)
         model = {key: format_size(nbytes) for key, nbytes in memory_plan.per_process(topology, elements).items()}
-        places = by_place(uses(topology, elements, gpus, preflight.vocabulary(topology)))
+        places = by_place(uses(topology, elements, gpus, vocabulary(topology.policy.model)))
         memory = memory_lines(topology, places, preflight.room_of(topology, places))
     except (OSError, ValueError):
         model, memory = {}, []  # the model is not on this machine yet, or cannot be read
@@ -80,7 +81,8 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
     for spec in plan:
         threads, seen = threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"
         where, holds = hosts.get(spec, ""), model.get((spec.service, spec.instance), "-")
-        print(f"{spec.name:<26}{threads:>8}  {seen:<{width}}  {holds:>9}  {where:<{far}}{module_of(spec.service)}")
+        command = " ".join(command_of(spec.service))
+        print(f"{spec.name:<26}{threads:>8}  {seen:<{width}}  {holds:>9}  {where:<{far}}{command}")
     for line in memory:
         print(line)
 

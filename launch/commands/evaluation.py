@@ -12,6 +12,7 @@ from shared.names import EVALUATION_PREFIX
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps
 from shared.topology import Topology, model_files
+from shared.topology.models import CRITIC, REFERENCE
 
 _MOST_NAME_CHARS = 64
 _SHOWN_NAMES = 3
@@ -22,13 +23,14 @@ def without_training(topology: Topology) -> Topology:
 
     The trainer is kept, because it publishes the weights and proves that the engines have loaded them.
     """
-    colocated = tuple(name for name in topology.placement.colocate if name != "reference")
+    colocated = tuple(name for name in topology.placement.colocate if name not in (REFERENCE, CRITIC))
     changes = {
         "run": topology.run.model_copy(
             update={"evaluate": True, "name": f"{EVALUATION_PREFIX}{topology.run.name}"[:_MOST_NAME_CHARS]}
         ),
         "algorithm": topology.algorithm.model_copy(update={"kl": None}),
-        "services": topology.services.model_copy(update={"reference": None}),
+        "critic": None,
+        "services": topology.services.model_copy(update={"reference": None, "critic": None}),
         "checkpoint": topology.checkpoint.model_copy(update={"memory_every": None}),
         "placement": topology.placement.model_copy(update={"colocate": colocated if len(colocated) > 1 else ()}),
     }

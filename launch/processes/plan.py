@@ -19,7 +19,7 @@ from shared.data.source import nearest
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name, service_name
 from shared.topology import Topology
-from shared.topology.models import DEVICE_SERVICE, WORKERS
+from shared.topology.models import DEVICE_SERVICE, POLICY, WORKERS
 from shared.topology.services import Transport
 
 Key = tuple[str, int]
@@ -92,11 +92,13 @@ def processes_at_home(topology: Topology) -> list[Key]:
     return [(spec.service, spec.instance) for spec in topology.services_plan() if spec.host == topology.home]
 
 
-def module_of(service: str) -> str:
-    """Return the module for `python -m`: `batch-store` -> `services.batch_store`."""
-    if service in WORKERS.values():
-        return "services.policy_trainer.worker"
-    return f"services.{service.replace('-', '_')}"
+def command_of(service: str) -> list[str]:
+    """Return what follows `python -m` to start a service, without the arguments that every service takes:
+    `batch-store` -> `services.batch_store`."""
+    for model, worker in WORKERS.items():
+        if service == worker:
+            return ["services.policy_trainer.worker", *(["--model", model] if model != POLICY else [])]
+    return [f"services.{service.replace('-', '_')}"]
 
 
 def listen_endpoint(transport: Transport, service: str) -> str:

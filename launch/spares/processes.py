@@ -29,7 +29,6 @@ from launch.processes.programs import Child, Programs, own_environment, rss_byte
 from proto.messages import SpareRow
 from shared.rundir import RunDir, service_name
 from shared.topology import Topology, model_files
-from shared.topology.models import POLICY_WORKER
 
 MIB = 1 << 20
 SPARE: Key = ("spare", 0)
@@ -245,18 +244,15 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
     """
     if not topology.run.spares:
         return []
-    model = (*_TRANSFORMERS, *_modeling(topology.policy.model))
-    trainer, reference, engine = (
-        topology.services.policy_trainer,
-        topology.services.reference,
-        topology.services.rollout.engine,
-    )
+    model = (*_TRANSFORMERS, *chain(*map(_modeling, topology.model_folders())))
+    reference, engine = topology.services.reference, topology.services.rollout.engine
     imports = {
-        POLICY_WORKER: (
+        trained.service: (
             "services.policy_trainer.worker.service",
             "services.policy_trainer.worker.start",
-            *(("services.policy_trainer.worker.megatron.backend",) if trainer.backend == "megatron" else ()),
+            *(("services.policy_trainer.worker.megatron.backend",) if trained.settings.backend == "megatron" else ()),
         )
+        for trained in topology.trained
     }
     if reference is not None:
         backend = "frozen" if reference.backend == "torch" else "frozen_megatron"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import structlog
 
-from launch.processes.plan import SUPERVISOR, Key, Resources, module_of
+from launch.processes.plan import SUPERVISOR, Key, Resources, command_of
 from launch.processes.programs import Child, Programs
 from launch.spares.processes import SpareProcesses
 from launch.supervisor.events import Exited, Spawned
@@ -43,8 +43,8 @@ _STACKS_POLL_S = 0.05
 
 
 def program_of(service: str) -> list[str]:
-    """Return the program of a service, without its arguments."""
-    return [sys.executable, "-m", module_of(service)]
+    """Return the program of a service, without the arguments that every service takes."""
+    return [sys.executable, "-m", *command_of(service)]
 
 
 class Runner:

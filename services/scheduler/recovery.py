@@ -35,7 +35,7 @@ from __future__ import annotations
 from proto.messages import DropReason, PutTask, Register, TaskState
 from services.scheduler.events import ShardsLost, TailLost
 from services.scheduler.ledger import DEATH, FAILURE, TaskLedger
-from services.scheduler.registry import RANK, STORE
+from services.scheduler.registry import RANKS, STORE
 from services.scheduler.steps import rewind
 from services.scheduler.tasks import Task
 from shared.rundir import service_name
@@ -58,7 +58,7 @@ def register(ledger: TaskLedger, request: Register) -> None:
         _come_back_empty(ledger, service_name(*holder))
     if request.service == STORE:
         ledger.shards.clears.add_store(service_name(*holder))
-    if request.service in (STORE, RANK):
+    if request.service == STORE or request.service in RANKS:
         ledger.shards.note_trainer_stores(ledger.history.trained())
 
 

@@ -13,9 +13,11 @@ from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 from shared.topology import TRAINER_STORE
-from shared.topology.models import POLICY_WORKER
+from shared.topology.models import WORKERS
 
-STORE, RANK = "batch-store", POLICY_WORKER
+STORE = "batch-store"
+RANKS = frozenset(WORKERS.values())
+"""Services whose processes put shards outside leases: the ranks of trained models."""
 MOST_INSTANCES = 16_384
 """Maximum number of registered instances."""
 MOST_STORES = 512
@@ -43,7 +45,7 @@ class Registry(Mapping[Holder, Register]):
         """The stores by name."""
         self._hosts: dict[str, dict[Holder, None]] = {}
         self.ranks: dict[Holder, None] = {}
-        """The trainer ranks."""
+        """The ranks of trained models."""
 
     def __getitem__(self, holder: Holder) -> Register:
         return self._rows[holder]
@@ -78,7 +80,7 @@ class Registry(Mapping[Holder, Register]):
         self._hosts.setdefault(row.host_id, {})[holder] = None
         if row.service == STORE:
             self.stores[service_name(*holder)] = row
-        elif row.service == RANK:
+        elif row.service in RANKS:
             self.ranks[holder] = None
 
     def remove(self, holder: Holder) -> Register | None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shared.actor import logging
@@ -21,14 +22,18 @@ _PR_SET_PDEATHSIG = 1
 EXIT_GRACE_S = 2 * DRAIN_S
 
 
-def parse_arguments(name: str) -> argparse.Namespace:
-    """Parse `--run DIR --instance N --listen ENDPOINT`, and `--supervisor` and `--parent`, which a launcher adds."""
+def parse_arguments(name: str, models: Sequence[str] = ()) -> argparse.Namespace:
+    """Parse `--run DIR --instance N --listen ENDPOINT`, and `--supervisor` and `--parent`, which a launcher adds. With
+    `models`, also parse `--model NAME`, whose default is the first of them."""
     parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
     parser.add_argument("--run", type=Path, required=True, help="run directory with its topology.yaml")
     parser.add_argument("--instance", type=int, default=0, help="index of the instance, from 0")
     parser.add_argument(
         "--listen", default="", metavar="tcp://ADDRESS:PORT", help="also answer other hosts; port 0 picks a free one"
     )
+    if models:
+        names = " or ".join(models)
+        parser.add_argument("--model", default=models[0], help=f"the model to train: {names}; default: {models[0]}")
     parser.add_argument("--supervisor", default="", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, default=os.getppid(), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -41,13 +46,20 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
-def run_process(service_class: type[Service], module: str) -> int:
-    """Run `service_class` until it stops and return the exit status.
+def run_process(services: type[Service] | Mapping[str, type[Service]], module: str) -> int:
+    """Run a service until it stops and return the exit status. If there are several `services`, the argument `--model`
+    names one of them; the first is the default.
 
     The status is 0 if it stopped, 1 if it failed, 2 for a bad command line, 75 (`PEER_LOST_STATUS`) if it ended because
     another process is gone, and 78 (`UNUSABLE_STATUS`) if a restart would not help.
     """
-    arguments = parse_arguments(module)
+    classes = services if isinstance(services, Mapping) else {}
+    arguments = parse_arguments(module, [*classes])
+    if classes and arguments.model not in classes:
+        names = " or ".join(classes)
+        print(f"services.{module}: --model {arguments.model}: no such model; use {names}", file=sys.stderr)
+        return 2
+    service_class = services if isinstance(services, type) else services[arguments.model]
     write_stacks_on_signal(os.dup(sys.stderr.fileno()), all_threads=True)
     if arguments.supervisor:
         die_with_parent()

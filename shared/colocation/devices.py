@@ -4,7 +4,8 @@ The module is pure: it does not move memory, call services or read the clock.
 
 The order of a step is not stated explicitly; it follows from `FORBIDDEN`. The optimizer and the gradients leave before
 the engine's weights arrive, the parameters and the reference leave before the engine's key/value cache arrives, and the
-whole engine leaves before the gradients return. "Device" means GPU memory on CUDA, and host memory otherwise.
+whole engine leaves before the gradients return. A critic has left before the engine's weights arrive, and its update
+and the policy's take turns. "Device" means GPU memory on CUDA, and host memory otherwise.
 """
 
 from __future__ import annotations
@@ -56,14 +57,17 @@ a service while it uses another part."""
 def forbidden_pairs(models: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """Return the pairs of parts of different services that must not be on the devices at the same time.
 
-    `models` are the names of the trained models, of which only one is there at a time. Pairs are omitted on purpose
-    where both parts are needed: the engine copies its weights while the parameters are on the device, and the reference
-    may stay there, too.
+    `models` are the names of the trained models. Pairs are omitted on purpose where both parts are needed or fit: the
+    engine copies its weights while the policy's parameters are on the device, where the reference and the parameters of
+    other trained models may stay for forward passes.
     """
-    trained = [trained_parts(model) for model in models]
-    pairs = [(KV_CACHE, REFERENCE), *((KV_CACHE, parts[0]) for parts in trained)]
-    pairs += [(other, part) for other in (WEIGHTS, KV_CACHE, REFERENCE) for parts in trained for part in parts[1:]]
-    return (*pairs, *(pair for one, other in combinations(trained, 2) for pair in product(one, other)))
+    trained = {model: trained_parts(model) for model in models}
+    pairs = [(KV_CACHE, REFERENCE), *((KV_CACHE, parts[0]) for parts in trained.values())]
+    pairs += [(WEIGHTS, parts[0]) for model, parts in trained.items() if model != POLICY]
+    pairs += [(part, own) for part in (WEIGHTS, KV_CACHE, REFERENCE) for parts in trained.values() for own in parts[1:]]
+    parameters = {parts[0] for parts in trained.values()}
+    beside = [pair for one, other in combinations(trained.values(), 2) for pair in product(one, other)]
+    return (*pairs, *(pair for pair in beside if not parameters.issuperset(pair)))
 
 
 def barred(pairs: Iterable[tuple[str, str]]) -> Mapping[str, Parts]:

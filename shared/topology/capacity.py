@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import suppress
 
 from shared.stages import RECORD, Per, Stage, task_stages, text_limit_bytes, with_keys_of
 from shared.topology.fields import format_size
-from shared.topology.model_files import named_shapes, read_config
+from shared.topology.model_files import named_shapes, parameter_count, read_config
+from shared.topology.models import Head, TrainedModel
 from shared.topology.schema import Topology
 
 # Number of sequences per sample for whose keys room is reserved. A workflow can begin more contexts than that, but each
@@ -218,38 +220,46 @@ def limit_bytes(topology: Topology) -> int:
     return store.memory + (store.spill_limit or 0)
 
 
-def weight_bytes(model: str, dtype: str) -> int:
-    """Return the number of bytes of one weight version in the store: all parameters in the model's safetensors files,
-    in `dtype`.
+def weight_bytes(model: str, dtype: str, head: Head = "language") -> int:
+    """Return the number of bytes of one weight version in the store: all parameters of the model in the folder with
+    this head, in `dtype`.
 
     Raises OSError, or ValueError naming the file that is missing, truncated or not a safetensors file.
     """
-    shapes = named_shapes(model).values()
+    shapes = named_shapes(model, head).values()
     return sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
 
 
-def snapshot_bytes(topology: Topology) -> int:
-    """Return the maximum total size, in bytes, of the snapshots that all trainer ranks keep in shared memory, two for
-    each rank.
+def parameter_counts(topology: Topology) -> dict[str, int]:
+    """Return the number of parameters of each trained model, by name. Raises the errors of `parameter_count`."""
+    return {model.name: parameter_count(str(model.folder), model.head) for model in topology.trained}
 
-    Returns 0 if there are none, or if the model cannot be measured, which the topology check reports.
+
+def snapshot_bytes(topology: Topology) -> int:
+    """Return the maximum total size, in bytes, of the snapshots that the ranks of all trained models keep in shared
+    memory, two for each rank.
+
+    A model without snapshots counts as 0, and so does one that cannot be measured, which the topology check reports.
     """
-    if topology.checkpoint.memory_every is None:
+    return sum(map(_model_snapshot_bytes, topology.trained))
+
+
+def _model_snapshot_bytes(model: TrainedModel) -> int:
+    if not model.snapshots:
         return 0
     try:
-        shapes = named_shapes(topology.policy.model).values()
+        shapes = named_shapes(str(model.folder), model.head).values()
     except (OSError, ValueError):
         return 0
-    trainer, width = topology.services.policy_trainer, DTYPE_BYTES[topology.policy.dtype]
+    trainer, width = model.settings, DTYPE_BYTES[model.dtype]
     elements = sum(map(math.prod, shapes))
     # A single rank of backend torch has float32 masters alongside 16-bit weights, and so have the ranks of megatron.
     megatron = trainer.backend == "megatron"
     low = width < _FLOAT and (megatron or trainer.world_size == 1)
     weights = width if low else _FLOAT
     copies = trainer.dp * trainer.parallel.cp if megatron else 1  # copies of the weights, not of masters and moments
-    earlier = topology.staleness * width if topology.run.deterministic else 0
-    data = elements * (copies * weights + low * _FLOAT + _MOMENTS * _FLOAT + earlier)
-    rows = trainer.world_size * len(shapes) * (3 + _MOMENTS + (topology.staleness if earlier else 0))
+    data = elements * (copies * weights + low * _FLOAT + _MOMENTS * _FLOAT + model.earlier * width)
+    rows = trainer.world_size * len(shapes) * (3 + _MOMENTS + model.earlier)
     padding = data // 50 if megatron else 0  # padding of a vocabulary that tp does not divide, and copied norms
     return 2 * (data + padding + rows * (_SHARD_BYTES + _NAME_BYTES) + trainer.world_size * _SNAPSHOT_BYTES)
 
@@ -257,12 +267,12 @@ def snapshot_bytes(topology: Topology) -> int:
 def stop_limit_s(topology: Topology) -> float:
     """Return the time in seconds after which a trainer that is told to stop exits without a checkpoint.
 
-    A checkpoint has float32 weights, optimizer moments and, if deterministic, earlier versions. A model that cannot be
-    measured is not counted; the topology check reports it.
+    A checkpoint has float32 weights, optimizer moments and, if deterministic, earlier versions. The trained models are
+    written to the same disk. A model that cannot be measured is not counted; the topology check reports it.
     """
-    try:
-        weights = weight_bytes(topology.policy.model, "float32")
-    except (OSError, ValueError):
-        weights = 0
-    earlier = topology.staleness if topology.run.deterministic else 0
-    return _STEP_S + weights * (1 + _MOMENTS + earlier) / _SAVED_BYTES_PER_S
+    saved = 0
+    for model in topology.trained:
+        with suppress(OSError, ValueError):
+            weights = weight_bytes(str(model.folder), "float32", model.head)
+            saved += weights * (1 + _MOMENTS + model.earlier)
+    return _STEP_S + saved / _SAVED_BYTES_PER_S

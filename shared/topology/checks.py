@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 from proto.limits import MAX_INLINE_BYTES
 from shared.data.open import absent, matching_files, split_parameters
 from shared.names import EVALUATION_PREFIX, is_text, shown
-from shared.topology import hub, monitor, service_checks
+from shared.topology import critic_checks, hub, monitor, service_checks
 from shared.topology.algorithm import (
     CLIPS,
     GROUP_ADVANTAGES,
@@ -27,7 +27,7 @@ from shared.topology.algorithm import (
 from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
 from shared.topology.document import Found, Path
 from shared.topology.fields import format_size
-from shared.topology.model_files import read_config
+from shared.topology.model_files import read_config, stored_tensors
 from shared.topology.schema import Topology
 
 MOST_SAMPLES = MAX_INLINE_BYTES // 4
@@ -59,6 +59,7 @@ def check(topology: Topology) -> Found:
     yield from _retry(topology)
     yield from _evaluation(topology)
     yield from _lengths(topology)
+    yield from critic_checks.check(topology)
     yield from service_checks.check(topology)
     yield from monitor.check(topology.monitor)
     yield from _deterministic(topology)
@@ -66,14 +67,16 @@ def check(topology: Topology) -> Found:
 
 
 def _files(topology: Topology) -> Found:
-    model = FilePath(topology.policy.model)
-    path = ("policy", "model")
-    if not model.is_dir():
-        yield path, _absent(hub.model_name(topology.policy.model), f"no folder {model}", "put the model there")
-    elif not (model / "config.json").is_file():
-        yield (path, f"{model} has no config.json, which every model folder has; save the model with save_pretrained")
-    elif not any(model.glob("*.safetensors")):
-        yield (path, f"{model} has no *.safetensors, the only supported format; save the model as safetensors")
+    for model, names in topology.model_folders().items():
+        path, folder = (names[0], "model"), FilePath(model)
+        if not folder.is_dir():
+            yield path, _absent(hub.model_name(model), f"no folder {folder}", "put the model there")
+        elif not (folder / "config.json").is_file():
+            message = f"{folder} has no config.json, which every model folder has; save the model with save_pretrained"
+            yield path, message
+        elif not any(folder.glob("*.safetensors")):
+            message = f"{folder} has no *.safetensors, the only supported format; save the model as safetensors"
+            yield path, message
     sources: dict[Path, str] = {("data", "train", "source"): topology.data.train.source}
     sources |= {("data", "eval", name, "source"): evaluation.source for name, evaluation in topology.data.eval.items()}
     for where, source in sources.items():
@@ -176,11 +179,13 @@ def _deterministic(topology: Topology) -> Found:
 
 
 def _memory(topology: Topology) -> Found:
-    try:
-        weights = weight_bytes(topology.policy.model, topology.policy.dtype)
-    except (OSError, ValueError) as error:
-        yield ("policy", "model"), f"{error}; save the model again"
-        return
+    for folder, names in topology.model_folders().items():
+        try:
+            stored_tensors(folder)
+        except (OSError, ValueError) as error:
+            yield (names[0], "model"), f"{error}; save the model again"
+            return
+    weights = weight_bytes(topology.policy.model, topology.policy.dtype)
     # Without max_prompt_tokens this is a lower bound: the longest prompt is not known until the data set has been read.
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
     limit = limit_bytes(topology)
@@ -236,7 +241,7 @@ def _advantage(topology: Topology) -> Found:
         message = f"{advantage.per} has no effect with advantage {advantage.name}, only with my.module:fn; remove it"
         yield (*path, "per"), message
     if advantage.gamma is not None and advantage.name not in TOKEN_ADVANTAGES:
-        message = f"{advantage.gamma} has no effect with advantage {advantage.name}; remove it, or use reinforce"
+        message = f"{advantage.gamma} has no effect with advantage {advantage.name}; remove it, or use reinforce or gae"
         yield (*path, "gamma"), message
     if advantage.whiten is not None and not advantage.per_token:
         message = f"{advantage.whiten} has no effect with advantage {advantage.name}, which is one number per sample"

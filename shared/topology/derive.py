@@ -123,14 +123,20 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
 
 def _fill_critic(data: dict[str, Any], algorithm: dict[str, Any], services: dict[str, Any]) -> None:
     critic, policy = data.get("critic"), data.get("policy")
-    if not isinstance(critic, dict):
+    if not isinstance(critic, dict) or not isinstance(policy, dict):
         return
-    for section, keys in ((policy, ("model", "dtype")), (algorithm, ("mini_batch_tasks", "num_iterations"))):
-        for key in keys:
-            if critic.get(key) is None and isinstance(section, dict) and section.get(key) is not None:
-                critic[key] = section[key]
-    if services.get("critic") is None:
-        services["critic"] = copy.deepcopy(services.get("policy-trainer") or {})
+    defaults = {
+        "model": policy.get("model"),
+        "dtype": policy.get("dtype", "float32"),
+        "mini_batch_tasks": algorithm.get("mini_batch_tasks"),
+        "num_iterations": algorithm.get("num_iterations", 1),
+    }
+    for key, value in defaults.items():
+        if critic.get(key) is None and value is not None:
+            critic[key] = value
+    trainer, own = services.get("policy-trainer") or {}, services.get("critic") or {}
+    if isinstance(trainer, dict) and isinstance(own, dict):
+        services["critic"] = {**copy.deepcopy(trainer), **own}
 
 
 def _fill_advantage(algorithm: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from proto.errors import WireError
 from shared.data.open import matching_files, pattern_of, split_parameters
 from shared.names import listed
 from shared.topology.document import Path
+from shared.topology.models import WORKERS
 
 SPLIT = "files"
 """Split of the task ids under which a store serves the files. Index 0 is the list of the files, as JSON."""
@@ -78,7 +79,9 @@ def _above(path: str) -> FilePath:
 
 def _keys(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """Yield each key that names a distributed file or folder, and the path that its value contains."""
-    yield ("policy", "model"), data["policy"]["model"]
+    for name in WORKERS:
+        if data.get(name) is not None:
+            yield (name, "model"), data[name]["model"]
     sets = {("train",): data["data"]["train"]} | {("eval", name): section for name, section in _evals(data).items()}
     for key, section in sets.items():
         scheme, _, path = section["source"].partition(":")

@@ -21,10 +21,11 @@ from shared.topology.checks import check
 from shared.topology.document import Document, Path, TopologyError, dotted, read, shown
 from shared.topology.fields import absolute, not_one_of
 from shared.topology.hub import HubName, model_name, source_name
+from shared.topology.models import CRITIC, POLICY
 from shared.topology.schema import Topology
 
-MODEL: Path = ("policy", "model")
-_FILES: tuple[Path, ...] = (MODEL, ("data",))
+_MODELS: tuple[Path, ...] = ((POLICY, "model"), (CRITIC, "model"))
+_FILES: tuple[Path, ...] = (*_MODELS, ("data",))
 """Keys whose values name files."""
 _FORMER: dict[tuple[str, ...], tuple[str, ...]] = {("services", "monitor"): ("monitor",)}
 """Former places of sections, which files and overrides may still use, with their present places."""
@@ -69,8 +70,9 @@ def hub_names(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> di
     folder = os.path.dirname(os.path.abspath(document.file))
     data = document.data
     names = {key: parse(value) for key, parse in _hub_keys(data) if isinstance(value := value_at(data, key), str)}
-    if isinstance(model := value_at(data, MODEL), str) and os.path.isdir(absolute(model, folder)):
-        del names[MODEL]
+    for key in _MODELS:
+        if isinstance(model := value_at(data, key), str) and os.path.isdir(absolute(model, folder)):
+            del names[key]
     return {key: name for key, name in names.items() if name is not None}
 
 
@@ -92,7 +94,7 @@ def value_at(data: Any, key: Path) -> Any:
 
 
 def _hub_keys(data: dict[str, Any]) -> Iterator[tuple[Path, Callable[[str], HubName | None]]]:
-    yield MODEL, model_name
+    yield from ((key, model_name) for key in _MODELS)
     yield ("data", "train", "source"), source_name
     sets = value_at(data, ("data", "eval"))
     for name in sets if isinstance(sets, dict) else ():
@@ -114,7 +116,7 @@ def _validate(document: Document, folder: str) -> tuple[Topology | None, list[Pa
         return _built(document.data, folder), []
     except ValidationError as error:
         errors = explain(error)
-    for path, message in errors:
+    for path, message in _once(errors):
         document.report(path, message)
     pruned = copy.deepcopy(document.data)
     broken = [path for path, _ in errors]
@@ -145,10 +147,22 @@ def _remove(data: Any, path: Path) -> None:
 
 
 def _report(document: Document, findings: Iterable[tuple[Path, str]], broken: list[Path]) -> None:
-    for path, message in findings:
+    for path, message in _once(findings):
         # A broken key was replaced by its default, so findings about it are not about the user's value.
         if not any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in broken):
             document.report(path, message)
+
+
+def _once(findings: Iterable[tuple[Path, str]]) -> list[tuple[Path, str]]:
+    """Leave out the findings about services.critic that are those about services.policy-trainer, which gives it the
+    values that are not written."""
+    every = list(findings)
+    given = {(path[2:], message) for path, message in every if path[:2] == ("services", "policy-trainer")}
+    return [
+        (path, message)
+        for path, message in every
+        if path[:2] != ("services", CRITIC) or (path[2:], message) not in given
+    ]
 
 
 _CHANGES_DISTRIBUTION = "would change the distribution that the log-probs of training samples describe; remove it"

@@ -3,14 +3,16 @@ the plan as a table, and says which places are too small.
 
 Only the model is counted (parameters, gradients and optimizer state), with the copies of it that exist for a time.
 Activations, an engine's cache, the libraries and the shards in the store need additional memory, so a run whose plan
-does not fit in its steps or its checkpoints cannot fit. The module is pure. `elements` is the number of parameters
-(`model_files.parameter_count`), and `gpus` holds the CUDA_VISIBLE_DEVICES of each process.
+does not fit in its steps or its checkpoints cannot fit. The module is pure. `elements` is the number of parameters of
+each trained model, by name (`capacity.parameter_counts`); the reference and the engines have as many as the policy.
+`gpus` holds the CUDA_VISIBLE_DEVICES of each process.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -18,7 +20,7 @@ from typing import NamedTuple
 from shared.rundir import service_name
 from shared.topology.capacity import DTYPE_BYTES
 from shared.topology.fields import format_size
-from shared.topology.models import DEVICE_SERVICE, POLICY_WORKER, TrainedModel
+from shared.topology.models import DEVICE_SERVICE, POLICY, FrozenModel, TrainedModel
 from shared.topology.schema import Topology
 
 Key = tuple[str, int]
@@ -110,21 +112,22 @@ def keeps_whole_gradients(elements: int, ranks: int, memory_bytes: int) -> bool:
     return elements * (pieces + _FLOAT) <= SHARE_WITH_GRADIENTS * memory_bytes
 
 
-def per_process(topology: Topology, elements: int) -> dict[Key, int]:
-    """Return the number of bytes that the model takes up in each process that computes with it.
+def per_process(topology: Topology, elements: Mapping[str, int]) -> dict[Key, int]:
+    """Return the number of bytes that its model takes up in each process that computes with one.
 
     An embedded engine on a CPU computes with the version in its host's store and has no weights of its own, except in
     deterministic mode, in which it copies the version.
     """
     width = DTYPE_BYTES[topology.policy.dtype]
-    of_service = {"rollout": 0.0 if holds_none(topology) else float(width)}
+    of_service = {"rollout": 0.0 if holds_none(topology) else elements[POLICY] * width}
     for trained in topology.trained:
-        of_service[trained.service] = sum(training_parts(trained, evaluate=topology.run.evaluate).values())
+        parts = training_parts(trained, evaluate=topology.run.evaluate)
+        of_service[trained.service] = elements[trained.name] * sum(parts.values())
     for frozen in topology.frozen:
         parallel = frozen.settings.parallel
-        of_service[frozen.service] = DTYPE_BYTES[frozen.dtype] / (parallel.tp * parallel.pp)
+        of_service[frozen.service] = elements[POLICY] * DTYPE_BYTES[frozen.dtype] / (parallel.tp * parallel.pp)
     return {
-        (spec.service, spec.instance): math.ceil(elements * of_service[spec.service])
+        (spec.service, spec.instance): math.ceil(of_service[spec.service])
         for spec in topology.services_plan()
         if spec.service in of_service
     }
@@ -176,8 +179,8 @@ class Peak(NamedTuple):
     phase: Phase
 
 
-def uses(topology: Topology, elements: int, gpus: Mapping[Key, str], vocabulary: int = 0) -> list[Use]:
-    """Return everything that the run's processes hold of the model. `vocabulary` is the number of its tokens."""
+def uses(topology: Topology, elements: Mapping[str, int], gpus: Mapping[Key, str], vocabulary: int = 0) -> list[Use]:
+    """Return everything that the run's processes hold of the models. `vocabulary` is the policy's number of tokens."""
     hosts = {(spec.service, spec.instance): spec.host for spec in topology.services_plan()}
     trained = {model.service: model for model in topology.trained}
     found: list[Use] = []
@@ -191,7 +194,8 @@ def uses(topology: Topology, elements: int, gpus: Mapping[Key, str], vocabulary:
                 for part, share in training_parts(model, evaluate=topology.run.evaluate).items():
                     phases = frozenset({Phase.STEPS}) if part in gone else _STARTED if part == "optimizer" else ALWAYS
                     if share:
-                        found.append(Use(place, key, str(part), math.ceil(elements * share), phases, turns))
+                        held = math.ceil(elements[model.name] * share)
+                        found.append(Use(place, key, str(part), held, phases, turns))
             elif nbytes:
                 found.append(Use(place, key, "weights", math.ceil(nbytes / max(len(names), 1)), ALWAYS, turns))
         found += _copies(topology, elements, MemoryPlace(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
@@ -203,11 +207,14 @@ def uses(topology: Topology, elements: int, gpus: Mapping[Key, str], vocabulary:
 
 def logit_bytes(topology: Topology, vocabulary: int, service: str) -> int:
     """Return the bytes of all logits of a micro-batch, if `service` computes them at once (`policy.passes.head`)."""
-    passes = topology.policy.passes
-    scorers = {DEVICE_SERVICE[name]: scorer for name, scorer in topology.services.scorers.items()}
-    if service not in scorers or passes is None or passes.head == "blocks" or scorers[service].backend != "torch":
+    scorers: list[TrainedModel | FrozenModel] = [
+        *(model for model in topology.trained if model.head == "language"),
+        *topology.frozen,
+    ]
+    scorer = next((model for model in scorers if model.service == service), None)
+    if scorer is None or scorer.passes is None or scorer.passes.head == "blocks" or scorer.settings.backend != "torch":
         return 0
-    return scorers[service].max_tokens_per_micro_batch * vocabulary * _LOGIT_BYTES
+    return scorer.settings.max_tokens_per_micro_batch * vocabulary * _LOGIT_BYTES
 
 
 def peak(some: Sequence[Use], phases: frozenset[Phase] = ALWAYS) -> Peak:
@@ -235,16 +242,15 @@ def by_place(found: Sequence[Use]) -> dict[MemoryPlace, list[Use]]:
     return {place: [use for use in found if use.place == place] for place in places}
 
 
-def gpus_that_fit(topology: Topology, elements: int, limit_bytes: int) -> int | None:
-    """Return the smallest `services.policy-trainer.gpus` with which each rank's part of the training state fits in
-    `limit_bytes`, or None if no number up to MOST_GPUS does.
+def gpus_that_fit(model: TrainedModel, elements: int, limit_bytes: int, *, evaluate: bool = False) -> int | None:
+    """Return the smallest number of GPUs with which each rank's part of the training state of `model`, which has
+    `elements` parameters, fits in `limit_bytes`, or None if no number up to MOST_GPUS does.
     """
-    services = topology.services
-    step = services.policy_trainer.parallel.model_ranks
+    step = model.settings.parallel.model_ranks
     for count in range(step, MOST_GPUS + 1, step):
-        trainer = services.policy_trainer.model_copy(update={"gpus": count})
-        changed = topology.model_copy(update={"services": services.model_copy(update={"policy_trainer": trainer})})
-        parts = training_parts(changed.policy_model, evaluate=changed.run.evaluate)
+        parts = training_parts(
+            replace(model, settings=model.settings.model_copy(update={"gpus": count})), evaluate=evaluate
+        )
         if sum(math.ceil(elements * share) for share in parts.values()) <= limit_bytes:
             return count
     return None
@@ -259,10 +265,10 @@ def vllm_share(topology: Topology) -> float | None:
 
 
 def _copies(
-    topology: Topology, elements: int, host: MemoryPlace, key: Key, *, on_gpu: bool, turns: bool
+    topology: Topology, elements: Mapping[str, int], host: MemoryPlace, key: Key, *, on_gpu: bool, turns: bool
 ) -> Iterator[Use]:
     """Yield the copies that a process has in the memory of its host, besides what it computes with."""
-    whole = elements * DTYPE_BYTES[topology.policy.dtype]
+    whole = elements[POLICY] * DTYPE_BYTES[topology.policy.dtype]
     rollout = topology.services.rollout
     reference = topology.services.reference
     if key[0] == "rollout" and (on_gpu or rollout.engine == "vllm" or holds_none(topology)):
@@ -272,24 +278,24 @@ def _copies(
     model = next((model for model in topology.trained if model.service == key[0]), None)
     if model is None:
         return
-    trainer = model.settings
+    trainer, whole = model.settings, elements[model.name] * DTYPE_BYTES[model.dtype]
     if on_gpu and turns:
         gone = LAST_A_STEP[trainer.backend]
         shares = training_parts(model, evaluate=topology.run.evaluate)
         parts = [share for part, share in shares.items() if part not in gone]
-        yield Use(host, key, "waiting for its turn", math.ceil(elements * sum(parts)), _STARTED)
+        yield Use(host, key, "waiting for its turn", math.ceil(elements[model.name] * sum(parts)), _STARTED)
     if key[1]:
         return
     yield Use(host, key, "loading", whole, frozenset({Phase.START}))
-    if on_gpu or trainer.world_size > 1 or trainer.backend == "megatron":
+    if model.publishes is not None and (on_gpu or trainer.world_size > 1 or trainer.backend == "megatron"):
         # The page-locked copy of a single rank's weights is kept; gathered weights are not.
         kept = on_gpu and trainer.world_size == 1
         yield Use(host, key, "publishing", whole, _STARTED if kept else frozenset({Phase.STEPS}))
     if topology.run.evaluate:
         return
-    if topology.run.deterministic and topology.staleness:
-        yield Use(host, key, "earlier versions", whole * (topology.staleness + 1), _STARTED)
-    yield Use(host, key, "saving", elements * saved_bytes(model), frozenset({Phase.CHECKPOINTS}))
+    if model.earlier:
+        yield Use(host, key, "earlier versions", whole * (model.earlier + 1), _STARTED)
+    yield Use(host, key, "saving", elements[model.name] * saved_bytes(model), frozenset({Phase.CHECKPOINTS}))
 
 
 def place_name(place: MemoryPlace, home: str | None) -> str:
@@ -332,7 +338,9 @@ def memory_lines(
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows]
 
 
-def too_large(topology: Topology, elements: int, place: MemoryPlace, uses: Sequence[Use], limit: int) -> Iterator[str]:
+def too_large(
+    topology: Topology, elements: Mapping[str, int], place: MemoryPlace, uses: Sequence[Use], limit: int
+) -> Iterator[str]:
     """Yield an error, with what would fit, if the memory of `place` is smaller than what its processes hold.
 
     Copies that exist only at the start are not counted, because the system can take back pages of files.
@@ -356,30 +364,39 @@ def too_large(topology: Topology, elements: int, place: MemoryPlace, uses: Seque
     phase = Phase.STEPS if steps > limit else Phase.CHECKPOINTS
     during = [use for use in uses if phase in use.phases]
     keys = dict.fromkeys(use.key for use in during)
+    services = {service for service, _ in keys}
+    models = [f"{model.name}.model" for model in topology.trained if model.service in services] or [f"{POLICY}.model"]
+    whose, saves_it = ("their", "they save") if len(models) > 1 else ("its", "it saves")
     parts = "; ".join(
         f"{service_name(*key)}: "
         + ", ".join(f"{use.what} {format_size(use.nbytes)}" for use in during if use.key == key)
         for key in keys
     )
-    text = f"its training takes {format_size(steps)} of the memory of {where}, which has {size} ({parts})"
+    text = f"{whose} training takes {format_size(steps)} of the memory of {where}, which has {size} ({parts})"
     if steps <= limit:
-        text = f"its checkpoints take {format_size(saves)} of the memory of {where}, which has {size} ({parts})"
+        text = f"{whose} checkpoints take {format_size(saves)} of the memory of {where}, which has {size} ({parts})"
     elif saves > steps:
-        text += f", and {format_size(saves)} while it saves a checkpoint"
-    yield f"policy.model: {text}; {_that_fits(topology, elements, place, uses, limit, most)}"
+        text += f", and {format_size(saves)} while {saves_it} a checkpoint"
+    yield f"{' and '.join(models)}: {text}; {_that_fits(topology, elements, place, uses, limit, most)}"
 
 
 def _that_fits(
-    topology: Topology, elements: int, place: MemoryPlace, uses: Sequence[Use], limit: int, most: int
+    topology: Topology, elements: Mapping[str, int], place: MemoryPlace, uses: Sequence[Use], limit: int, most: int
 ) -> str:
     """Return the smallest number of GPUs that would fit, or else the number of bytes that are missing."""
     missing = f"{format_size(most - limit)} more would fit"
     if not place.gpu:
         return f"{missing}; use a smaller model, or a machine with more memory"
-    others = [use for use in uses if use.key[0] != POLICY_WORKER]
-    if len(others) < len(uses) and peak(others).nbytes <= limit:
-        apart = sum(use.nbytes for use in others if not use.turns)
-        count = gpus_that_fit(topology, elements, limit - apart)
-        if count is not None:
-            return f"services.policy-trainer.gpus: {count} would fit"
+    for model in topology.trained:
+        others = [use for use in uses if use.key[0] != model.service]
+        if len(others) < len(uses) and peak(others).nbytes <= limit:
+            apart = sum(use.nbytes for use in others if not use.turns)
+            count = gpus_that_fit(model, elements[model.name], limit - apart, evaluate=topology.run.evaluate)
+            if count is not None:
+                return f"{_key_of(model)}.gpus: {count} would fit"
     return f"{missing}; use a smaller model, or divide it (parallel.tp)"
+
+
+def _key_of(model: TrainedModel) -> str:
+    """Return the topology key of the service of a trained model."""
+    return next(f"services.{key}" for key, service in DEVICE_SERVICE.items() if service == model.service)

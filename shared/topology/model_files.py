@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from shared.topology.models import Head
+
 _HEADER_LIMIT_BYTES = 100 * 1024**2
 _HEADER_SIZE_BYTES = 8
 _TABLE_DIMENSIONS = 2
@@ -26,6 +28,10 @@ _WEIGHTS = "model.safetensors"
 _ADAPTER = "adapter_"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
+"""Names of the tensors of a value head, as in the sequence classifiers of transformers. A run has no bias."""
+_OUTPUT_LAYER = ("lm_head.", "embed_out.", "output_layer.")
+"""Beginnings of the names of the output layer's tensors, whatever their shape."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _OTHER_TOKENIZERS = ("*.tiktoken", "*.model")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
@@ -105,8 +111,11 @@ def tied_tables(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> lis
     architecture of transformers, only the input embedding and what is tied to it have the embedding's shape outside
     the numbered layers. Position embeddings, which may have that shape by chance, are recognized by their name.
     """
-    if config.get("tie_word_embeddings") is not True:
-        return []
+    return _tables(config, tensors) if config.get("tie_word_embeddings") is True else []
+
+
+def _tables(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> list[list[str]]:
+    """Return the names of the `tensors` with a row for each token, by shape: output layers before the embedding."""
     tables: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in tensors.items():
         rows = tensor.shape[0] if len(tensor.shape) == _TABLE_DIMENSIONS else None
@@ -116,22 +125,36 @@ def tied_tables(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> lis
     return [names for names in groups if len(names) > 1 and _EMBEDDING.search(names[-1])]
 
 
-def named_shapes(model: str) -> dict[str, list[int]]:
-    """Return the name and shape of every weight that a process with the model holds: of tied tensors, only one.
+def named_shapes(model: str, head: Head = "language") -> dict[str, list[int]]:
+    """Return the name and shape of every weight that a process holds of the model with this head: of tied tensors, only
+    one. A value head takes the place of the output layer; the embedding stays, whether or not the two are tied.
 
     Raises the errors of `stored_tensors`.
     """
-    tensors = stored_tensors(model)
-    copies = {name for names in tied_tables(read_config(model), tensors) for name in names[:-1]}
-    return {name: list(tensor.shape) for name, tensor in tensors.items() if name not in copies}
+    tensors, config = stored_tensors(model), read_config(model)
+    copies = {name for names in tied_tables(config, tensors) for name in names[:-1]}
+    if head == "value":
+        named = {name for name in tensors if name.startswith(_OUTPUT_LAYER)}
+        copies = {VALUE_BIAS} | (named or {name for names in _tables(config, tensors) for name in names[:-1]})
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if name not in copies}
+    if head == "value" and shapes:
+        shapes[VALUE_WEIGHT] = [1, _hidden(config, shapes)]
+    return shapes
 
 
-def parameter_count(model: str) -> int:
-    """Return the number of parameters that a process with the model holds.
+def _hidden(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> int:
+    """Return the number of values that describe a token: as the configuration says, or else the embedding's columns."""
+    columns = (shape[-1] for name, shape in shapes.items() if _EMBEDDING.search(name) and shape)
+    size = config.get("hidden_size") or config.get("n_embd")
+    return size if isinstance(size, int) else next(columns, 0)
+
+
+def parameter_count(model: str, head: Head = "language") -> int:
+    """Return the number of parameters that a process holds of the model with this head.
 
     Raises the errors of `stored_tensors`, and ValueError if the folder has no weights.
     """
-    shapes = named_shapes(model)
+    shapes = named_shapes(model, head)
     if not shapes:
         raise ValueError(f"{model} has no safetensors files")
     return sum(map(math.prod, shapes.values()))
@@ -262,6 +285,12 @@ def _token_id(folder: Path, text: str) -> int | None:
 
 def _dicts(value: object) -> list[dict[str, Any]]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
+def vocabulary(model: str) -> int:
+    """Return the number of tokens for which the model has an embedding, 0 if its configuration does not say."""
+    size = read_config(model).get("vocab_size")
+    return size if isinstance(size, int) else 0
 
 
 def largest_token(model: str) -> int | None:

@@ -72,6 +72,11 @@ class TrainedModel:
     shares_devices: bool
     """Whether its ranks take turns on their devices with other services."""
 
+    @property
+    def earlier(self) -> int:
+        """Number of versions before the newest one that its ranks keep and save."""
+        return self.publishes.earlier if self.publishes is not None else 0
+
     def checkpoints(self, folder: Path) -> Path:
         """Return the folder of its checkpoints. `folder` holds those of all models; the policy's are at the top."""
         return folder if self.name == POLICY else folder / self.name

@@ -7,6 +7,7 @@ and is appended to its error messages.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -353,6 +354,14 @@ class Topology(Section):
         """The trained model that samples."""
         return next(model for model in self.trained if model.name == POLICY)
 
+    def model_folders(self) -> dict[str, list[str]]:
+        """Return the folders of the trained models, the policy's first, each with the names of the models that begin
+        with its weights."""
+        folders: dict[str, list[str]] = {}
+        for model in self.trained:
+            folders.setdefault(str(model.folder), []).append(model.name)
+        return folders
+
     @property
     def frozen(self) -> tuple[FrozenModel, ...]:
         """The models of the run that only score tokens."""
@@ -438,9 +447,15 @@ class Topology(Section):
         """Return the processes on hosts other than the one on which the run is started."""
         return [spec for spec in self.services_plan() if spec.host != self.home]
 
-    def with_passes(self, passes: Passes) -> Topology:
-        """Return this topology with `passes` for its model."""
-        return self.model_copy(update={"policy": self.policy.model_copy(update={"passes": passes})})
+    def with_passes(self, passes: Mapping[str, Passes]) -> Topology:
+        """Return this topology with `passes` for its trained models, by name."""
+        sections: dict[str, Policy | Critic | None] = {POLICY: self.policy, CRITIC: self.critic}
+        changed = {
+            name: section.model_copy(update={"passes": passes[name]})
+            for name, section in sections.items()
+            if section is not None and name in passes
+        }
+        return self.model_copy(update=changed)
 
     def document(self) -> dict[str, Any]:
         """Return the resolved topology as plain data, with the keys that users write and every default."""

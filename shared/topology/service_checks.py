@@ -15,7 +15,7 @@ from types import MappingProxyType
 from shared.topology.capacity import weight_bytes
 from shared.topology.document import Found
 from shared.topology.model_files import experts, read_config
-from shared.topology.models import DEVICE_SERVICE
+from shared.topology.models import CRITIC, DEVICE_SERVICE, POLICY, FrozenModel, TrainedModel
 from shared.topology.schema import Topology
 from shared.topology.services import Placed, Rollout, ScorerSettings, WeightsRoute
 
@@ -44,16 +44,18 @@ def check(topology: Topology) -> Found:
 
 def _services(topology: Topology) -> Found:
     services = topology.services
-    trainer = services.policy_trainer
     counts = [(key, "gpus", service.gpus, service.parallel.model_ranks) for key, service in services.placed.items()]
-    counts.append(("policy-trainer", "workers", trainer.workers or 0, trainer.parallel.model_ranks))
+    counts += [(key, "workers", own.workers or 0, own.parallel.model_ranks) for key, own in services.trainers.items()]
     for key, name, count, ranks in counts:
         if count % ranks:
             enough = math.ceil(count / ranks) * ranks
             yield ("services", key, name), f"{count} is not a multiple of tp*pp*cp = {ranks}; use {enough}"
-    if trainer.workers is not None and trainer.gpus:
-        message = f"{trainer.workers} has no effect with {trainer.gpus} gpus: one rank runs on each; remove it"
-        yield ("services", "policy-trainer", "workers"), message
+    for key, trainer in services.trainers.items():
+        if trainer.workers is not None and trainer.gpus:
+            own = key == "policy-trainer" or services.policy_trainer.gpus > 0
+            remedy = "remove it" if own else "set it to null"  # services.policy-trainer may give it
+            message = f"{trainer.workers} has no effect with {trainer.gpus} gpus: one rank runs on each; {remedy}"
+            yield ("services", key, "workers"), message
     store = services.batch_store
     if store.spill is None and store.spill_limit is not None:
         message = f"{store.spill_limit} bytes have no effect without spill; remove it, or name a folder as spill"
@@ -69,16 +71,23 @@ def _services(topology: Topology) -> Found:
 def _split(topology: Topology) -> Found:
     """Yield a problem for each degree that the backend does not support, that does not divide the size it splits, or
     that crosses hosts, and for recomputation that the backend does not support."""
-    trainer, reference = topology.services.policy_trainer, topology.services.reference
-    yield from _ranks_on_hosts("policy-trainer", trainer, trainer.world_size, len(trainer.host or ()))
+    trainers, reference = topology.services.trainers, topology.services.reference
+    for name, trainer in trainers.items():
+        yield from _ranks_on_hosts(name, trainer, trainer.world_size, len(trainer.host or ()))
+        if trainer.recompute == "selective" and trainer.backend == "megatron":
+            message = "selective is for backend torch; use layers, or set backend to torch"
+            yield ("services", name, "recompute"), message
     if reference is not None:
         copies, ranks = max(reference.dp, 1), reference.parallel.model_ranks
         yield from _ranks_on_hosts("reference", reference, ranks, min(len(reference.host or ()) // copies, ranks))
-    if trainer.recompute == "selective" and trainer.backend == "megatron":
-        message = "selective is for backend torch; use layers, or set backend to torch"
-        yield ("services", "policy-trainer", "recompute"), message
+    every: list[TrainedModel | FrozenModel] = [*topology.trained, *topology.frozen]
+    models = {model.service: model for model in every}
     for name, service in topology.services.scorers.items():
-        yield from _degrees(topology, name, service, {"tp", "pp"} if name == "policy-trainer" else {"tp", "pp", "cp"})
+        model = models.get(DEVICE_SERVICE[name])
+        if service.backend == "torch":
+            yield from _torch_degrees(name, service, {"tp", "pp"} if name in trainers else {"tp", "pp", "cp"})
+        elif model is not None:
+            yield from _megatron_degrees(name, service, model)
 
 
 def _ranks_on_hosts(name: str, service: ScorerSettings, ranks: int, hosts: int) -> Found:
@@ -93,20 +102,25 @@ def _ranks_on_hosts(name: str, service: ScorerSettings, ranks: int, hosts: int) 
         yield ("services", name, "host"), f"{hosts} hosts for {ranks} rank{'s' * (ranks > 1)}: {rule}; {remedy}"
 
 
-def _degrees(topology: Topology, name: str, service: ScorerSettings, torch_has_no: set[str]) -> Found:
-    place = ("services", name)
-    degrees = {"tp": service.parallel.tp, "pp": service.parallel.pp, "cp": service.parallel.cp}
-    if service.backend == "torch":
-        for degree in sorted(torch_has_no):
-            if degrees[degree] > 1:
-                what = "sequences here" if degree == "cp" else "layers"
-                remedy = "set backend to megatron, or use 1"
-                message = f"{degrees[degree]} splits {what}, which backend torch does not support; {remedy}"
-                yield (*place, "parallel", degree), message
-        return
-    if topology.policy.dtype not in ("float32", "bfloat16"):
-        yield ("policy", "dtype"), f"{topology.policy.dtype}: backend megatron supports float32 and bfloat16"
-    config = read_config(topology.policy.model)
+def _degrees_of(service: ScorerSettings) -> dict[str, int]:
+    return {"tp": service.parallel.tp, "pp": service.parallel.pp, "cp": service.parallel.cp}
+
+
+def _torch_degrees(name: str, service: ScorerSettings, has_no: set[str]) -> Found:
+    for degree, count in _degrees_of(service).items():
+        if degree in has_no and count > 1:
+            what = "sequences here" if degree == "cp" else "layers"
+            remedy = "set backend to megatron, or use 1"
+            message = f"{count} splits {what}, which backend torch does not support; {remedy}"
+            yield ("services", name, "parallel", degree), message
+
+
+def _megatron_degrees(name: str, service: ScorerSettings, model: TrainedModel | FrozenModel) -> Found:
+    place, degrees = ("services", name), _degrees_of(service)
+    if model.dtype not in ("float32", "bfloat16"):
+        section = model.name if isinstance(model, TrainedModel) else POLICY
+        yield (section, "dtype"), f"{model.dtype}: backend megatron supports float32 and bfloat16"
+    config = read_config(str(model.folder))
     kind = config.get("model_type")
     if kind is not None and kind not in MEGATRON_FAMILIES:
         message = f"megatron supports {', '.join(MEGATRON_FAMILIES)}, but the model is a {kind}; use torch"
@@ -179,12 +193,14 @@ def _colocated(topology: Topology) -> Found:
         return
     for index, name in enumerate(names):
         if name not in DEVICE_SERVICE:
-            message = f"{name!r} is not a service with devices; use policy-trainer, reference or rollout"
+            message = f"{name!r} is not a service with devices; use policy-trainer, critic, reference or rollout"
             yield (*_COLOCATE, index), message
         elif name in names[:index]:
             yield (*_COLOCATE, index), f"{name} is named twice; remove one"
         elif name == "reference" and not topology.needs_reference:
             yield (*_COLOCATE, index), "no reference is started without algorithm.kl.coef above 0; leave it out"
+        elif name == CRITIC and topology.critic is None:
+            yield (*_COLOCATE, index), "no critic is started without the section critic; leave it out"
     if len(names) == 1:
         yield _COLOCATE, f"{names[0]} alone shares nothing; name two services or leave it out"
     yield from _same_place(topology)

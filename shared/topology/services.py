@@ -137,8 +137,8 @@ class Services(Section):
     )
     critic: TrainerSettings | None = Field(
         default=None,
-        description="the training service of the critic; default: the values given for policy-trainer, if there is a "
-        "critic",
+        description="the training service of the critic, if there is one; each key that is left out has the value "
+        "given for policy-trainer",
     )
     reference: Reference | None = Field(
         default=None, description="the frozen model; started if algorithm.kl.coef is above 0"

@@ -112,7 +112,7 @@ def measure(model: Path, folder: Path, settings: list[str], limit_s: float) -> R
         loaded = _loaded(run.run)
         topology, elements = load(run.run.topology), parameter_count(str(model))
         times = (begun, loaded, trained_first, trained, saved, time.time())
-        return Run(memory, run.rows(), times, planned(uses(topology, elements, {})), elements)
+        return Run(memory, run.rows(), times, planned(uses(topology, {"policy": elements}, {})), elements)
 
 
 def _loaded(run: RunDir) -> float:

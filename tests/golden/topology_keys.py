@@ -98,7 +98,7 @@ def fixed(key: str) -> str:
     def below(keys: Iterable[str]) -> bool:
         return any(f"{key}.".startswith(f"{each.replace('*', '<name>')}.") for each in keys)
 
-    always = below(FIXED) and not below([PASSES])
+    always = below(FIXED) and not below(PASSES)
     return ". *Fixed.*" if always else ". *Fixed if deterministic.*" if below((*FIXED, *FIXED_BITS)) else ""
 
 

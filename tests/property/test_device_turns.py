@@ -14,8 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import services.scheduler.devices
-import shared.colocation.devices
 from proto.messages import DeviceOrder, Heartbeat, HoldDevices, Register
 from services.scheduler.devices import DeviceTurns
 from services.scheduler.events import Answer, Effect, Fail, KillProcess, TellDevices
@@ -34,26 +32,31 @@ from shared.colocation.devices import (
     Holder,
     Holding,
     Parts,
-    barred,
-    forbidden_pairs,
-    parts_of,
     trained_parts,
 )
 from shared.rpc.errors import RpcError
+from shared.topology.models import CRITIC, POLICY, WORKERS
 
-WORKER, SCORER, ENGINE = "policy-trainer-worker", "reference", "rollout"
+WORKER, SCORER, ENGINE = WORKERS[POLICY], "reference", "rollout"
+CRITIC_PARTS = trained_parts(CRITIC)
+
+
+def turns_of(model: str) -> list[list[Parts]]:
+    """Return the turns of a trained model: a forward pass, an update, and a checkpoint."""
+    parameters, gradients, optimizer = trained_parts(model)
+    update = [
+        frozenset({parameters}),
+        frozenset({parameters, gradients}),
+        frozenset({parameters, gradients, optimizer}),
+    ]
+    return [[frozenset({parameters})], update, [frozenset({parameters, optimizer})]]
+
+
 TURNS: dict[str, list[list[Parts]]] = {
-    WORKER: [
-        [frozenset({PARAMETERS})],
-        [frozenset({PARAMETERS}), frozenset({PARAMETERS, GRADIENTS}), frozenset({PARAMETERS, GRADIENTS, OPTIMIZER})],
-        [frozenset({PARAMETERS, OPTIMIZER})],
-    ],
+    **{service: turns_of(model) for model, service in WORKERS.items()},
     SCORER: [[frozenset({REFERENCE})]],
     ENGINE: [[frozenset({WEIGHTS}), frozenset({WEIGHTS, KV_CACHE})], [frozenset({WEIGHTS, KV_CACHE})]],
 }
-CRITIC = "critic-trainer-worker"
-"""The service of a second trained model, which no run has yet."""
-MODELS = {"policy": WORKER, "critic": CRITIC}
 LIMIT_S = 5.0
 POLL_S = 20.0
 
@@ -268,14 +271,15 @@ class World:
 @given(
     seed=st.integers(0, 2**32),
     workers=st.integers(1, 3),
+    critics=st.integers(0, 2),
     scorers=st.integers(0, 2),
     engines=st.integers(0, 2),
     hurt=st.sampled_from([0.0, 0.02, 0.1]),
 )
 def test_forbidden_parts_never_share_the_devices_and_all_work_is_done(
-    seed: int, workers: int, scorers: int, engines: int, hurt: float
+    seed: int, workers: int, critics: int, scorers: int, engines: int, hurt: float
 ) -> None:
-    world = World(seed, {WORKER: workers, SCORER: scorers, ENGINE: engines})
+    world = World(seed, {WORKER: workers, WORKERS[CRITIC]: critics, SCORER: scorers, ENGINE: engines})
     for _ in range(400):
         world.at_random(hurt)
     turns = sum(len(process.turns) for process in world.processes.values())
@@ -296,25 +300,25 @@ def steps_of(model: str, count: int) -> list[list[Parts]]:
 
 
 class TwoModels(World):
-    """A world in which a driver calls two trained models. An update begins only after the passes of both."""
+    """A world in which a driver calls two ranks of each of two trained models, with a reference that scores and an
+    engine that evaluates in between. The update of the policy waits for the values of the critic, and the critic's for
+    the advantages: an update begins only after the passes of all ranks, and the next step after all updates."""
 
     def __init__(self, seed: int, *, keeps: bool) -> None:
         """With `keeps`, a model keeps its turn after a forward pass until its next call."""
-        super().__init__(seed, {WORKER: 1, ENGINE: 1})
+        super().__init__(seed, {**dict.fromkeys(WORKERS.values(), 2), SCORER: 1, ENGINE: 1})
         self.keeps = keeps
         steps = self.chance.randint(1, 3)
-        self.limits[CRITIC, 0] = LIMIT_S
-        self.turns = DeviceTurns(self.limits)
-        self.processes = {
-            (service, 0): Process((service, 0), steps_of(model, steps), 1) for model, service in MODELS.items()
-        } | {(ENGINE, 0): self.processes[ENGINE, 0]}
+        for model, service in WORKERS.items():
+            for rank in range(2):
+                self.processes[service, rank].turns = steps_of(model, steps)
 
     def act(self, process: Process) -> None:
         left = len(process.turns)
         if self.waits(process) and not process.answers and not process.leaving:
             return
         super().act(process)
-        if process.holder[0] == ENGINE or len(process.turns) == left:
+        if process.holder[0] not in WORKERS.values() or len(process.turns) == left:
             return
         process.holding.done()
         if left % 2 == 0 and self.keeps:
@@ -322,27 +326,17 @@ class TwoModels(World):
             process.holding.number += 1
 
     def waits(self, process: Process) -> bool:
-        """Return whether a model has made its pass and has no call before the other has made its own."""
-        left, models = len(process.turns), [self.processes[service, 0] for service in MODELS.values()]
-        if process not in models or left % 2 == 0 or process.holding.wants:
+        """Return whether a rank has made its pass or its update and has no call before all others have made theirs."""
+        left = len(process.turns)
+        if process.holder[0] not in WORKERS.values() or process.holding.wants or process.stage:
             return False
-        return any(len(other.turns) > left for other in models)
+        ranks = [other for holder, other in self.processes.items() if holder[0] in WORKERS.values()]
+        return any(len(other.turns) > left for other in ranks)
 
     def works(self, process: Process) -> bool:
         return super().works(process) and not self.waits(process)
 
 
-@pytest.fixture
-def two_models(monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[str, str], ...]:
-    """Let the device turns know a second trained model. Returns the forbidden pairs."""
-    pairs = forbidden_pairs(MODELS)
-    monkeypatch.setattr(shared.colocation.devices, "_BARRED", barred(pairs))
-    monkeypatch.setattr(services.scheduler.devices, "PARTS_OF", parts_of(MODELS))
-    monkeypatch.setitem(globals(), "FORBIDDEN", pairs)
-    return pairs
-
-
-@pytest.mark.usefixtures("two_models")
 @pytest.mark.parametrize("seed", range(150))
 def test_two_models_train_in_turns_and_neither_is_killed(seed: int) -> None:
     world = TwoModels(seed, keeps=False)
@@ -354,10 +348,9 @@ def test_two_models_train_in_turns_and_neither_is_killed(seed: int) -> None:
     assert world.killed == 0
 
 
-@pytest.mark.usefixtures("two_models")
 def test_a_model_that_kept_its_turn_after_a_forward_pass_would_be_killed() -> None:
     kills = 0
-    for seed in range(10):
+    for seed in range(30):
         world = TwoModels(seed, keeps=True)
         for _ in range(100):
             world.round()
@@ -428,7 +421,23 @@ def test_a_hung_process_is_killed_at_once_if_busy_or_when_others_need_the_device
     assert not world.processes[(ENGINE, 0)].turns
 
 
-@given(parts=st.lists(st.sampled_from([PARAMETERS, GRADIENTS, OPTIMIZER, REFERENCE, WEIGHTS, KV_CACHE]), max_size=8))
+def test_only_the_parameters_of_two_trained_models_may_be_on_the_devices_together() -> None:
+    policy, critic = trained_parts(POLICY), CRITIC_PARTS
+    together = {(one, other) for one in policy for other in critic} - set(FORBIDDEN)
+    assert together == {(policy[0], critic[0])}
+    for part in critic:
+        assert {(WEIGHTS, part), (KV_CACHE, part)} <= set(FORBIDDEN)
+    assert {(REFERENCE, part) for part in (*policy, *critic)} - set(FORBIDDEN) == {
+        (REFERENCE, policy[0]),
+        (REFERENCE, critic[0]),
+    }
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from([PARAMETERS, GRADIENTS, OPTIMIZER, *CRITIC_PARTS, REFERENCE, WEIGHTS, KV_CACHE]), max_size=8
+    )
+)
 def test_a_ledger_refuses_exactly_the_forbidden_pairs(parts: list[str]) -> None:
     ledger = DeviceLedger()
     there: set[str] = set()

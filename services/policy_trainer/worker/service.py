@@ -31,7 +31,7 @@ from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
 from shared.samples.text import Choice
 from shared.topology import stop_limit_s
-from shared.topology.models import POLICY_WORKER, Publication
+from shared.topology.models import CRITIC, POLICY_WORKER, WORKERS, Publication
 
 if TYPE_CHECKING:
     from services.policy_trainer.worker.backend import Backend
@@ -193,3 +193,9 @@ class PolicyTrainerWorker(Service):
                 dirty=self._rank.dirty,
                 snapshots=self._rank.snapshots.held(),
             )
+
+
+class CriticWorker(PolicyTrainerWorker):
+    """The service `python -m services.policy_trainer.worker --model critic`."""
+
+    NAME = WORKERS[CRITIC]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from launch.processes.plan import module_of
+from launch.processes.plan import command_of
 from shared.topology import load
 from shared.topology.fields import Section
 from tests.golden.topology_keys import section_of
@@ -95,7 +95,7 @@ def test_a_run_with_every_service_is_detached_outlives_the_start_limit_and_is_re
     topology = load(QUICKSTART, settings)
     plan = topology.services_plan()
     programs = [".".join(file.relative_to(ROOT).parent.parts) for file in (ROOT / "services").rglob("__main__.py")]
-    assert {module_of(spec.service) for spec in plan} == set(programs)
+    assert {command_of(spec.service)[0] for spec in plan} == set(programs)
     assert [*sections_off(topology.services, "services")] == []
 
     arguments = [part for setting in settings for part in ("--set", setting)]

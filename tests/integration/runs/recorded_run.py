@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 import zmq
 
 from launch.commands import place
-from launch.processes.plan import module_of
+from launch.processes.plan import command_of
 from launch.processes.programs import child_environment
 from proto.messages import Ping, Pong
 from services.policy_trainer.driver import Driver
@@ -99,7 +99,7 @@ class ByHand:
         for spec in self.topology.services_plan():
             if spec.service not in services:
                 continue
-            command = [sys.executable, "-m", module_of(spec.service), "--run", str(self.run.path)]
+            command = [sys.executable, "-m", *command_of(spec.service), "--run", str(self.run.path)]
             name = f"{spec.service}-{spec.instance}"
             with (self.run.path / f"{name}.txt").open("wb") as output:
                 self._processes[name] = subprocess.Popen(

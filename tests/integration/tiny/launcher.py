@@ -12,12 +12,12 @@ from launch.supervisor import runner
 from shared.topology import Topology
 
 TINY = frozenset(os.environ["TINY"].split(","))
-_real = runner.module_of
+_real = runner.command_of
 _spare_kinds = cluster.spare_kinds
 
 
-def _module_of(service: str) -> str:
-    return f"tests.integration.tiny.{service.replace('-', '_')}" if service in TINY else _real(service)
+def _command_of(service: str) -> list[str]:
+    return [f"tests.integration.tiny.{service.replace('-', '_')}"] if service in TINY else _real(service)
 
 
 def _kinds(topology: Topology, services: Collection[str]) -> list[SpareKind]:
@@ -26,7 +26,7 @@ def _kinds(topology: Topology, services: Collection[str]) -> list[SpareKind]:
     return [SpareKind(kind.services, (*imports,)) for kind in _spare_kinds(topology, services)]
 
 
-runner.module_of = _module_of
+runner.command_of = _command_of
 cluster.spare_kinds = _kinds
 runner.PING_EVERY_S = float(os.environ.get("TINY_PING_EVERY_S", runner.PING_EVERY_S))
 runner.SILENCE_S = float(os.environ.get("TINY_SILENCE_S", runner.SILENCE_S))

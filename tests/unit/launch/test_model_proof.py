@@ -14,6 +14,7 @@ from launch.checks import model_proof, preflight
 from launch.checks.findings import Findings
 from shared.topology import Topology, load
 from shared.topology.memory_plan import uses
+from shared.topology.model_files import vocabulary
 from shared.topology.passes import FASTEST, Passes, Verdict
 
 pytestmark = pytest.mark.slow
@@ -77,11 +78,11 @@ def test_a_damaged_result_is_computed_again(model: Path, cache: Path, monkeypatc
         return Verdict(sequences="padded", reasons=["packed: why"], model="M", cpu_s=1.5)
 
     monkeypatch.setattr(model_proof, "compute", compute)
-    assert model_proof.prove(topology(model)).cpu_s == 1.5
+    assert model_proof.prove(topology(model), topology(model).policy_model).cpu_s == 1.5
     [file] = cache.iterdir()
-    assert model_proof.prove(topology(model)).cpu_s is None
+    assert model_proof.prove(topology(model), topology(model).policy_model).cpu_s is None
     file.write_text('{"sequences": "packed"')
-    found = model_proof.prove(topology(model))
+    found = model_proof.prove(topology(model), topology(model).policy_model)
     assert (found.passes, found.cpu_s) == (Passes(sequences="padded"), 1.5)
 
 
@@ -112,7 +113,7 @@ def test_what_is_not_proved_is_refused_in_one_line(
     model: Path, monkeypatch: pytest.MonkeyPatch, refused: str, wanted: tuple[str, ...], line: str
 ) -> None:
     proof = Verdict(sequences="padded", refused=refused, model="Some")
-    monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
+    monkeypatch.setattr(model_proof, "prove", lambda *_: proof)
     findings = Findings("t.yaml")
     preflight.prove(topology(model, *wanted), findings)
     [found] = findings.errors
@@ -121,24 +122,24 @@ def test_what_is_not_proved_is_refused_in_one_line(
 
 def test_slower_passes_may_be_chosen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proof = Verdict(sequences="packed", head="blocks", decoder="written-out", model="Some")
-    monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
+    monkeypatch.setattr(model_proof, "prove", lambda *_: proof)
     chosen = preflight.prove(topology(model, "policy.passes.sequences=padded"), Findings("t.yaml"))
     assert chosen.policy.passes == Passes(sequences="padded")
 
 
 def test_whole_logits_are_part_of_the_memory_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proof = Verdict(sequences="padded", model="Some")
-    monkeypatch.setattr(model_proof, "prove", lambda topology: proof)
+    monkeypatch.setattr(model_proof, "prove", lambda *_: proof)
     findings = Findings("t.yaml")
     found = preflight.prove(topology(model, "algorithm.kl.coef=0.1"), findings)
     assert findings.errors == []
-    size = preflight.vocabulary(found)
-    logits = {use.key: use.nbytes for use in uses(found, 1000, {}, size) if use.what == "logits"}
+    size = vocabulary(found.policy.model)
+    logits = {use.key: use.nbytes for use in uses(found, {"policy": 1000}, {}, size) if use.what == "logits"}
     tokens = found.services.policy_trainer.max_tokens_per_micro_batch
     assert logits[("policy-trainer-worker", 0)] == tokens * size * 16
     assert ("reference", 0) in logits
     blocks = found.model_copy(update={"policy": found.policy.model_copy(update={"passes": FASTEST})})
-    assert not [use for use in uses(blocks, 1000, {}, size) if use.what == "logits"]
+    assert not [use for use in uses(blocks, {"policy": 1000}, {}, size) if use.what == "logits"]
     many = ("services.policy-trainer.max_tokens_per_micro_batch=100000000000",)
     preflight.prove(topology(model, *many), findings)
     [line] = findings.errors

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.checks.preflight import check
-from launch.processes.plan import Key, gpu_names, gpus_described, gpus_wanted, module_of, select, visible_gpus
+from launch.processes.plan import Key, command_of, gpu_names, gpus_described, gpus_wanted, select, visible_gpus
 from shared.rpc.errors import RpcError
 from shared.topology import Topology, load
 from shared.topology.models import DEVICE_SERVICE
@@ -42,8 +42,9 @@ def test_wrong_names_are_refused_and_the_valid_names_listed(name: str, said: str
 
 
 def test_service_names_become_modules() -> None:
-    assert module_of("batch-store") == "services.batch_store"
-    assert module_of("policy-trainer-worker") == "services.policy_trainer.worker"
+    assert command_of("batch-store") == ["services.batch_store"]
+    assert command_of("policy-trainer-worker") == ["services.policy_trainer.worker"]
+    assert command_of("critic") == ["services.policy_trainer.worker", "--model", "critic"]
 
 
 REPOSITORY = Path(__file__).resolve().parents[3]

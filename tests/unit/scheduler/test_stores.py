@@ -105,6 +105,21 @@ def test_log_probs_from_the_trainer_are_counted_in_its_own_store() -> None:
     assert bench.machine.run.shards.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
 
 
+def test_values_from_a_critic_on_another_host_are_counted_in_its_store() -> None:
+    made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1)
+    bench = TwoHosts(made, NINE).begin()
+    bench.step(1, STORE)
+    run = bench.machine.run
+    assert run.shards.trainer_stores == (STORE,)
+    bench.register("critic", 0, 31, host_id="away")
+    assert run.shards.trainer_stores == (STORE, AWAY)
+    bench.step(2, STORE)
+    assert run.shards.uncovered[AWAY] == 2 * 80
+    bench.ask(HostGone(host="b", incarnations=[31, 5], cause="power cut"))
+    assert run.shards.trainer_stores == (STORE,)
+    check_invariants(run)
+
+
 def test_log_probs_from_ranks_on_two_hosts_are_counted_in_the_stores_of_both(tmp_path: Path) -> None:
     made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1, replay_bytes=10)
     bench = TwoHosts(made, NINE).begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,32 @@ def test_files_that_match_a_pattern_are_distributed_under_their_own_names(tmp_pa
     ]
     there = distribution.relocated(data, Path("/there"))
     assert there["data"]["train"]["source"] == "jsonl:/there/1/part-*.jsonl?prompt=question"
+
+
+def test_the_model_of_a_critic_may_be_given_by_its_hub_name(cache: Path, folder: Path) -> None:
+    path = edited(folder, "optimizer:", "critic: {model: a/value, optimizer: {lr: 1e-4}}\noptimizer:")
+    name = HubName("model", "a/value")
+    assert hub_names(path) == {("critic", "model"): name}
+    gae = "algorithm.advantage={name: gae}"
+    assert problems(path, gae)[0].endswith("fetch it with: hf download a/value")
+    there = snapshot(cache, name.folder, "config.json", "model.safetensors")
+    shutil.copytree(folder / "model", there, dirs_exist_ok=True)
+    topology = load(path, [gae, "services.batch-store.memory=16MiB"])
+    assert str(topology.trained[1].folder) == str(there)
+    assert hub.model_name(str(there)) == HubName("model", "a/value", COMMIT)
+    (folder / "a" / "value").mkdir(parents=True)
+    assert hub_names(path) == {}
+
+
+def test_the_model_of_a_critic_is_distributed_once_if_it_is_the_policys(tmp_path: Path) -> None:
+    for name in ("model", "value"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    data = {"policy": {"model": f"{tmp_path}/model"}, "data": {"train": {"source": "builtin:addition"}}}
+    own = {**data, "critic": {"model": f"{tmp_path}/value"}}
+    assert [file.path for file, _ in distribution.files(own)] == ["0/model/config.json", "1/value/config.json"]
+    assert distribution.relocated(own, Path("/there"))["critic"]["model"] == "/there/1/value"
+    same = {**data, "critic": {"model": f"{tmp_path}/model"}}
+    assert [file.path for file, _ in distribution.files(same)] == ["0/model/config.json"]
+    assert distribution.relocated(same, Path("/there"))["critic"]["model"] == "/there/0/model"
+    assert len(distribution.files({**data, "critic": None})) == 1

@@ -29,7 +29,9 @@ from shared.ranks.layout import Layout
 from shared.sample import Sample
 from shared.stages import TRAIN
 from shared.topology import Topology, TopologyError, load
+from shared.topology.capacity import parameter_counts
 from shared.topology.fields import Section
+from shared.topology.memory_plan import per_process
 from shared.topology.passes import FASTEST
 from shared.topology.schema import Reward
 from shared.topology.service_checks import UNSUPPORTED
@@ -44,6 +46,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[4]
 
 HOSTS = ("placement.hosts={a: {}, b: {}}", "transport.listen=10.0.0.1")
+CRITIC = ("critic={optimizer: {lr: 1.0e-3}}", "algorithm.advantage={name: gae}")
+MEGATRON = (*CRITIC, "services.critic={backend: megatron}")
 OBSERVED: dict[str, tuple[str, ...]] = {
     "run.name": ("run.name=other",),
     "run.steps": ("run.steps=4",),
@@ -72,6 +76,14 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "services.policy-trainer.parallel.pp": ("services.policy-trainer={backend: megatron, parallel: {pp: 2}}",),
     "services.policy-trainer.parallel.cp": ("services.policy-trainer.parallel.cp=2",),
     "services.policy-trainer.workers": ("services.policy-trainer.workers=2",),
+    "critic.model": (*CRITIC, "critic.model=./larger"),
+    "critic.dtype": (*CRITIC, "critic.dtype=float32"),
+    "services.critic.gpus": (*CRITIC, "services.critic.gpus=1"),
+    "services.critic.threads": (*CRITIC, "services.critic.threads=2"),
+    "services.critic.parallel.tp": (*MEGATRON, "services.critic.parallel.tp=2"),
+    "services.critic.parallel.pp": (*MEGATRON, "services.critic.parallel.pp=2"),
+    "services.critic.parallel.cp": (*CRITIC, "services.critic.parallel.cp=2"),
+    "services.critic.workers": (*CRITIC, "services.critic.workers=2"),
     "services.reference.gpus": ("services.reference.gpus=1",),
     "services.reference.threads": ("services.reference.threads=2",),
     "services.reference.parallel.tp": ("services.reference={backend: megatron, parallel: {tp: 2}}",),
@@ -86,6 +98,12 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "checkpoint.keep_last": ("checkpoint.keep_last=3",),
     "gc.after": ("gc.after=commit",),
     "services.policy-trainer.host": (*HOSTS, "services.policy-trainer.host=a"),
+    "services.critic.host": (
+        *CRITIC,
+        *HOSTS,
+        "services.policy-trainer={workers: 2, host: a}",
+        "services.critic.host=[a, b]",
+    ),
     "services.reference.host": (*HOSTS, "services.reference.host=a"),
     "services.rollout.host": (*HOSTS, "services.rollout.host=[a, b]"),
     "placement.colocate": ("placement.colocate=[policy-trainer, reference]",),
@@ -95,7 +113,11 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "transport.supervisor_port": ("transport={listen: 10.0.0.1, supervisor_port: 7000}",),
     "transport.monitor_port": ("transport={listen: 10.0.0.1, monitor_port: 7000}",),
 }
-BESIDE = {
+BESIDE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((key for key in OBSERVED if "critic" in key), CRITIC),
+    "services.critic.host": (*CRITIC, *HOSTS, "services.policy-trainer={workers: 2, host: a}"),
+    "services.critic.parallel.tp": MEGATRON,
+    "services.critic.parallel.pp": MEGATRON,
     "services.policy-trainer.host": HOSTS,
     "services.reference.host": HOSTS,
     "services.rollout.host": HOSTS,
@@ -476,11 +498,36 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "loaded.transport.encrypt_bulk",
         "integration/hosts/test_stream.py::test_chunks_are_sealed_unless_the_topology_says_otherwise",
     ),
+    **{
+        f"critic.passes.{name}": (
+            "launch/checks/preflight.py",
+            "topology.with_passes(passes)",
+            "unit/launch/test_critic.py::test_every_trained_model_has_passes_of_its_own",
+        )
+        for name in ("sequences", "head", "decoder")
+    },
+    **{
+        f"critic.{key}": (
+            f"{TRAINER}/driver.py",
+            read,
+            "unit/policy_trainer/test_algorithm_keys.py::test_every_key_of_a_critic_has_an_effect",
+        )
+        for key, read in {
+            "value_clip": "topology.critic.value_clip",
+            "mini_batch_tasks": "model.mini_batch_tasks",
+            "num_iterations": "model.num_iterations",
+            "warmup_steps": "model.frozen_steps",
+            **{f"optimizer.{name}": "self.models[name].optimizer" for name in (*OPTIMIZER, "name")},
+        }.items()
+    },
     "optimizer.name": (
         "shared/topology/algorithm.py",
         'name: Literal["adamw"]',
         "unit/shared/topology/test_keys.py::test_only_the_adamw_optimizer_can_be_chosen",
     ),
+}
+ELSEWHERE |= {
+    key.replace("policy-trainer", "critic"): row for key, row in ELSEWHERE.items() if "services.policy-trainer." in key
 }
 
 
@@ -543,6 +590,7 @@ def derived(topology: Topology) -> list[Any]:
         make_plan(topology, Path("t.yaml")),
         configuration(topology),
         device_limits(topology),
+        per_process(topology, parameter_counts(topology)),
         [sets.prepare(grant).sampling for grant in grants],
     ]
 

@@ -16,6 +16,7 @@ from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from shared.ranks.layout import Layout
 from shared.topology import Topology, load
+from shared.topology.capacity import parameter_counts
 from shared.topology.memory_plan import (
     MemoryPlace,
     Phase,
@@ -30,7 +31,7 @@ from shared.topology.memory_plan import (
     training_parts,
     uses,
 )
-from shared.topology.model_files import parameter_count
+from shared.topology.model_files import named_shapes, parameter_count
 from shared.topology.passes import FASTEST
 from tests.unit.policy_trainer.test_host_waits import gradient
 from tests.unit.policy_trainer.training import adamw
@@ -80,13 +81,9 @@ def topology(model: Path, *overrides: str, file: str = "quickstart.yaml") -> Top
     return load(TOPOLOGIES / file, given, check_files=False)
 
 
-def elements(given: Topology) -> int:
-    return parameter_count(given.policy.model)
-
-
 def most(given: Topology, phase: Phase) -> dict[MemoryPlace, int]:
     """Return the memory that the run needs in each place in `phase`."""
-    places = by_place(uses(given, elements(given), visible_gpus(given)))
+    places = by_place(uses(given, parameter_counts(given), visible_gpus(given)))
     return {place: peak(held, frozenset({phase})).nbytes for place, held in places.items()}
 
 
@@ -103,8 +100,12 @@ def one_and_a_half_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_in_training_takes_18_bytes_per_parameter_in_bfloat16(half_b: Path, one_and_a_half_b: Path) -> None:
     for model, gib in ((half_b, 8.28), (one_and_a_half_b, 25.87)):
         given = topology(model, "policy.dtype=bfloat16", "algorithm.kl=null", "services.reference=null")
-        assert per_process(given, elements(given))["policy-trainer-worker", 0] / GIB == pytest.approx(gib, abs=0.02)
-        assert most(given, Phase.STEPS) == {HOME: per_process(given, elements(given))["policy-trainer-worker", 0]}
+        assert per_process(given, parameter_counts(given))["policy-trainer-worker", 0] / GIB == pytest.approx(
+            gib, abs=0.02
+        )
+        assert most(given, Phase.STEPS) == {
+            HOME: per_process(given, parameter_counts(given))["policy-trainer-worker", 0]
+        }
 
 
 def test_the_calculated_parts_of_one_rank_equal_those_that_the_backend_holds(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_services_that_take_turns_need_room_for_the_largest_and_the_trainer_wait
     given = topology(half_b, "policy.dtype=bfloat16", *gpus, file="colocate.yaml")
     parts = training_parts(given.policy_model)
     assert parts[TrainingPart.MASTERS] == 4
-    trainer = per_process(given, elements(given))["policy-trainer-worker", 0]
+    trainer = per_process(given, parameter_counts(given))["policy-trainer-worker", 0]
     parameters = trainer / sum(parts.values())
     waiting = parameters * (sum(parts.values()) - parts[TrainingPart.GRADIENTS])
     published = 2 * parameters
@@ -190,6 +191,48 @@ def test_parameters_are_counted_in_the_indexed_files_without_a_stored_copy_of_a_
     assert parameter_count(str(tmp_path)) == 1600
     config.write_text('{"tie_word_embeddings": true}')
     assert parameter_count(str(tmp_path)) == 800
+
+
+def test_a_value_head_takes_the_place_of_the_output_layer_and_a_tied_embedding_stays(tmp_path: Path) -> None:
+    embedding, head = {"model.embed_tokens.weight": [100, 8]}, {"lm_head.weight": [100, 8]}
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    for stored in (embedding | head, embedding, embedding | {"score.weight": [1, 8], "score.bias": [1]}):
+        write_header(tmp_path / "model.safetensors", stored)
+        assert parameter_count(str(tmp_path), "value") == 800 + 8
+    config.write_text('{"tie_word_embeddings": true, "hidden_size": 8}')
+    write_header(tmp_path / "model.safetensors", embedding | head)
+    assert parameter_count(str(tmp_path), "value") == 800 + 8
+    write_header(tmp_path / "model.safetensors", {"gpt_neox.embed_in.weight": [100, 8], "embed_out.weight": [100, 8]})
+    assert named_shapes(str(tmp_path), "value") == {"gpt_neox.embed_in.weight": [100, 8], "score.weight": [1, 8]}
+    write_header(tmp_path / "model.safetensors", {"tok_embeddings.weight": [100, 8], "output.weight": [100, 8]})
+    assert named_shapes(str(tmp_path), "value") == {"tok_embeddings.weight": [100, 8], "score.weight": [1, 8]}
+
+
+def test_a_critic_of_another_size_is_planned_with_its_own_number_of_parameters(
+    half_b: Path, one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    critic = (f"critic={{model: {half_b}, dtype: float32, optimizer: {{lr: 1.0e-3}}}}", "algorithm.advantage.name=gae")
+    given = on_gpus(one_and_a_half_b, "services.policy-trainer.gpus=1", "policy.passes={}", "critic.passes={}", *critic)
+    counts = parameter_counts(given)
+    assert counts == {
+        "policy": parameter_count(str(one_and_a_half_b)),
+        "critic": parameter_count(str(half_b)) + 896,  # these models' output layers are tied
+    }
+    held = per_process(given, counts)
+    assert held["policy-trainer-worker", 0] == 18 * counts["policy"]
+    assert held["critic", 0] == 16 * counts["critic"]
+    every = {(use.key[0], use.what): use for use in uses(given, counts, visible_gpus(given), 1000)}
+    assert ("policy-trainer-worker", "logits") in every
+    assert not {("critic", "logits"), ("critic", "publishing")} & every.keys()
+    assert every["critic", "saving"].nbytes == 12 * counts["critic"]
+    assert every["critic", "weights"].place.gpu == "1"
+    monkeypatch.setattr(preflight, "host_bytes", lambda: 1000 * GIB)
+    monkeypatch.setattr(preflight, "gpu_bytes", lambda: {"0": 80 * GIB, "1": 6 * GIB, "2": 80 * GIB})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    [line] = refusals(given)
+    assert line.startswith("t.yaml: critic.model: its training takes 7.4 GiB of the memory of GPU 1, which has 6.0 GiB")
+    assert line.endswith("; services.critic.gpus: 2 would fit")
 
 
 def test_a_model_without_weights_cannot_be_measured(tmp_path: Path) -> None:
@@ -252,9 +295,9 @@ def test_a_gpu_that_is_too_small_is_reported_with_the_number_of_gpus_that_would_
 def test_the_smallest_number_of_gpus_is_a_multiple_of_a_copys_ranks(one_and_a_half_b: Path) -> None:
     megatron = "services.policy-trainer={backend: megatron, gpus: 2, parallel: {tp: 2}}"
     given = on_gpus(one_and_a_half_b, megatron)
-    each = elements(given)
-    assert gpus_that_fit(given, each, math.ceil(each * (1 + 2 + 12 / 4)) + 4) == 4
-    assert gpus_that_fit(given, each, each * 3) is None  # tp alone divides weights and gradients
+    each, model = parameter_count(given.policy.model), given.policy_model
+    assert gpus_that_fit(model, each, math.ceil(each * (1 + 2 + 12 / 4)) + 4) == 4
+    assert gpus_that_fit(model, each, each * 3) is None  # tp alone divides weights and gradients
 
 
 def test_an_engine_whose_weights_exceed_vllms_share_of_a_gpu_is_refused_with_the_ranks_that_would_fit(
@@ -273,8 +316,9 @@ def test_an_engine_whose_weights_exceed_vllms_share_of_a_gpu_is_refused_with_the
 
 def test_the_copies_of_a_run_on_gpus_are_planned_where_they_are(half_b: Path) -> None:
     given = on_gpus(half_b, "services.policy-trainer.gpus=2", "services.rollout.engine=vllm")
-    parameters = elements(given)
-    found = {(use.key, use.place.gpu, use.what): use.nbytes for use in uses(given, parameters, visible_gpus(given))}
+    counts = parameter_counts(given)
+    parameters = counts["policy"]
+    found = {(use.key, use.place.gpu, use.what): use.nbytes for use in uses(given, counts, visible_gpus(given))}
     first = ("policy-trainer-worker", 0)
     assert {what: nbytes for (key, gpu, what), nbytes in found.items() if key == first and not gpu} == {
         "loading": 2 * parameters,
@@ -302,7 +346,7 @@ def test_the_table_has_a_row_for_every_device_of_every_host(half_b: Path) -> Non
     hosts = ["placement.hosts={a: {gpus: 1}, b: {gpus: 1}}", "transport.listen=10.0.0.1"]
     where = ["services.policy-trainer.host=a", "services.rollout.host=b", "services.policy-trainer.gpus=1"]
     given = on_gpus(half_b, "services.rollout.engine=vllm", *hosts, *where)
-    places = by_place(uses(given, elements(given), visible_gpus(given)))
+    places = by_place(uses(given, parameter_counts(given), visible_gpus(given)))
     lines = memory_lines(given, places, {MemoryPlace("a", ""): 64 * GIB})
     rows = [line.split("  ")[0].strip() for line in lines]
     assert [row for row in rows if row] == ["memory of", "this machine", "host b", "GPU 0", "GPU 0 of host b"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import types
 import typing
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ TWICE = "algorithm.num_iterations=2"
 KL = "algorithm.kl={coef: 0.1, refresh_every: 5}"
 SPILL = "services.batch-store={memory: 8MiB, spill: ./spill, spill_limit: 1GiB}"
 PASSES = "policy.passes={sequences: packed, head: blocks, decoder: modules}"
+CRITIC = ("critic={optimizer: {lr: 1.0e-3}}", "algorithm.advantage={name: gae}")
 WEB = "monitor.web={token: ./token, operator_token: ./other}"
 
 GIVEN: dict[str, tuple[str, ...]] = {
@@ -34,6 +36,9 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "algorithm.advantage.std_epsilon": ("algorithm.advantage.std_epsilon=0.1",),
     "algorithm.advantage.per": ("algorithm.advantage={name: 'a:b', per: token}",),
     "algorithm.advantage.gamma": ("algorithm.advantage={name: reinforce, gamma: 0.5}",),
+    "algorithm.advantage.lam": (*CRITIC, "algorithm.advantage.lam=0.5"),
+    "algorithm.advantage.lam_value": (*CRITIC, "algorithm.advantage.lam_value=0.5"),
+    "algorithm.advantage.truncated": (*CRITIC, "algorithm.advantage.truncated=bootstrap"),
     "algorithm.advantage.whiten": ("algorithm.advantage={name: reinforce, whiten: none}",),
     "algorithm.loss.clip": (TWICE, "algorithm.loss.clip=[0.1, 0.1]"),
     "algorithm.loss.dual_clip": (TWICE, "algorithm.loss.dual_clip=3.0"),
@@ -45,6 +50,17 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "algorithm.kl.refresh_every": (KL, "checkpoint.every=5", "run.steps=20"),
     "algorithm.filter_zero_variance": ("algorithm.filter_zero_variance={}",),
     "algorithm.overlong_penalty": ("algorithm.overlong_penalty={tokens: 4}",),
+    "critic": CRITIC,
+    "critic.model": (*CRITIC, "critic.model=./other"),
+    "critic.dtype": (*CRITIC, "critic.dtype=float32"),
+    "critic.passes": (*CRITIC, "critic.passes={}"),
+    "critic.value_clip": CRITIC,
+    "critic.mini_batch_tasks": (*CRITIC, "critic.mini_batch_tasks=3"),
+    "critic.num_iterations": (*CRITIC, "critic.num_iterations=2"),
+    "services.critic": CRITIC,
+    "services.critic.host": (*CRITIC, *HOSTS, "services.policy-trainer.host=a", "services.critic.host=a"),
+    "services.critic.threads": (*CRITIC, "services.critic.threads=2"),
+    "services.critic.workers": (*CRITIC, "services.critic.workers=2"),
     "services.policy-trainer.host": (*HOSTS, "services.policy-trainer.host=a"),
     "services.policy-trainer.threads": ("services.policy-trainer.threads=2",),
     "services.policy-trainer.workers": ("services.policy-trainer.workers=2",),
@@ -88,6 +104,8 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "algorithm.advantage.per": ("algorithm.advantage.whiten=null",),
     "algorithm.loss.clamp": ("algorithm.loss.clip=null",),
     "algorithm.kl": ("services.reference=null",),
+    "critic": ("services.critic=null", "algorithm.advantage={name: reinforce}"),
+    "services.critic.host": ("services.policy-trainer.host=null", "placement.hosts={}"),
     "services.policy-trainer.host": ("placement.hosts={}",),
     "services.batch-store.spill": ("services.batch-store.spill_limit=null",),
     "services.batch-store.spill_limit": ("services.batch-store.spill=null",),
@@ -98,11 +116,19 @@ REFILLED = frozenset(
         "algorithm.advantage.scale",
         "algorithm.advantage.std_epsilon",
         "algorithm.advantage.gamma",
+        "algorithm.advantage.lam",
+        "algorithm.advantage.lam_value",
+        "algorithm.advantage.truncated",
         "algorithm.advantage.whiten",
         "algorithm.loss.clip",
         "algorithm.loss.clamp",
         "algorithm.loss.temperatures",
         "algorithm.loss.tis_cap",
+        "critic.model",
+        "critic.dtype",
+        "critic.mini_batch_tasks",
+        "critic.num_iterations",
+        "services.critic",
         "services.reference",
         "services.rollout.transfer_s",
     }
@@ -142,6 +168,7 @@ def test_every_key_that_may_be_null_is_listed() -> None:
 @pytest.mark.parametrize("key", GIVEN)
 def test_null_removes_the_value_that_a_resolved_topology_gives(key: str, folder: Path) -> None:
     path = write(folder, BASE.replace("memory: 1MiB", "memory: 16MiB"))
+    shutil.copytree(folder / "model", folder / "other")
     given = load(path, GIVEN[key])
     place = (*key.replace("*", "held").split("."),)
     assert value_at(given.document(), place) is not None
@@ -150,6 +177,6 @@ def test_null_removes_the_value_that_a_resolved_topology_gives(key: str, folder:
     value = value_at(after.document(), place)
     if key in REFILLED:
         assert value is not None
-        assert value != value_at(given.document(), place) or key == "services.reference"
+        assert value != value_at(given.document(), place) or key in ("services.critic", "services.reference")
     else:
         assert value is None

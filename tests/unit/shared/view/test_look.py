@@ -58,6 +58,7 @@ def test_the_longest_part_that_fits_the_name_of_a_metric_decides() -> None:
     assert of_metric("policy/grad_norm") is WorkKind.OPTIMIZER
     assert of_metric("policy/clip_fraction") is WorkKind.TRAIN
     assert of_metric("time/forward_backward") is of_span("ForwardBackward", waits=False) is WorkKind.TRAIN
+    assert of_metric("critic/grad_norm") is of_metric("time/critic") is of_service("critic/0") is WorkKind.CRITIC
     assert of_metric("time/wait_batch") is of_span("batch", waits=True) is WorkKind.IDLE
     assert of_metric("rollout/kl") is of_service("rollout/3") is of_span("generate", waits=False) is WorkKind.GENERATE
 
