@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from launch.cluster import EXIT_FAILED
 from tests.emulated_gpu.hook import ALLOWED
 from tests.integration.parity_run import committed, differences, kill
-from tests.integration.tiny.harness import QUICKSTART
+from tests.integration.tiny.harness import QUICKSTART, ROOT
 from tests.integration.whole_cluster import Cluster, cluster
 
 pytestmark = pytest.mark.timeout(1200)
@@ -35,19 +35,24 @@ SMALL = (
 )
 EVERYTHING = tuple(f"services.{name}.gpus=1" for name in ("policy-trainer", "reference", "rollout"))
 ONE_GPU = (*EVERYTHING, "placement.colocate=[policy-trainer, reference, rollout]")
+PPO = ROOT / "launch" / "topologies" / "recipes" / "ppo.yaml"
+WITH_REFERENCE = "algorithm.kl={coef: 0.001}"
 GRAD_NORM, EXPORT = 1e-5, 1e-6
 """Maximum relative distances to the run on the CPU; those of exports are of all weights together."""
 Disturbance = Callable[[Cluster], object]
 
 
 def finished(
-    folder: Path, *overrides: str, disturb: Disturbance | None = None, resume: bool = False, status: int = 0
+    folder: Path,
+    *overrides: str,
+    topology: Path = QUICKSTART,
+    disturb: Disturbance | None = None,
+    resume: bool = False,
+    status: int = 0,
 ) -> Path:
     """Run and disturb a run until it ends with `status`, and return its folder."""
     environment = {ALLOWED: "1"}
-    with cluster(
-        QUICKSTART, folder, *SMALL, *overrides, limit_s=LIMIT_S, environment=environment, resume=resume
-    ) as run:
+    with cluster(topology, folder, *SMALL, *overrides, limit_s=LIMIT_S, environment=environment, resume=resume) as run:
         if disturb is not None:
             run.wait_for("step 1", partial(committed, run, 1))
             disturb(run)
@@ -69,15 +74,16 @@ class Distance:
     export: float
 
     @classmethod
-    def of(cls, one: Path, other: Path) -> Distance:
+    def of(cls, one: Path, other: Path, model: str = "policy") -> Distance:
         pairs = list(zip(rows(one), rows(other), strict=True))
-        weights, others = (load_file(path / "export" / "model.safetensors") for path in (one, other))
+        folder = "export" if model == "policy" else f"export-{model}"
+        weights, others = (load_file(path / folder / "model.safetensors") for path in (one, other))
         assert weights.keys() == others.keys()
         squares = sum(float((weights[name].double() - others[name].double()).square().sum()) for name in weights)
         norm = sum(float(tensor.double().square().sum()) for tensor in others.values())
         return cls(
             reward=max(abs(row["reward/mean"] - again["reward/mean"]) for row, again in pairs),
-            grad_norm=max(abs(row["policy/grad_norm"] / again["policy/grad_norm"] - 1) for row, again in pairs),
+            grad_norm=max(abs(row[f"{model}/grad_norm"] / again[f"{model}/grad_norm"] - 1) for row, again in pairs),
             export=(squares / norm) ** 0.5,
         )
 
@@ -110,6 +116,18 @@ def test_services_that_take_turns_and_a_killed_worker(on_three_gpus: Path, tmp_p
 def test_two_ranks_with_fsdp2(on_cpu: Path, tmp_path: Path) -> None:
     path = finished(tmp_path, "services.policy-trainer.gpus=2")
     Distance.of(path, on_cpu).check("FSDP2 on two GPUs")
+
+
+def test_ppo_apart_and_on_one_gpu(tmp_path: Path) -> None:
+    apart = (*EVERYTHING, "services.critic.gpus=1")
+    together = "placement.colocate=[policy-trainer, critic, reference, rollout]"
+    on_cpu, on_gpus, on_one = (
+        finished(tmp_path / name, WITH_REFERENCE, *settings, topology=PPO)
+        for name, settings in (("cpu", ()), ("gpus", apart), ("one", (*apart, together)))
+    )
+    for model in ("policy", "critic"):
+        Distance.of(on_gpus, on_cpu, model).check(f"PPO, {model}")
+    assert differences(on_one, on_gpus) == []
 
 
 # ---- with LONG=1
