@@ -16,6 +16,7 @@ from typing import Any, Union, get_args, get_origin
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from proto.messages import (
     AdamW,
@@ -30,21 +31,23 @@ from proto.messages import (
     StepBatch,
     TaskHandle,
 )
+from proto.tensors import Array
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import StepTasks
 from services.policy_trainer.worker import credit as credits
-from services.policy_trainer.worker.loss import check, token_loss
+from services.policy_trainer.worker.loss import TokenData, check, token_loss, value_token_loss
 from services.policy_trainer.worker.losses.policy import own_policy_loss
 from services.policy_trainer.worker.samples import BatchTokens
 from services.reference.service import kl_sums
 from services.scheduler.planning import make_plan
 from shared.batch import Batch
-from shared.stages import CREDIT, PROXIMAL, ROLLOUT
+from shared.stages import CREDIT, PROXIMAL, ROLLOUT, VALUES
 from shared.topology import Topology, TopologyError, load
 from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
 from shared.topology.fields import Section
+from shared.topology.models import CRITIC, POLICY
 from tests.keys import SAMPLED
 from tests.unit.policy_trainer.training import token_data
 from tests.unit.shared.topology.small_topology import make, write
@@ -56,26 +59,30 @@ LONGEST, VOCABULARY, STEP_SIZE = 8, 5, 40.0
 OWN = """
 def advantage(given, groups=None, loss_tokens=None, *, shift=0.0):
     if groups is None:  # `given` is a task, and each of its tokens gets an advantage
-        return given.token_rewards ** 3 + shift * given.mask.cumsum()
+        made = given.token_rewards ** 3 + shift * given.mask.cumsum()
+        return made if given.values is None else (made - given.values, given.token_rewards)
     return given ** 3 - 1.0 + shift * loss_tokens
 
 def loss(cur, anchor, tokens, *, factor=1.0):
     return -factor * tokens.advantages * (cur - 0.5 * anchor)
 """
 
-SUPERVISED = "cross_entropy"
-"""A loss that cannot be selected by one key alone, because it needs a group of one, which the default advantage
-refuses."""
+SUPERVISED, GAE = "cross_entropy", "gae"
+"""A loss and an advantage that cannot be selected by one key alone, because the loss needs a group of one, which the
+default advantage refuses, and the advantage needs a critic."""
 CHANGES: dict[str, tuple[str, ...]] = {
     "tasks_per_step": ("8",),
     "group_size": ("3",),
     "mini_batch_tasks": ("1", "2"),
     "num_iterations": ("3",),
-    "advantage.name": (*ADVANTAGES, "'own_functions:advantage'"),
+    "advantage.name": (*(name for name in ADVANTAGES if name != GAE), "'own_functions:advantage'"),
     "advantage.scale": ("std", "none"),
     "advantage.std_epsilon": ("0.01",),
     "advantage.per": ("token",),
     "advantage.gamma": ("0.5",),
+    "advantage.lam": ("0.5",),
+    "advantage.lam_value": ("0.25",),
+    "advantage.truncated": ("bootstrap",),
     "advantage.whiten": ("mini_batch", "none"),
     "advantage.params": ("{shift: 0.5}",),
     "loss.name": (*(name for name in LOSSES if name != SUPERVISED), "'own_functions:loss'"),
@@ -105,6 +112,7 @@ KL = ("algorithm.kl={coef: 0.1}",)
 KL_IN_REWARD = ("algorithm.kl={coef: 0.1, estimator: k1, in: reward}",)
 TWICE = ("algorithm.num_iterations=2",)
 ON_ROLLOUT = ("algorithm.loss.anchor=rollout",)
+CRITIC_OF_ONE = ("critic={optimizer: {lr: 1.0e-3}, num_iterations: 2}", "algorithm.advantage.name=gae")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "one update": (),
     "one update of gspo": ("algorithm.loss={name: gspo, aggregation: seq_mean_token_mean}",),
@@ -120,7 +128,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "normalised": ("algorithm.normalise_rewards=batch", "algorithm.advantage.name=rloo", *ON_ROLLOUT),
     "filtered": ("algorithm.filter_zero_variance={}", "algorithm.advantage.scale=none", *TWICE),
     "refreshed": ("algorithm.kl={coef: 0.1, refresh_every: 40}",),
-    **{f"advantage {name}": (f"algorithm.advantage.name={name}", *ON_ROLLOUT) for name in ADVANTAGES},
+    **{f"advantage {name}": (f"algorithm.advantage.name={name}", *ON_ROLLOUT) for name in ADVANTAGES if name != GAE},
+    "advantage gae": (*CRITIC_OF_ONE, *ON_ROLLOUT),
+    "advantage with values of one's own": (
+        CRITIC_OF_ONE[0],
+        "algorithm.advantage={name: 'own_functions:advantage', per: token}",
+    ),
     "per token": ("algorithm.advantage.name=reinforce", "algorithm.mini_batch_tasks=2", *KL_IN_REWARD),
     "per token of one's own": ("algorithm.advantage={name: 'own_functions:advantage', per: token}", *ON_ROLLOUT),
     "advantage of one's own": ("algorithm.advantage.name='own_functions:advantage'", *ON_ROLLOUT),
@@ -176,6 +189,7 @@ class Table:
         self.prox = torch.zeros(tokens)
         self.token_advantages = torch.zeros(tokens)
         self.sums: list[dict[str, float]] = []
+        self.critic = ValueTable(self, torch.from_numpy(rng.normal(scale=0.5, size=tokens)))
 
     def scores(self) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = (self.logits + self.shift).log_softmax(-1)
@@ -207,6 +221,12 @@ class Table:
     def begin_step(self, updates: int, *, snapshot_lineage: int) -> None:
         self.sums.append({"updates": float(updates)})
 
+    async def go_on(self, _: int) -> None:
+        """Nothing has been refused."""
+
+    async def skip_update(self) -> None:
+        self.sums.append({"skipped": 1.0})
+
     async def forward(self, batch: Batch, _: list[str], __: float) -> ForwardDone:
         self.prox = self.scores()[0].detach()
         part = BatchPart(PROXIMAL.name, ["prox_logprobs.1-1"])
@@ -224,20 +244,28 @@ class Table:
             "ref_logprobs": self.ref.numpy(),
             "versions": np.zeros(len(of_token)),
             "turn_rewards": np.where(of_token % 3 == 0, 0.25, 0.0),
+            "values": self.critic.first.numpy(),
         }
         sequences = np.full(len(batch.tasks), samples)
         tokens = BatchTokens(keys, self.lengths.reshape(-1, samples).sum(axis=1), sequences)
         tasks = credits.tasks_of(batch.tasks, tokens, batch.scalars, spec)
         made, statistics = credits.assign(tasks, credits.check(spec, self.own_credit), spec)
-        self.token_advantages = torch.from_numpy(np.concatenate(made))
+        self.token_advantages = torch.from_numpy(np.concatenate([arrays["token_advantages"] for arrays in made]))
+        if spec.values:
+            self.critic.returns = torch.from_numpy(np.concatenate([arrays["returns"] for arrays in made]))
         meta = BatchMeta(
-            tasks=batch.meta.tasks, parts=[BatchPart(CREDIT.name, ["token_advantages:1-1"])], stores=[STORE]
+            tasks=batch.meta.tasks, parts=[BatchPart(CREDIT.name, [f"{key}:1-1" for key in made[0]])], stores=[STORE]
         )
         return CreditDone(meta=meta, statistics=statistics, seconds=0.0)
 
-    async def forward_backward(self, batch: Batch, loss: LossSpec) -> ForwardBackwardDone:
+    def tokens_of(self, batch: Batch) -> tuple[Array, torch.Tensor]:
+        """Return the indices of the samples of a batch, and those of their tokens."""
         samples = np.concatenate([self.first[task.task_id] + np.arange(task.samples) for task in batch.tasks])
-        at = torch.from_numpy(np.isin(np.repeat(np.arange(len(self.lengths)), self.lengths), samples)).nonzero()[:, 0]
+        inside = np.isin(np.repeat(np.arange(len(self.lengths)), self.lengths), samples)
+        return samples, torch.from_numpy(inside).nonzero()[:, 0]
+
+    async def forward_backward(self, batch: Batch, loss: LossSpec) -> ForwardBackwardDone:
+        samples, at = self.tokens_of(batch)
         lengths = self.lengths[samples]
 
         def spread(name: str) -> torch.Tensor:
@@ -271,6 +299,44 @@ class Table:
         return OptimStepDone(grad_norm=0.0, lr=0.0, seconds=0.0)
 
 
+class ValueTable:
+    """A critic with one value per token of the policy `table`, and one that follows every sample."""
+
+    def __init__(self, table: Table, values: torch.Tensor) -> None:
+        self.table = table
+        self.first = values.clone()
+        self.values = values.requires_grad_()
+        self.returns = torch.zeros(len(values))
+        self.sums: list[Any] = []
+
+    def begin_step(self, updates: int, *, snapshot_lineage: int) -> None:
+        self.sums.append({"updates": float(updates)})
+
+    async def forward(self, batch: Batch, keys: list[str], *, ends: bool) -> ForwardDone:
+        after = {"value_after": np.full(len(self.table.lengths), 0.75, np.float32)} if ends else {}
+        part = BatchPart(VALUES.name, [f"{key}:1-1" for key in keys])
+        meta = BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE], scalars=after)
+        return ForwardDone(meta=meta, seconds=0.0)
+
+    async def forward_backward(self, batch: Batch, loss: LossSpec) -> ForwardBackwardDone:
+        samples, at = self.table.tokens_of(batch)
+        weights = torch.from_numpy(np.repeat(batch.scalars["weights"], self.table.lengths[samples]))
+        shards = {"returns": self.returns[at], "values": self.first[at]}
+        data = TokenData(shards, torch.zeros(len(at)), weights, torch.zeros(len(at), dtype=torch.long), 1)
+        total, sums = value_token_loss(loss, self.values[at], data)
+        total.backward()  # type: ignore[no-untyped-call]
+        self.sums.append({name: float(value) for name, value in sums.items()})
+        return ForwardBackwardDone(sums=self.sums[-1], seconds=0.0)
+
+    async def optim_step(self, numbers: AdamW) -> OptimStepDone:
+        self.sums.append(structs.asdict(numbers))
+        with torch.no_grad():
+            assert self.values.grad is not None
+            self.values -= STEP_SIZE * self.values.grad
+            self.values.grad = None
+        return OptimStepDone(grad_norm=0.0, lr=0.0, seconds=0.0)
+
+
 def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -280,11 +346,12 @@ def trained(topology: Topology, folder: Path) -> list[Any]:
     final policy."""
     table: Any = Table(topology)
     nothing: Any = None
-    driver = Driver(topology, nothing, table, nothing, ResumePoint(0, 0, 0, -1, False), nothing, export=nothing)
+    models: Any = {POLICY: table, CRITIC: table.critic}
+    driver = Driver(topology, nothing, models, nothing, ResumePoint(0, 0, 0, -1, False), nothing, exports=nothing)
     asyncio.run(driver.step(StepTasks.of(table.batch(topology)), StepMetrics(step=1)))
     plan, _ = make_plan(topology, folder)
     scheduling = (plan.tasks_per_step, plan.group_size, plan.filter_limit, plan.reference_every, plan.stages)
-    return [scheduling, table.sums, table.logits.tolist()]
+    return [scheduling, table.sums, table.logits.tolist(), table.critic.sums, table.critic.values.tolist()]
 
 
 def changes(setting: str) -> Iterator[tuple[str, str]]:
@@ -347,3 +414,29 @@ def test_every_key_has_an_effect_under_every_setting_or_is_refused(folder: Path)
                 silent.append(f"{setting}: {key}={value}")
     assert not silent
     assert acted == {f"{key}={value}" for key, values in CHANGES.items() for value in values}
+
+
+CRITIC_CHANGES: dict[str, tuple[str, ...]] = {
+    "value_clip": ("0.01", "null"),
+    "mini_batch_tasks": ("2",),
+    "num_iterations": ("3",),
+    "warmup_steps": ("1",),
+    "optimizer.lr": ("2.0e-3",),
+    "optimizer.betas": ("[0.5, 0.9]",),
+    "optimizer.eps": ("1.0e-2",),
+    "optimizer.weight_decay": ("0.5",),
+    "optimizer.clip_norm": ("0.5",),
+    "optimizer.warmup_steps": ("10",),
+}
+"""Other values for the keys of a critic that a training step uses."""
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("key", CRITIC_CHANGES)
+def test_every_key_of_a_critic_has_an_effect(key: str, folder: Path) -> None:
+    path = write(folder, TOPOLOGY)
+    expected = trained(load(path, CRITIC_OF_ONE), folder)
+    assert expected == trained(load(path, CRITIC_OF_ONE), folder)
+    for value in CRITIC_CHANGES[key]:
+        changed = trained(load(path, [*CRITIC_OF_ONE, f"critic.{key}={value}"]), folder)
+        assert changed[3:] != expected[3:] if key != "warmup_steps" else changed[1:3] != expected[1:3]
