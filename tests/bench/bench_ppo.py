@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from tests.bench.against_trl import LONG, SHORT, Work
-from tests.bench.cluster_run import MODEL, BenchError, run_cluster
+from tests.bench.cluster_run import BenchError, run_cluster
 from tests.bench.plot_staleness import NO_REFERENCE
-from tests.bench.random_model import save_random_of
+from tests.bench.random_model import save_random
 from tests.bench.turns import TURNS, by_turns, heading, order_line, ratios, spread
 
 WORKS = {"long": LONG, "short": SHORT}
@@ -48,7 +48,7 @@ def main() -> int:
     work = WORKS[options.answers]
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         model = Path(name) / "model"
-        save_random_of(MODEL, model)
+        save_random(model)
         print(f"{work.name}\n{heading()}\n{order_line(SIDES, options.turns)}", flush=True)
         try:
             results = by_turns(
