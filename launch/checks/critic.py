@@ -14,7 +14,7 @@ from shared.topology.models import CRITIC
 _NOT_MEASURED = "whether it learns from samples of older policies has not been measured"
 
 
-def check(topology: Topology, findings: Findings) -> None:
+def check_critic(topology: Topology, findings: Findings) -> None:
     """Check the critic's folder, and warn about settings under which nobody has measured that a critic learns."""
     critic = next((model for model in topology.trained if model.name == CRITIC), None)
     if critic is None:

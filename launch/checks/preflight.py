@@ -459,7 +459,13 @@ def _check_address(address: tuple[str, int], keys: tuple[str, str], findings: Fi
 
 
 Check = Callable[[Topology, Findings], None]
-MODEL_CHECKS: tuple[Check, ...] = (_check_tokenizer, _check_ends, _check_model_files, _check_tied_weights, critic.check)
+MODEL_CHECKS: tuple[Check, ...] = (
+    _check_tokenizer,
+    _check_ends,
+    _check_model_files,
+    _check_tied_weights,
+    critic.check_critic,
+)
 """Checks of the models' folders, on every machine that has some of its own."""
 HOST_CHECKS: tuple[Check, ...] = (_check_functions, _check_engine, _check_memory, _check_allocator)
 """Checks of the machine on which processes of the run compute."""
