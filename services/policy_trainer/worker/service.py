@@ -26,7 +26,7 @@ from shared.dataplane.client import DataClient
 from shared.ranks.group import Group, GroupEnded, ends_with_its_peers
 from shared.ranks.layout import Layout
 from shared.ranks.meeting import Meeting, join, reach_hosts_by_nccl
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
 from shared.samples.text import Choice
@@ -45,7 +45,11 @@ class PolicyTrainerWorker(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         topology = topologies.load_resolved(run.topology)
-        self._model = next(model for model in topology.trained if model.service == self.NAME)
+        models = {model.service: model for model in topology.trained}
+        if self.NAME not in models:
+            names = ", ".join(model.name for model in topology.trained)
+            raise BadInput(f"{self.NAME}: this run trains no such model, only {names}; add it to the topology")
+        self._model = models[self.NAME]
         settings, parallel = self._model.settings, self._model.settings.parallel
         place = Layout(settings.world_size, parallel.tp, parallel.pp, parallel.cp).place(instance)
         self._group = Group(
