@@ -191,6 +191,7 @@ class WarningKind(StrEnum):
     GRADIENT = "gradient"
     LEARNING_RATE = "learning-rate"
     OVERFITTING = "overfitting"
+    EXPLAINED_VARIANCE = "explained-variance"
     STALENESS = "staleness"
     TRAINER_STARVED = "trainer-starved"
     ROLLOUTS_STARVED = "rollouts-starved"

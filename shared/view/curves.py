@@ -38,10 +38,12 @@ class Panel:
 
 PANELS = (
     Panel("reward", ("reward/mean", "eval/*/accuracy")),
+    Panel("explained variance", ("critic/explained_variance",)),
+    Panel("values and returns", ("critic/value_mean", "critic/return_mean")),
     Panel("KL", ("loss/kl", "reward/kl")),
     Panel("entropy", ("policy/entropy",)),
-    Panel("clip fraction", ("policy/clip_fraction", "policy/masked_fraction")),
-    Panel("gradient norm", ("policy/grad_norm",)),
+    Panel("clip fraction", ("policy/clip_fraction", "policy/masked_fraction", "critic/clip_fraction")),
+    Panel("gradient norm", ("policy/grad_norm", "critic/grad_norm")),
     Panel("length", ("rollout/length_mean",)),
     Panel("mismatch", ("rollout/logprob_mismatch", "rollout/logprob_mismatch_engine", "rollout/logprob_mismatch_lag")),
     Panel("KL of engine and trainer", ("rollout/kl", "rollout/k3_kl")),
@@ -51,8 +53,8 @@ PANELS = (
     Panel("truncated", ("rollout/truncated_fraction",)),
     Panel("staleness", ("rollout/staleness_mean", "rollout/staleness_max")),
     Panel("tokens/s", ("throughput/tokens_per_s",)),
-    Panel("seconds per step", ("time/step", "time/wait_batch", "time/forward_backward", "time/publish")),
-    Panel("loss", ("loss/policy",)),
+    Panel("seconds per step", ("time/step", "time/wait_batch", "time/forward_backward", "time/critic", "time/publish")),
+    Panel("loss", ("loss/policy", "critic/loss")),
 )
 """The charts that show whether a run is learning and what limits it, most important first."""
 

@@ -8,13 +8,15 @@ import re
 import numpy as np
 from msgspec.structs import replace
 
-from proto.messages import BatchMeta, CreditDone, DropReason, ForwardBackwardDone, LossReason
+from proto.messages import BatchMeta, CreditDone, DropReason, ForwardBackwardDone, LossReason, OptimStepDone
 from services.exporter.families import METRICS
 from services.policy_trainer.advantages import KL_SCALAR
-from services.policy_trainer.metrics import StepMetrics
+from services.policy_trainer.metrics import ModelMetrics, StepMetrics
+from services.policy_trainer.update import statistics_of
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import WriteRow
 from shared.stages import REFERENCE_SCALAR
+from shared.topology.models import CRITIC, POLICY
 from shared.view.curves import PANELS
 from tests.integration.tiny.harness import ROOT
 from tests.metric_names import DOCUMENT, documented, undocumented
@@ -33,11 +35,13 @@ def everything() -> set[str]:
         drops={reason: 1 for reason in DropReason},
         lost={reason: 1 for reason in LossReason},
     )
-    metrics = StepMetrics(step=5)
+    metrics = StepMetrics(step=5, models={POLICY: ModelMetrics(), CRITIC: ModelMetrics()})
     names = ("kl", "mismatch", "mismatch_max", "engine_tokens", "lag_tokens", "weighed", "weight_squared", "capped")
     sums = dict.fromkeys(names, 1.0)
-    metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
-    statistics = {"count": np.ones(1), "mean": np.ones(1), "squares": np.zeros(1)}
+    metrics.policy.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
+    metrics.policy.add_update(OptimStepDone(grad_norm=1.0, lr=1e-3, seconds=1.0))
+    statistics = {name: np.ones(1) for name in statistics_of(values=True)}
+    statistics["count"] = np.full(1, 2.0)
     metrics.add_credit(CreditDone(meta=BatchMeta(tasks=[]), statistics=statistics, seconds=1.0))
     evaluation = Evaluation.of("held", (0, 0), 4, ["held/0/0"])
     evaluation.score(0, np.ones(4, np.float32), 0)

@@ -23,6 +23,10 @@ class Facts:
     clip_norm: float = 1.0
     lr: float = 3e-4
     warmup_steps: int = 0
+    critic_lr: float = 0.0
+    """Learning rate of the critic, or 0 without a critic."""
+    critic_warmup_steps: int = 0
+    """Number of first steps in which only the critic learns."""
     clips_tokens: bool = True
     """Whether the clip fraction counts tokens whose ratio moved by about 0.2."""
     max_new_tokens: int = 8
@@ -38,7 +42,7 @@ class Facts:
     @classmethod
     def of(cls, topology: Topology) -> Facts:
         algorithm, services = topology.algorithm, topology.services
-        advantage = algorithm.advantage.name
+        advantage, critic = algorithm.advantage.name, topology.critic
         return cls(
             steps=topology.run.steps,
             sampled=algorithm.loss.name != "cross_entropy",
@@ -48,6 +52,8 @@ class Facts:
             clip_norm=topology.optimizer.clip_norm,
             lr=topology.optimizer.lr,
             warmup_steps=topology.optimizer.warmup_steps,
+            critic_lr=critic.optimizer.lr if critic is not None else 0.0,
+            critic_warmup_steps=critic.warmup_steps if critic is not None else 0,
             clips_tokens=algorithm.loss.name == "ppo_clip",
             max_new_tokens=topology.sampling.max_new_tokens,
             staleness=topology.staleness,

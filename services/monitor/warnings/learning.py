@@ -93,6 +93,11 @@ the learning rate per step."""
 FALL_OF_ACCURACY, ACCURACY_ERRORS = 0.03, 3.0
 """Minimum fall of an evaluation's accuracy: absolute, and in standard errors of a proportion of the set's rows."""
 
+UNEXPLAINED_ROWS = 20
+"""A critic whose explained variance is below 0 in this many consecutive rows is worse than one constant value for all
+tokens. The explained variance of a critic that can tell little fluctuates around 0, so it changes its sign: in a
+healthy run whose rewards depend mostly on the sampled tokens, it was below 0 in at most four consecutive rows."""
+
 
 def zero_variance(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     shares, spread = history.last("rollout/zero_variance_fraction", RECENT), history.last("reward/std", RECENT)
@@ -138,15 +143,15 @@ def reward_flat(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator
                 text, "make reward.function tell good answers from bad ones, or use other rows for data.train.source"
             )
         return
-    longer = history.last("reward/mean", FLAT_ROWS)
-    if not longer:
+    longer, trained = history.last("reward/mean", FLAT_ROWS), history.rows - facts.critic_warmup_steps
+    if not longer or trained < FLAT_ROWS:
         return
     first, now = median(history.first("reward/mean")), median(rewards)
     if now - first > FLAT_ERRORS[bool(lasting)] * error_of_median(longer, FIRST) * 2**0.5:
         return
     cause = _why_flat(history, facts)
     if cause is None:
-        if history.rows < FLAT_ROWS_UNEXPLAINED:
+        if trained < FLAT_ROWS_UNEXPLAINED:
             return
         cause = Sighting(
             "no cause is visible in the metrics",
@@ -383,6 +388,20 @@ def overfitting(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator
             f"while the reward in training has risen from {reward:.3g} to {newest.reward:.3g}",
             f"{back}add rows to data.train.source, or raise algorithm.kl.coef (now {facts.kl_coef:g})",
             about=name,
+        )
+
+
+def explained_variance(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
+    values = history.last("critic/explained_variance", UNEXPLAINED_ROWS)
+    if not values or history.rows < facts.critic_warmup_steps + UNEXPLAINED_ROWS:
+        return
+    typical = median(values)
+    if typical < 0 and (lasting or max(values) < 0):
+        yield Sighting(
+            f"the values of the critic are worse than a constant: critic/explained_variance is {typical:.2g} (median "
+            f"of {UNEXPLAINED_ROWS} steps)",
+            f"change critic.optimizer.lr (now {facts.critic_lr:.1e}; lower it if critic/grad_norm is large), or raise "
+            f"critic.num_iterations or critic.warmup_steps (now {facts.critic_warmup_steps})",
         )
 
 

@@ -44,6 +44,7 @@ OF_ROWS: Mapping[WarningKind, RowDetector] = MappingProxyType(
         WarningKind.GRADIENT: learning.gradient,
         WarningKind.LEARNING_RATE: learning.learning_rate,
         WarningKind.OVERFITTING: learning.overfitting,
+        WarningKind.EXPLAINED_VARIANCE: learning.explained_variance,
         WarningKind.STALENESS: pipeline.staleness,
         WarningKind.TRAINER_STARVED: pipeline.trainer_starved,
     }

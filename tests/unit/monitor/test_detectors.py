@@ -56,6 +56,11 @@ CASES: list[tuple[str, Callable[[int], Values], str]] = [
     ("learning-rate", lambda s: {"policy/lr": 0.0}, "the learning rate is 0.0e+00"),
     ("overfitting", evaluated, "eval/held/accuracy has fallen from 0.800 (step 20) to 0.500"),
     (
+        "explained-variance",
+        lambda s: {"critic/explained_variance": after(s, 60, 0.1, -0.3)},
+        "critic/explained_variance is -0.3 (median of 20 steps)",
+    ),
+    (
         "staleness",
         lambda s: {"rollout/staleness_max": 1.0, "rollout/logprob_mismatch_lag": 0.5},
         "moved by 0.5 nats since sampling",
@@ -136,6 +141,26 @@ def test_parts_of_the_reward_that_disagree_are_reported_by_name() -> None:
 
     [flat] = [each for each in told(parts) if each.kind == "reward-flat"]
     assert "form rises while sense falls" in flat.text
+
+
+def test_a_critic_that_explains_nothing_is_reported_after_20_steps_without_a_sign_change() -> None:
+    facts = replace(FACTS, critic_lr=1e-3, critic_warmup_steps=10)
+
+    def at(explained: Callable[[int], float]) -> list[int]:
+        return [each.step for each in told(lambda step: {"critic/explained_variance": explained(step)}, facts)]
+
+    assert at(lambda step: -0.1) == [30]
+    assert at(lambda step: -0.1 if step % 20 else 0.01) == []
+    assert at(lambda step: 0.0) == []
+
+
+def test_a_reward_that_is_flat_while_only_the_critic_learns_is_not_reported() -> None:
+    def flat(step: int) -> Values:
+        return {"reward/mean": 0.3 + 0.01 * (step % 2)}
+
+    assert told(flat, replace(FACTS, critic_warmup_steps=100)) == []
+    [only] = told(flat)
+    assert only.kind == "reward-flat"
 
 
 def test_rewards_that_become_equal_after_success_are_reported_as_tasks_that_are_too_easy() -> None:

@@ -32,6 +32,7 @@ SICK: dict[str, list[tuple[int, str]]] = {
     "too-stale": [(13, "zero-variance"), (30, "reward-flat"), (34, "staleness"), (40, "reward-falling")],
     "waiting-trainer": [(5, "reward-slow"), (10, "zero-variance"), (22, "trainer-starved")],
     "memorized-rows": [(20, "overfitting"), (58, "zero-variance")],
+    "useless-critic": [(24, "explained-variance")],
     "unbounded-reward": [(20, "truncation"), (24, "gradient"), (40, "length-hacking")],
     "growing-memory": [(0, "memory-trend")],
     "wrong-logprobs": [(5, "mismatch")],
