@@ -19,11 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from shared.rundir import checkpoint_steps
 from tests.integration.store_process import fill
-from tests.integration.tiny.harness import processes_of
+from tests.integration.tiny.harness import process_of
 from tests.integration.whole_cluster import Cluster
 
 SERVICES = {
@@ -78,11 +76,7 @@ class Round:
 
     def pid(self, service: str) -> int | None:
         """Return the pid of the first process of a service, or None."""
-        for pid in processes_of(self.run.path):
-            with contextlib.suppress(psutil.Error):
-                if SERVICES[service] in psutil.Process(pid).cmdline():
-                    return pid
-        return None
+        return process_of(self.run.path, service)
 
     @property
     def shm(self) -> Path:

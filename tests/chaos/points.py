@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 HOOK = Path(__file__).with_name("hook")
@@ -16,7 +16,7 @@ HOOK = Path(__file__).with_name("hook")
 @dataclass(frozen=True)
 class Point:
     """Named point. `signal` is sent before or after (`when`) the `nth` call to `module:name` in a process started as
-    `python -m process`."""
+    `python -m process`. Signal 0 does nothing but create the mark."""
 
     process: str
     module: str
@@ -26,6 +26,8 @@ class Point:
     signal: int = signal.SIGKILL
     match: str = ""
     """Part of the type name of an argument, for functions that handle messages of many types."""
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """Fields of that argument with their values, such as the step of a request. Only calls that have them count."""
     mark: str = ""
     """File that is created when the signal is sent, so that the signal is sent only once. If the path is empty, the
     signal is sent to every incarnation of the process.
@@ -51,6 +53,7 @@ def with_points(environment: Mapping[str, str], *points: Point, history: Path | 
 
 SCHEDULER, STORE = "services.scheduler", "services.batch_store"
 DRIVER, WORKER = "services.policy_trainer", "services.policy_trainer.worker"
+CRITIC = f"{WORKER} --model critic"
 ROLLOUT, REFERENCE = "services.rollout", "services.reference"
 BOTH = ("before", "after")
 _PLACES = (

@@ -7,13 +7,13 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import psutil
-
+from shared.rundir import checkpoint_steps
 from tests.integration.damage import fenced_keys, flip_shard
-from tests.integration.tiny.harness import QUICKSTART, processes_of
+from tests.integration.tiny import harness
+from tests.integration.tiny.harness import QUICKSTART
 from tests.integration.whole_cluster import Cluster, cluster
 
 STEPS = 10
@@ -35,8 +35,10 @@ _LIVE = ("time/", "throughput/", "store/", "gc/", "sync/sent")
 LIMIT_S = 400.0
 
 
-def start(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> contextlib.AbstractContextManager[Cluster]:
-    return cluster(QUICKSTART, folder, *small, *overrides, limit_s=LIMIT_S)
+def start(
+    folder: Path, *overrides: str, small: tuple[str, ...] = SMALL, environment: Mapping[str, str] | None = None
+) -> contextlib.AbstractContextManager[Cluster]:
+    return cluster(QUICKSTART, folder, *small, *overrides, limit_s=LIMIT_S, environment=environment)
 
 
 def resume(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> contextlib.AbstractContextManager[Cluster]:
@@ -46,16 +48,7 @@ def resume(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> con
 
 def process_of(run: Cluster, service: str) -> int:
     """Wait for an instance of `service` and return its process id."""
-    module = f"services.{service.replace('policy-trainer-worker', 'policy-trainer.worker').replace('-', '_')}"
-
-    def living() -> int | None:
-        for pid in processes_of(run.path):
-            with contextlib.suppress(psutil.Error):
-                if module in psutil.Process(pid).cmdline():
-                    return pid
-        return None
-
-    return run.wait_for(f"a process of {service}", living)
+    return run.wait_for(f"a process of {service}", lambda: harness.process_of(run.path, service))
 
 
 def kill(run: Cluster, service: str) -> int:
@@ -117,11 +110,12 @@ def committed(run: Cluster, step: int) -> bool:
 
 
 def bits(path: Path) -> dict[str, bytes]:
-    """Return the bits that a finished run leaves behind: the exported weights, and the last checkpoint's weights,
-    optimizer state and earlier versions.
+    """Return the bits that a finished run leaves behind: of each trained model the exported weights, and the last
+    checkpoint's weights, optimizer state and earlier versions.
     """
-    last = max((path / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
-    files = [path / "export" / "model.safetensors", *sorted(last.glob("*.safetensors"))]
+    last = f"step-{max(checkpoint_steps(path / 'checkpoints'))}"
+    patterns = ("export*/model.safetensors", f"checkpoints/**/{last}/*.safetensors")
+    files = [file for pattern in patterns for file in sorted(path.glob(pattern))]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
@@ -133,7 +127,9 @@ def trained_rows(path: Path) -> list[dict[str, float]]:
 
 def differences(one: Path, other: Path) -> list[str]:
     """Return the places where two finished runs differ, or [] if their training is identical."""
-    found = [name for name, data in bits(one).items() if bits(other).get(name) != data]
+    bits_of_one, bits_of_other = bits(one), bits(other)
+    names = sorted(bits_of_one.keys() | bits_of_other.keys())
+    found = [name for name in names if bits_of_one.get(name) != bits_of_other.get(name)]
     rows, others = trained_rows(one), trained_rows(other)
     if len(rows) != len(others):
         found.append(f"{len(rows)} rows and {len(others)}")

@@ -22,21 +22,30 @@ from typing import Any
 SPARE = "launch.spares.spare"
 _forked: list[str] = []
 """The module that this fork of a spare process runs."""
+MODEL = "--model"
 
 
 def _process() -> str:
-    """Return the module that `python -m` runs here, or that this fork of a spare process runs as if by `python -m`."""
+    """Return the module that `python -m` runs here, or that this fork of a spare process runs as if by `python -m`, and
+    which of its models, if it is given one."""
     words = sys.orig_argv
-    return _forked[0] if _forked else words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    module = _forked[0] if _forked else words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    given = sys.argv if _forked else words
+    return f"{module} {MODEL} {given[given.index(MODEL) + 1]}" if MODEL in given[:-1] else module
 
 
 class _Point:
     def __init__(self, given: dict[str, Any]) -> None:
         self.module, self.name, self.when = given["module"], given["name"], given["when"]
-        self._left, self._signal, self._mark, self._match = given["nth"], given["signal"], given["mark"], given["match"]
+        self._left, self._signal, self._mark = given["nth"], given["signal"], given["mark"]
+        self._match, self._fields = given["match"], given["fields"]
+
+    def _matches(self, argument: Any) -> bool:
+        fields = all(getattr(argument, name, None) == value for name, value in self._fields.items())
+        return fields and self._match in type(argument).__name__
 
     def reached(self, arguments: Sequence[Any]) -> None:
-        if self._left <= 0 or (self._match and not any(self._match in type(each).__name__ for each in arguments)):
+        if self._left <= 0 or ((self._match or self._fields) and not any(map(self._matches, arguments))):
             return
         self._left -= 1
         if self._left == 0 and self._first():

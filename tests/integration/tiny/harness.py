@@ -20,6 +20,7 @@ import psutil
 from typer.testing import CliRunner
 
 from launch.ctl import app
+from launch.processes.plan import command_of
 from launch.viewers.status import collect
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -132,6 +133,16 @@ def processes_of(path: Path) -> list[int]:
             if process.status() != psutil.STATUS_ZOMBIE and str(path) in process.cmdline():
                 found.append(process.pid)
     return found
+
+
+def process_of(path: Path, service: str) -> int | None:
+    """Return the process id of an instance of `service` in this run directory, or None if there is none."""
+    words = ["-m", *command_of(service), "--run"]
+    for pid in processes_of(path):
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(pid).cmdline()[1 : 1 + len(words)] == words:
+                return pid
+    return None
 
 
 def status_of(path: Path) -> dict[str, Any]:
