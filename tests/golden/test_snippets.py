@@ -110,9 +110,13 @@ def test_topology_keys_that_documents_name_exist(document: Path) -> None:
     named = {key for key, _ in re.findall(r"--set \"?([\w.-]+)=(\S*)", text)}
     if name(document) not in ("docs/coming_from.md", "CHANGELOG.md"):
         named |= set(re.findall(r"`((?:\w[\w-]*\.)+[\w<>*-]+)(?::[^`]*)?`", text))
+    # The first column holds the keys of another system, unless its heading says that they are ours.
+    ours_first = re.compile(r"^\| rlbus \|(?:.*\|\n)+", re.M)
+    theirs_first = re.findall(r"^\|[^|]+\|(.+)\|$", ours_first.sub("", text), re.M)
+    ours = [row for table in ours_first.findall(text) for row in re.findall(r"^\|([^|]+)\|", table, re.M)]
     named |= {
         key
-        for row in re.findall(r"^\|[^|]+\|(.+)\|$", text, re.M)
+        for row in [*theirs_first, *ours]
         if document.name == "coming_from.md"
         for key in re.findall(r"`((?:\w[\w-]*\.)+[\w<>*-]+)(?::[^`]*)?`", row)
     }
