@@ -121,8 +121,10 @@ def test_a_tool_that_keeps_pythons_lock_is_named_as_the_cause(lines: list[str]) 
 
 @contextlib.contextmanager
 def spinning(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start processes that compute without end."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    """Start processes that compute without end, each in a session of its own: Linux may share processors equally among
+    sessions."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield processes
     finally:
