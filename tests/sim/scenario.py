@@ -70,7 +70,7 @@ class Size:
         critic = {}
         if self.critic:
             algorithm["advantage"] = {"name": "gae", "lam": 0.9}
-            critic = {"critic": {"optimizer": {"lr": 1.0e-3}, "mini_batch_tasks": self.ranks}}
+            critic = {"critic": {"optimizer": {"lr": 1.0e-3}, "mini_batch_tasks": 1}}
         heldout = {"source": "builtin:addition?split=test", "every": 1, "rows": 2, "samples": 1, "temperature": 0.0}
         turns = ["policy-trainer", *critic, "rollout", *(["reference"] if self.reference else [])]
         return critic | {
