@@ -1,8 +1,9 @@
 """The model of simulated runs: arithmetic that can be checked exactly, behind the interfaces of the real backends.
 
 The weights are one 64-bit number: a chain of digests over all tokens that were ever trained on, the numbers that their
-losses read, and their steps. Equal numbers mean equal histories. Samples are digests of the weights and the task, so sampling a task again with the same
-version gives bit-identical results. The training state also lists the tasks that were applied, in order.
+losses read, and their steps. Equal numbers mean equal histories. Samples are digests of the weights and the task, so
+sampling a task again with the same version gives bit-identical results. The training state also lists the tasks that
+were applied, in order.
 """
 
 from __future__ import annotations

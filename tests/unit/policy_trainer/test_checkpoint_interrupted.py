@@ -1,5 +1,5 @@
-"""A save interrupted at any byte or between any two system calls leaves the previous checkpoint intact. With two trained
-models, there is always a step of which both have a whole checkpoint.
+"""A save interrupted at any byte or between any two system calls leaves the previous checkpoint intact. With two
+trained models, there is always a step of which both have a whole checkpoint.
 
 The kernel kills the forked process: its file size limit raises SIGXFSZ in the middle of a write, at exactly the byte
 that the test names, and no Python code runs afterwards. safetensors allocates a file's whole size before it writes the
