@@ -13,7 +13,7 @@ import numpy as np
 from proto.messages import Heartbeat, WeightsRef
 from services.batch_store.server import StoreService
 from services.policy_trainer.service import PolicyTrainerService
-from services.policy_trainer.worker.service import PolicyTrainerWorker
+from services.policy_trainer.worker.service import CriticWorker, PolicyTrainerWorker
 from services.reference.service import ReferenceWorker
 from services.rollout.results.finish import LeaseResults
 from services.rollout.results.sample_texts import SampleTexts
@@ -87,7 +87,16 @@ class SimRollout(Service):
             in_flight=not topology.run.deterministic,
         )
         texts = SampleTexts(None, prompts, ["sim:reward"], on_text)
-        results = LeaseResults(self, leases, rewards=rewards, texts=texts, data=self._data, store=STORE, filters=False)
+        results = LeaseResults(
+            self,
+            leases,
+            rewards=rewards,
+            texts=texts,
+            data=self._data,
+            store=STORE,
+            filters=False,
+            per_token=topology.algorithm.advantage.per_token,
+        )
         worker = RolloutWorker(
             self,
             leases,
@@ -200,5 +209,13 @@ class SimReference(Service):
 
 KINDS |= {
     each.NAME: each
-    for each in (SchedulerService, StoreService, PolicyTrainerService, PolicyTrainerWorker, SimRollout, SimReference)
+    for each in (
+        SchedulerService,
+        StoreService,
+        PolicyTrainerService,
+        PolicyTrainerWorker,
+        CriticWorker,
+        SimRollout,
+        SimReference,
+    )
 }

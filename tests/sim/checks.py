@@ -20,8 +20,10 @@ from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import checkpoint_steps
 from shared.stages import ROLLOUT
+from shared.topology.models import TrainedModel
 from tests.sim.invariants import check_invariants
-from tests.sim.model import NAME, task_of
+from tests.sim.model import NAME, digest, task_of
+from tests.sim.virtual import topology_of
 
 if TYPE_CHECKING:
     from tests.sim.clock import Node
@@ -207,7 +209,7 @@ class Checks:
 
     def _covered(self, tasks: list[PutTask]) -> None:
         """Check that a trained task is collected only once recovery cannot return to a point before the task's step."""
-        keeps, kept = self._world.scenario.size.keeps, checkpoint_steps(self._world.run_dir.checkpoints)
+        keeps, kept = self._world.scenario.size.keeps, self.saved_steps()
         covered = kept[-keeps:][0] if kept else 0
         for step, batch in self.batches.items():
             for each in tasks:
@@ -215,6 +217,12 @@ class Checks:
                     step <= covered or (each.task_id, each.fence) not in batch,
                     f"{each.task_id} of step {step} is collected, but recovery can still return to step {covered}",
                 )
+
+    def saved_steps(self) -> list[int]:
+        """Return the steps of which every trained model has a checkpoint, ascending."""
+        models = topology_of(self._world.scenario.size).trained
+        folders = [model.checkpoints(self._world.run_dir.checkpoints) for model in models]
+        return sorted(set.intersection(*(set(checkpoint_steps(folder)) for folder in folders)))
 
     # ---- the store
 
@@ -299,23 +307,29 @@ class Checks:
                 not run.export.exists() and not checkpoint_steps(run.checkpoints), "an evaluation saved a model"
             )
             return
-        chain, _, applied = (run.export / NAME).read_text().partition(" ")
-        self.chain = int(chain)
         with closing(sqlite3.connect(run.journal)) as journal:
             rows = journal.execute("SELECT step, task_ids FROM steps WHERE state = 'TRAINED' ORDER BY step").fetchall()
         world.check([step for step, _ in rows] == list(range(1, steps + 1)), f"the journal has steps {rows}")
         batches = [sorted(json.loads(ids)) for _, ids in rows]
+        chains = [self._model_at_end(model, batches) for model in topology_of(world.scenario.size).trained]
+        self.chain = digest(*chains)
+        lines = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+        first = 0 if world.scenario.size.evaluates else 1
+        world.check(lines == list(range(first, steps + 1)), f"metrics.jsonl has rows for steps {lines}")
+        world.check(steps in self.saved_steps(), "the last step has no checkpoint of every model")
+
+    def _model_at_end(self, model: TrainedModel, batches: list[list[str]]) -> int:
+        """Check the tasks that a model was trained on, in steps with `batches`, and return its weights."""
+        chain, _, applied = (model.exported(self._world.run_dir.path) / NAME).read_text().partition(" ")
         trained = [task_of(int(number)) for number in applied.split(",") if number]
         at = 0
         for step, ids in enumerate(batches, 1):
             mine = sorted(trained[at : at + len(ids)])
-            world.check(mine == ids, f"promise 2: step {step} should have trained {ids}, but trained {mine}")
+            text = f"promise 2: the {model.name} should have trained {ids} in step {step}, but trained {mine}"
+            self._world.check(mine == ids, text)
             at += len(ids)
-        world.check(at == len(trained), f"promise 2: also trained: {trained[at:]}")
-        lines = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
-        first = 0 if world.scenario.size.evaluates else 1
-        world.check(lines == list(range(first, steps + 1)), f"metrics.jsonl has rows for steps {lines}")
-        world.check(steps in checkpoint_steps(run.checkpoints), "the last step has no checkpoint")
+        self._world.check(at == len(trained), f"promise 2: the {model.name} also trained {trained[at:]}")
+        return int(chain)
 
 
 def _done(request: Complete, answer: CompleteAck) -> set[tuple[str, int]]:

@@ -1,8 +1,9 @@
 """The model of simulated runs: arithmetic that can be checked exactly, behind the interfaces of the real backends.
 
-The weights are one 64-bit number: a chain of digests over all tokens that were ever trained on, and their steps. Equal
-numbers mean equal histories. Samples are digests of the weights and the task, so sampling a task again with the same
-version gives bit-identical results. The training state also lists the tasks that were applied, in order.
+The weights are one 64-bit number: a chain of digests over all tokens that were ever trained on, the numbers that their
+losses read, and their steps. Equal numbers mean equal histories. Samples are digests of the weights and the task, so
+sampling a task again with the same version gives bit-identical results. The training state also lists the tasks that
+were applied, in order.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from services.rollout.rewards.score import Score
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from shared.colocation.devices import ENGINE, NOTHING, WEIGHTS, Parts
 from shared.stages import TRAIN
-from shared.topology.models import POLICY
+from shared.topology.models import TrainedModel
 from shared.weights.weight_set import WeightSet
 
 if TYPE_CHECKING:
@@ -82,8 +83,9 @@ def scores_of(chain: int, count: int) -> Array:
 class SimBackend:
     """A rank's backend. Gradients are sums of digests, so they do not depend on how a batch is divided."""
 
-    def __init__(self, world: World, place: Any, generation: int) -> None:
+    def __init__(self, world: World, model: TrainedModel, place: Any, generation: int) -> None:
         self.place = place
+        self.name = model.name
         self.called = nn.Module()
         self.shelves = cast(PartShelves, SimpleNamespace(offload=self._offload, backload=self._backload))
         self.parameters = 1
@@ -101,7 +103,7 @@ class SimBackend:
         moved = self._there & set(parts)
         self._away |= moved
         self._there -= moved
-        self._world.holds(device_parts(POLICY, cast(Any, frozenset(self._there))))
+        self._world.holds(device_parts(self.name, cast(Any, frozenset(self._there))))
         return len(moved)
 
     def _backload(self, parts: Iterable[str]) -> int:
@@ -115,7 +117,7 @@ class SimBackend:
         away = self._away & set(parts)
         self._world.check(not away, f"a call uses {', '.join(sorted(away))}, which are off the device")
         self._there |= set(parts)
-        self._world.holds(device_parts(POLICY, cast(Any, frozenset(self._there))))
+        self._world.holds(device_parts(self.name, cast(Any, frozenset(self._there))))
 
     def restart(self) -> None:
         self._use("parameters")
@@ -137,10 +139,12 @@ class SimBackend:
         total, numbers = self._group[self.updates, self.place.rank]
         first = 0
         tasks: dict[int, None] = {}
+        read = [loss._tokens.advantages, *(shard for _, shard in sorted(loss._tokens.shards.items()))]
         for length in sequences.lengths.tolist():
             tokens = sequences.token_ids[first : first + length].tolist()
+            numbers_read = [each[first : first + length].numpy().tobytes() for each in read]
             first += length
-            total = (total + digest(self.chain, *tokens)) % (1 << 62)
+            total = (total + digest(self.chain, *tokens, *numbers_read)) % (1 << 62)
             tasks[tokens[0]] = None
         self._group[self.updates, self.place.rank] = (total, [*numbers, *tasks])
         return {"tokens": float(first)}
@@ -203,9 +207,9 @@ class SimBackend:
             (folder / NAME).write_text(f"{self.chain} {','.join(map(str, self.applied))}")
 
 
-def make_backend(world: World, place: Any, generation: int) -> Backend:
+def make_backend(world: World, model: TrainedModel, place: Any, generation: int) -> Backend:
     """Return a `SimBackend` as a `Backend`, so that a member that it lacks is a type error."""
-    return SimBackend(world, place, generation)
+    return SimBackend(world, model, place, generation)
 
 
 class SimCanaries:

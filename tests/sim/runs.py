@@ -30,7 +30,15 @@ def run(scenario: Scenario, folder: Path, *, tracing: bool = False) -> Outcome:
     outcome = World(scenario, folder, tracing=tracing).run()
     if outcome.violation or not (scenario.size.deterministic and scenario.size.trains):
         return outcome
-    size = Size(scenario.size.steps, scenario.size.tasks, staleness=scenario.size.staleness, deterministic=True)
+    given = scenario.size
+    size = Size(
+        given.steps,
+        given.tasks,
+        staleness=given.staleness,
+        reference=given.reference,
+        critic=given.critic,
+        deterministic=True,
+    )
     if size not in _undisturbed:
         _undisturbed[size] = World(Scenario(0, size, ()), folder).run().chain
     if outcome.chain != _undisturbed[size]:
@@ -41,7 +49,7 @@ def run(scenario: Scenario, folder: Path, *, tracing: bool = False) -> Outcome:
 
 def warm_up(folder: Path) -> None:
     """Run, once, the code that imports modules on first use, so that the garbage collector can ignore these modules."""
-    run(Scenario(0, Size(ranks=2, reference=True, deterministic=True, colocated=True), ()), folder)
+    run(Scenario(0, Size(ranks=2, reference=True, critic=True, deterministic=True, colocated=True), ()), folder)
 
 
 def shrink(scenario: Scenario, attempt: Callable[[Scenario], Outcome]) -> tuple[Scenario, Outcome]:

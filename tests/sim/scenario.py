@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from shared.topology.models import CRITIC, POLICY_WORKER
 from tests.sim.network import Weather
 
 Key = tuple[str, int]
-KINDS = ("scheduler", "batch-store", "policy-trainer", "policy-trainer-worker", "rollout", "reference")
 FAULTS_UNTIL_S = 2.5
 """Virtual seconds from the start within which faults begin. An undisturbed run takes two."""
 
@@ -28,6 +28,8 @@ class Size:
     every: int = 1
     keeps: int = 1
     reference: bool = False
+    critic: bool = False
+    """Whether a critic is trained beside the policy. It has as many ranks, and an update for each task."""
     deterministic: bool = False
     by_completion: bool = False
     evaluates: bool = False
@@ -39,10 +41,15 @@ class Size:
     def plan(self) -> list[Key]:
         """Return the processes of the run, in the order of the launcher's plan."""
         plan: list[Key] = [("scheduler", 0), ("batch-store", 0)]
-        plan += [("policy-trainer-worker", rank) for rank in range(self.ranks)]
+        plan += [(service, rank) for service in self.workers for rank in range(self.ranks)]
         plan += [("policy-trainer", 0)]
         plan += [("reference", 0)] if self.reference else []
         return plan + [("rollout", instance) for instance in range(self.rollouts)]
+
+    @property
+    def workers(self) -> list[str]:
+        """The services whose processes train a model."""
+        return [POLICY_WORKER, *([CRITIC] if self.critic else [])]
 
     def document(self, model: str) -> dict[str, Any]:
         """Return the topology as a user would write it."""
@@ -60,9 +67,13 @@ class Size:
         if self.reference:
             algorithm["kl"] = {"estimator": "k3", "in": "loss", "coef": 0.001}
             services["reference"] = {"backend": "torch"}
+        critic = {}
+        if self.critic:
+            algorithm["advantage"] = {"name": "gae", "lam": 0.9}
+            critic = {"critic": {"optimizer": {"lr": 1.0e-3}, "mini_batch_tasks": 1}}
         heldout = {"source": "builtin:addition?split=test", "every": 1, "rows": 2, "samples": 1, "temperature": 0.0}
-        turns = ["policy-trainer", "rollout", *(["reference"] if self.reference else [])]
-        return {
+        turns = ["policy-trainer", *critic, "rollout", *(["reference"] if self.reference else [])]
+        return critic | {
             "placement": {"colocate": turns if self.colocated else []},
             "run": {"name": "sim", "steps": self.steps, "seed": 0, "deterministic": self.deterministic}
             | ({} if self.trains else {"evaluate": True}),
@@ -167,10 +178,13 @@ class LastWords(Fault):
 
 @dataclass(frozen=True)
 class Damage(Fault):
-    """A damaged checkpoint: the newest, if there is an older one. The trainer's first rank is killed."""
+    """A damaged checkpoint of a model: its newest, if there is an older one. The first rank of `service`, which trains
+    the model, is killed."""
+
+    service: str = POLICY_WORKER
 
     def __str__(self) -> str:
-        return f"{self.at_s:7.3f} s  damage the newest of several checkpoints and kill policy-trainer-worker/0"
+        return f"{self.at_s:7.3f} s  damage the newest of several checkpoints and kill {self.service}/0"
 
 
 @dataclass(frozen=True)
@@ -196,6 +210,7 @@ class Scenario:
         size = self.size
         for other in (
             replace(size, reference=False),
+            replace(size, critic=False),
             replace(size, rollouts=1),
             replace(size, ranks=1),
             replace(size, by_completion=False),
@@ -221,6 +236,8 @@ def _concerns(fault: Fault, plan: list[Key]) -> bool:
             return fault.key in plan
         case Cut():
             return fault.one in plan and fault.other in plan
+        case Damage():
+            return (fault.service, 0) in plan
         case _:
             return True
 
@@ -247,6 +264,8 @@ def draw(seed: int) -> Scenario:
     )
     if size.evaluates and seed % 5 == 0:  # not drawn, so that other seeds keep their scenarios
         size = replace(size, trains=False)
+    elif seed % 3 == 0:
+        size = replace(size, critic=True)
     if size.colocated:
         size = replace(size, staleness=0)  # The engine cannot run ahead of a trainer that takes the engine's memory.
     plan = size.plan()
@@ -267,7 +286,7 @@ def draw(seed: int) -> Scenario:
         elif kind < 0.7:
             faults.append(Ghost(at_s, ("rollout", 0)))
         elif kind < 0.74:
-            faults.append(Damage(at_s))
+            faults.append(Damage(at_s, rng.choice(size.workers) if size.critic else POLICY_WORKER))
         elif kind < 0.8:
             faults.append(LastWords(at_s, ("rollout", 0), round(rng.uniform(0.3, 3.0), 2)))
         else:

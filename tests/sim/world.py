@@ -26,7 +26,7 @@ from tests.sim.checks import Checks
 from tests.sim.clock import CURRENT, START_S, Killed, Node, Stuck, VirtualLoop
 from tests.sim.network import CALM, KIND, Network, kind_of
 from tests.sim.scenario import Cut, Damage, Fault, Ghost, Key, Kill, LastWords, Scenario, Stop, Storm
-from tests.sim.virtual import running
+from tests.sim.virtual import running, topology_of
 
 LIMIT_S = 240.0
 """Virtual seconds within which the run must end after the last fault."""
@@ -244,16 +244,17 @@ class World:
                 self.network.ghosts.add(service_name(*key))
             case LastWords(_, key, after_s):
                 self.network.last_words[service_name(*key)] = after_s
-            case Damage():
-                self._damage_newest_checkpoint()
+            case Damage(_, service):
+                self._damage_newest_checkpoint(service)
             case _:
                 raise TypeError(type(fault).__name__)
 
-    def _damage_newest_checkpoint(self) -> None:
-        folder = self.run_dir.checkpoints
+    def _damage_newest_checkpoint(self, service: str) -> None:
+        model = next(each for each in topology_of(self.scenario.size).trained if each.service == service)
+        folder = model.checkpoints(self.run_dir.checkpoints)
         steps = checkpoint_steps(folder)
-        worker = self.nodes.get(("policy-trainer-worker", 0))
-        if len(steps) < 2 or worker is None:
+        worker = self.nodes.get((service, 0))
+        if len(self.checks.saved_steps()) < 2 or worker is None:
             return
         path = folder / f"step-{steps[-1]}" / "optimizer.safetensors"
         data = bytearray(path.read_bytes())

@@ -136,8 +136,9 @@ def store_and_worker(
 class Bench:
     """Test bench with the dispatches of drivers, and a data client that acts as the rollout."""
 
-    def __init__(self, run: RunDir, context: Any) -> None:
+    def __init__(self, run: RunDir, context: Any, worker: str) -> None:
         self._run = run
+        self._worker = worker
         self._context = context
         self._clients: dict[str, Client] = {}
         self.data = DataClient(lambda service, instance: self.client(f"{service}/{instance}"))
@@ -150,7 +151,7 @@ class Bench:
 
     async def driver(self, incarnation: int) -> WorkerDispatch:
         """Return the dispatch of a driver that has taken the worker over."""
-        workers = WorkerDispatch([self.client(WORKER)], Layout(1), incarnation)
+        workers = WorkerDispatch([self.client(self._worker)], Layout(1), incarnation)
         await workers.take_over()
         return workers
 
@@ -208,11 +209,11 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench_of(run: RunDir) -> AsyncIterator[Bench]:
+async def bench_of(run: RunDir, worker: str = WORKER) -> AsyncIterator[Bench]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    bench = Bench(run, context)
+    bench = Bench(run, context, worker)
     try:
-        for name in (STORE, WORKER):
+        for name in (STORE, worker):
             await bench.client(name).call(Ping(), Pong, deadline_s=60)
         yield bench
     finally:

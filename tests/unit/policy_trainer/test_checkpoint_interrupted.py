@@ -1,4 +1,5 @@
-"""A save interrupted at any byte or between any two system calls leaves the previous checkpoint intact.
+"""A save interrupted at any byte or between any two system calls leaves the previous checkpoint intact. With two
+trained models, there is always a step of which both have a whole checkpoint.
 
 The kernel kills the forked process: its file size limit raises SIGXFSZ in the middle of a write, at exactly the byte
 that the test names, and no Python code runs afterwards. safetensors allocates a file's whole size before it writes the
@@ -12,12 +13,14 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save as safetensors_bytes
 
+from services.policy_trainer.checkpoints import Checkpoints
 from services.policy_trainer.worker import checkpoint
 from services.policy_trainer.worker.checkpoint import SavedState
 from shared.checkpoint_files import MODEL, OPTIMIZER, STATE
@@ -41,7 +44,7 @@ def is_whole(folder: Path, step: int) -> bool:
     )
 
 
-def killed(work: Callable[[], None]) -> bool:
+def killed(work: Callable[[], object]) -> bool:
     """Run `work` in a forked process; return whether a signal ended that process."""
     child = os.fork()
     if child == 0:
@@ -79,20 +82,19 @@ def save_up_to(folder: Path, name: str, size: int, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", save_file)
         patch.setattr(checkpoint, "_sync", sync)
-        return killed(lambda: _save(folder))
-
-
-def _save(folder: Path) -> None:
-    checkpoint.save(folder, snapshot(2))
+        return killed(lambda: checkpoint.save(folder, snapshot(2)))
 
 
 @pytest.mark.parametrize("name", [*(pytest.param(each, marks=pytest.mark.long) for each in (MODEL, OPTIMIZER)), STATE])
 def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint_intact(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint.save(tmp_path / "whole", snapshot(2))
-    size = (tmp_path / "whole" / "step-2" / name).stat().st_size
-    folder = tmp_path / "c"
+    """Another model has already saved the same step, and only one checkpoint of each is kept."""
+    other, folder = tmp_path / "other", tmp_path / "c"
+    for step in (1, 2):
+        checkpoint.save(other, snapshot(step))
+    size = (other / "step-2" / name).stat().st_size
+    both = Checkpoints([folder, other], keep_last=1, keep_every=None)
     checkpoint.save(folder, snapshot(1))
     assert size > 100
     for at in range(size):
@@ -100,13 +102,15 @@ def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint_intact(
         assert (folder / ".step-2.partial" / name).stat().st_size == at
         assert checkpoint_steps(folder) == [1]
         assert is_whole(folder, 1)
+        assert both.prune(1) == both.steps() == [1]
     assert not save_up_to(folder, name, max(size, 4096), monkeypatch)
     assert checkpoint_steps(folder) == [1, 2]
     assert is_whole(folder, 2)
+    assert both.prune(2) == checkpoint_steps(folder) == checkpoint_steps(other) == [2]
 
 
-def kill_before(call: int, step: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Save `step` in a process that is killed before its `call`-th folder change; return whether the process was
+def kill_before(call: int, work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run `work` in a process that is killed before its `call`-th folder change; return whether the process was
     killed."""
     calls = [0]
 
@@ -125,11 +129,7 @@ def kill_before(call: int, step: int, folder: Path, monkeypatch: pytest.MonkeyPa
         patch.setattr(os, "unlink", counted(os.unlink))
         patch.setattr(os, "rmdir", counted(os.rmdir))
         patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
-        return killed(lambda: void(checkpoint.save(folder, snapshot(step))))
-
-
-def void(_: object) -> None:
-    """Discard a result."""
+        return killed(work)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -141,12 +141,46 @@ def test_a_save_killed_between_any_two_changes_leaves_a_whole_checkpoint(
     for call in range(1, 100):
         folder = tmp_path / f"c{call}"
         checkpoint.save(folder, snapshot(1))
-        if not kill_before(call, 1 if replaced else 2, folder, monkeypatch):
+        save = partial(checkpoint.save, folder, snapshot(1 if replaced else 2))
+        if not kill_before(call, save, monkeypatch):
             break
         kills += 1
         found = checkpoint_steps(folder)
         assert found
         assert all(is_whole(folder, step) for step in found)
-        _save(folder)  # The next save removes the leftovers.
+        checkpoint.save(folder, snapshot(2))  # The next save removes the leftovers.
         assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
     assert kills >= (3 if replaced else 1)  # a new checkpoint appears with one change
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["policy first", "critic first"])
+def test_two_models_killed_between_any_two_changes_have_a_common_step(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both models save step 2 and then step 3, of which only the newest is kept. A run that resumes after the kill
+    repeats the saves of the steps that are missing."""
+    kills = 0
+    for call in range(1, 100):
+        folders = [tmp_path / f"c{call}", tmp_path / f"c{call}" / "critic"]
+        both = Checkpoints(folders, keep_last=1, keep_every=None)
+        orders = [folders[first], folders[1 - first]]
+        for folder in folders:
+            checkpoint.save(folder, snapshot(1))
+
+        def steps_after(step: int, both: Checkpoints = both, orders: list[Path] = orders) -> None:
+            for number in range(step + 1, 4):
+                for folder in orders:
+                    checkpoint.save(folder, snapshot(number))
+                both.prune(number)
+
+        if not kill_before(call, partial(steps_after, 1), monkeypatch):
+            break
+        kills += 1
+        common = both.steps()
+        assert common
+        assert all(is_whole(folder, step) for folder in folders for step in common)
+        assert both.prune(common[-1]) == [common[-1]]
+        steps_after(common[-1])
+        for folder in folders:
+            assert [path.name for path in folder.glob("*step-*")] == ["step-3"]
+    assert kills > 20
