@@ -78,5 +78,5 @@ def test_the_loss_of_a_batch_reads_values_and_returns_and_nothing_of_the_policy(
     ],
 )
 def test_other_losses_are_refused_in_one_line(spec: LossSpec) -> None:
-    with pytest.raises(RpcError, match="^loss .* a critic has loss value with anchor values"):
+    with pytest.raises(RpcError, match=r"^loss .* a critic has loss value with anchor values"):
         check_value(spec)
