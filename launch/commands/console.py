@@ -203,6 +203,8 @@ class Console:
         elif ended.outcome == RunOutcome.DONE:
             print(f"model      {run.export}")
             print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
+            for model in topology.trained[1:]:
+                print(f"{model.name:<10} {model.exported(run.path)}")
             for line in evaluation.best_lines(run):
                 print(line)
         else:
