@@ -3,6 +3,8 @@
     python -m tests.bench.recovery                     every service, five times
     python -m tests.bench.recovery --set run.spares=false
     python -m tests.bench.recovery --only rollout --timeline    what the processes log until the run continues
+    python -m tests.bench.recovery --only critic --set 'critic={optimizer: {lr: 1.0e-3}}' \\
+        --set 'algorithm.advantage={name: gae}'
 
 A service is killed with SIGKILL once all services are READY and `CALM_STEPS` steps have been committed since then. Two
 times are measured. `next commit` ends with the next row of metrics.jsonl; training may continue for a while with data
@@ -28,19 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from shared.runfiles.lines import FollowedFile
-from tests.bench.cluster_run import Arrival, BenchError, run_cluster
+from shared.topology import TopologyError, load
+from tests.bench.cluster_run import TOPOLOGY, Arrival, BenchError, run_cluster
 from tests.bench.turns import heading, spread
 
-SERVICES = (
-    "scheduler",
-    "batch-store",
-    "policy-trainer",
-    "monitor",
-    "recorder",
-    "rollout",
-    "reference",
-    "policy-trainer-worker",
-)
 CALM_STEPS = 5
 """Number of steps between the moment at which every service is READY and the kill. The kill occurs at a random moment
 of the following step.
@@ -69,6 +62,8 @@ class Trial:
     """A watcher that reads the logs of a run and kills its services in turn."""
 
     folder: Path
+    services: frozenset[str]
+    """Services of the run."""
     queue: list[str]
     chance: random.Random
     timeline: bool
@@ -89,7 +84,7 @@ class Trial:
         if self._kill is not None:
             self._finish(self._kill, now, rows)
             return
-        if not self._ready >= set(SERVICES) or not self.queue:
+        if not self._ready >= self.services or not self.queue:
             self._calm_since = None
         elif self._calm_since is None:
             self._calm_since = rows
@@ -156,12 +151,24 @@ class Trial:
         self._events.clear()
 
 
+def services_of(settings: Sequence[str]) -> list[str]:
+    """Return the services of the quickstart with these settings. Raises BenchError."""
+    try:
+        return list(dict.fromkeys(spec.service for spec in load(str(TOPOLOGY), settings).services_plan()))
+    except TopologyError as error:
+        raise BenchError(f"--set: {error}") from None
+
+
 def measure(services: Sequence[str], args: argparse.Namespace) -> list[Kill]:
     """Run the quickstart and kill each of `services` `args.turns` times, in a random order within each turn."""
+    running = services_of(args.settings)
+    absent = [service for service in services if service not in running]
+    if absent:
+        raise BenchError(f"--only {absent[0]}: the run has no such service; use {', '.join(running)}, or --set")
     chance = random.Random(args.seed)
     queue = [service for _ in range(args.turns) for service in chance.sample(services, len(services))]
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        trial = Trial(Path(name), queue, chance, args.timeline)
+        trial = Trial(Path(name), frozenset(running), queue, chance, args.timeline)
         run_cluster(
             ENOUGH_STEPS,
             Path(name),
@@ -176,15 +183,15 @@ def measure(services: Sequence[str], args: argparse.Namespace) -> list[Kill]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds from a kill to the next commit, by service.")
     parser.add_argument("--turns", type=int, default=5, help="kills of each service")
-    parser.add_argument("--only", choices=SERVICES, help="kill one service only")
+    parser.add_argument("--only", metavar="SERVICE", help="kill one service only")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="a setting of the topology")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order and the moments of the kills")
     parser.add_argument("--timeline", action="store_true", help="print what the processes log after each kill")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds after which a run counts as failed")
     args = parser.parse_args()
     print(heading())
-    services = (args.only,) if args.only else SERVICES
     try:
+        services = [args.only] if args.only else services_of(args.settings)
         kills = measure(services, args)
     except BenchError as error:
         sys.exit(f"recovery: {error}")

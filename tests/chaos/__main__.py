@@ -19,11 +19,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from shared.topology.models import CRITIC
 from tests.chaos import disturbances, points, rounds
 from tests.chaos.rounds import Result
+from tests.integration import parity_run
 
 POINTS = 4
 """Number of named points per launch."""
+RUNS = {"GRPO": (parity_run.SMALL, CRITIC), "PPO": (parity_run.PPO, "reference")}
+"""The settings of the runs that are disturbed in turn, each with the service that the run does not have."""
 
 
 def main() -> int:
@@ -39,20 +43,26 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     print(f"seed {seed}, folder {folder}", flush=True)
     begun = time.monotonic()
-    reference = rounds.undisturbed(folder / "undisturbed")
+    references = {name: rounds.undisturbed(folder / f"undisturbed-{name}", RUNS[name][0]) for name in RUNS}
     print(f"undisturbed: {time.monotonic() - begun:.0f} s", flush=True)
     results: list[Result] = []
     while not results or time.monotonic() - begun < given.minutes * 60:
         number = len(results)
-        print(f"round {number + 1}, seed {seed + number}", flush=True)
+        name = list(RUNS)[(seed + number) % len(RUNS)]  # so that a seed repeats its round
+        settings, absent = RUNS[name]
+        services = tuple(service for service in disturbances.SERVICES if service != absent)
+        processes = [disturbances.SERVICES[service] for service in services]
+        print(f"round {number + 1}, seed {seed + number}: {name}", flush=True)
         here = folder / f"round-{number}"
         results.append(
             rounds.disturbed(
                 here,
                 seed + number,
                 disturbances.ROUGH,
-                reference=reference,
-                points=lambda chance, marks: points.drawn(chance, marks, POINTS),
+                reference=references[name],
+                points=lambda chance, marks, processes=processes: points.drawn(chance, marks, POINTS, processes),
+                settings=settings,
+                services=services,
                 before=sum((each.done for each in results), Counter[str]()),
                 say=lambda text: print(text, flush=True),
             )

@@ -19,21 +19,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launch.processes.plan import command_of
 from shared.rundir import checkpoint_steps
+from shared.topology.models import CRITIC, POLICY_WORKER, WORKERS
 from tests.integration.store_process import fill
 from tests.integration.tiny.harness import process_of
 from tests.integration.whole_cluster import Cluster
 
-SERVICES = {
-    "scheduler": "services.scheduler",
-    "batch-store": "services.batch_store",
-    "monitor": "services.monitor",
-    "recorder": "services.recorder",
-    "policy-trainer": "services.policy_trainer",
-    "policy-trainer-worker": "services.policy_trainer.worker",
-    "rollout": "services.rollout",
-    "reference": "services.reference",
-}
+_NAMES = (
+    "scheduler",
+    "batch-store",
+    "monitor",
+    "recorder",
+    "policy-trainer",
+    POLICY_WORKER,
+    CRITIC,
+    "rollout",
+    "reference",
+)
+SERVICES = {name: " ".join(command_of(name)) for name in _NAMES}
+"""What follows `python -m` to start each service."""
 LIGHT = ("scheduler", "batch-store", "policy-trainer", "monitor", "recorder")
 """Services that restart within seconds, because they do not import torch."""
 
@@ -200,24 +205,26 @@ def kill_the_launcher(each: Round) -> str:
 
 
 def damage_the_newest_checkpoint(each: Round) -> str:
-    """Flip a byte of the newest checkpoint, and kill the worker that would restore it. The previous checkpoint, or the
-    initial model, is used instead.
+    """Flip a byte of the newest checkpoint of a model, and kill the worker that would restore it. The previous
+    checkpoint of all models, or the initial models, are used instead.
     """
-    folders = sorted(each.run.run.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    if not folders:
-        return "there is none"
-    files = [*folders[-1].glob("*.safetensors")]
+    worker = each.chance.choice([name for name in WORKERS.values() if name in each.services])
+    folder = each.run.run.checkpoints / (worker if worker != POLICY_WORKER else "")
+    steps = checkpoint_steps(folder)
+    if not steps:
+        return f"{worker} has none"
+    files = [*(folder / f"step-{steps[-1]}").glob("*.safetensors")]
     if files:
         flip(each.chance.choice(files), each.chance)
         each.rewound = True
-    _kill(each, ("policy-trainer-worker",))
-    return folders[-1].name
+    _kill(each, (worker,))
+    return f"step {steps[-1]} of {worker}"
 
 
 def delete_the_checkpoints(each: Round) -> str:
     """Delete the checkpoint folder, and kill the worker that would restore a checkpoint. The initial model is used
     instead. The checkpoint of the last step is never deleted, because its bits are compared."""
-    if max(checkpoint_steps(each.run.run.checkpoints), default=0) >= each.steps:
+    if [*each.run.run.checkpoints.rglob(f"step-{each.steps}")]:
         return "none, because the last one has been saved"
     shutil.rmtree(each.run.run.checkpoints, ignore_errors=True)
     each.rewound = True

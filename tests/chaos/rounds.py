@@ -79,13 +79,13 @@ def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
 
 
-def overrides(steps: int, shm: Path) -> tuple[str, ...]:
-    return (*parity_run.SMALL, f"run.steps={steps}", f"services.batch-store.directory={shm}")
+def overrides(settings: tuple[str, ...], steps: int, shm: Path) -> tuple[str, ...]:
+    return (*settings, f"run.steps={steps}", f"services.batch-store.directory={shm}")
 
 
-def undisturbed(folder: Path, steps: int = STEPS) -> Path:
+def undisturbed(folder: Path, settings: tuple[str, ...] = parity_run.SMALL, steps: int = STEPS) -> Path:
     """Run to the end without disturbances. Return the run directory, with which other runs are compared."""
-    with cluster(QUICKSTART, folder, *overrides(steps, folder / "shm"), limit_s=LIMIT_S) as run:
+    with cluster(QUICKSTART, folder, *overrides(settings, steps, folder / "shm"), limit_s=LIMIT_S) as run:
         assert run.end() == 0, run.output()
         return run.path
 
@@ -97,7 +97,8 @@ def disturbed(
     *,
     reference: Path | None,
     points: Callable[[random.Random, Path], list[Point]],
-    services: tuple[str, ...] = tuple(SERVICES),
+    settings: tuple[str, ...] = parity_run.SMALL,
+    services: tuple[str, ...],
     pause_s: tuple[float, float] = (0.1, 4.0),
     steps: int = STEPS,
     before: Mapping[str, int] = MappingProxyType({}),
@@ -105,9 +106,10 @@ def disturbed(
 ) -> Result:
     """Disturb a run until it is done, and check it.
 
-    `points` draws the named points for each launch. `reference` is the directory of an undisturbed run, given if bits
-    are to be compared. `pause_s` is the minimum and the maximum number of seconds from a commit to the next
-    disturbance. `before` counts the disturbances of earlier rounds by name.
+    `points` draws the named points for each launch. `settings` are those of the quickstart's run, and `services` are
+    those that may be killed at other moments. `reference` is the directory of an undisturbed run, given if bits are to
+    be compared. `pause_s` is the minimum and the maximum number of seconds from a commit to the next disturbance.
+    `before` counts the disturbances of earlier rounds by name.
     """
     chance = random.Random(seed)
     result = Result(seed)
@@ -134,7 +136,7 @@ def disturbed(
             with cluster(
                 QUICKSTART,
                 disk,
-                *overrides(steps, shm),
+                *overrides(settings, steps, shm),
                 limit_s=LIMIT_S,
                 resume=path.exists(),
                 environment=environment,

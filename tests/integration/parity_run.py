@@ -30,6 +30,15 @@ SMALL = (
     "services.batch-store.memory=128MiB",
 )
 """Settings with four blocks and two updates per step, and all kinds of shards."""
+PPO = (
+    *(setting for setting in SMALL if not setting.startswith("algorithm.group_size")),
+    "algorithm.group_size=1",
+    "algorithm.advantage={name: gae, lam: 0.95}",
+    "algorithm.kl=null",
+    "services.reference=null",
+    "critic={optimizer: {lr: 1.0e-3}, num_iterations: 2}",
+)
+"""The same with a critic, which has four updates per step, and without a reference."""
 _LIVE = ("time/", "throughput/", "store/", "gc/", "sync/sent")
 """Metrics that depend on the time, the machine or the route of the weights; all others depend only on the training."""
 LIMIT_S = 400.0

@@ -36,6 +36,14 @@ def test_every_promise_is_kept_in_every_simulated_run() -> None:
     assert "2000 seeds" in output
 
 
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_promise_is_kept_in_ten_thousand_simulated_runs() -> None:
+    status, output = simulate("--seeds", "10000", "--jobs", "2")
+    assert status == 0, output[-20_000:]
+    assert "10000 seeds" in output
+
+
 def test_every_drawn_size_has_a_valid_topology() -> None:
     for seed in range(20):
         check_topology(draw(seed).size)

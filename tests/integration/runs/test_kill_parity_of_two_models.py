@@ -24,17 +24,7 @@ pytestmark = pytest.mark.timeout(400)
 CALLS = "services.policy_trainer.worker.calls.training"
 POLICY_RANK, CRITIC_RANK = "policy-trainer-worker", "critic"
 PROCESSES = {POLICY_RANK: WORKER, CRITIC_RANK: CRITIC}
-RUN = (
-    *(each for each in parity.SMALL if not each.startswith(("algorithm.group_size", "data.eval"))),
-    "data.eval={}",
-    "algorithm.group_size=1",
-    "algorithm.advantage={name: gae, lam: 0.95}",
-    "algorithm.kl=null",
-    "services.reference=null",
-    "critic={optimizer: {lr: 1.0e-3}, num_iterations: 2}",
-    "checkpoint.keep_last=1",
-)
-"""Two updates of the policy and four of the critic in each step."""
+RUN = (*parity.PPO, "data.eval={}", "checkpoint.keep_last=1")
 
 
 @dataclass(frozen=True)
