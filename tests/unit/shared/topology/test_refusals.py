@@ -305,8 +305,8 @@ def test_unknown_host_and_unknown_colocated_service_are_reported(folder: Path) -
     path = write(folder, BASE.replace("    instances: 2", "    host: beta") + placement)
     assert problems(path) == [
         "t.yaml:25: services.rollout.host: no host 'beta' in placement.hosts; use 'betta'",
-        "t.yaml:28: placement.colocate.1: 'monitor' is not a service with devices; use policy-trainer, reference or "
-        "rollout",
+        "t.yaml:28: placement.colocate.1: 'monitor' is not a service with devices; use policy-trainer, critic, "
+        "reference or rollout",
     ]
 
 
