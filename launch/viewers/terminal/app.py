@@ -31,7 +31,7 @@ from shared.samples import reader
 from shared.samples.reader import Order, select
 from shared.samples.record import FOLDER, SampleRecord, file_of, split_of
 from shared.stages import TRAIN
-from shared.view.curves import PANELS
+from shared.view.curves import PANELS, Panel
 from shared.view.notices import LEVELS, LogLine
 
 REDRAW_S = 1.0
@@ -224,8 +224,14 @@ class MonitorApp(App[None]):
         return [panes.headline(self.feed.run.name, progress, width=width, note=self._note())]
 
     def _curves(self, width: int, height: int) -> list[Text]:
-        panels = PANELS[self._first_panel : self._first_panel + 1] if self._zoomed else PANELS[self._first_panel :]
+        panels = self._measured_panels()
+        first = self._first_panel % max(len(panels), 1)
+        panels = panels[first : first + 1] if self._zoomed else panels[first:]
         return panes.curves(self.feed.view, width, height, panels=panels)
+
+    def _measured_panels(self) -> list[Panel]:
+        """Return the panels of which the run has a curve."""
+        return [panel for panel in PANELS if panel.matching(self.feed.view.curves.names)]
 
     def _notices(self, width: int) -> list[Text]:
         count, earlier = len(self.feed.view.warnings()), self.feed.view.warnings_left_out
@@ -366,7 +372,7 @@ class MonitorApp(App[None]):
         self.theme = "textual-dark" if self.theme == "textual-light" else "textual-light"
 
     def action_scroll_panels(self, by: int) -> None:
-        self._first_panel = (self._first_panel + by) % len(PANELS)
+        self._first_panel = (self._first_panel + by) % max(len(self._measured_panels()), 1)
         self.redraw()
 
     def action_zoom(self) -> None:
