@@ -169,6 +169,7 @@ never changes, so each call has its own key. The call is a revision (proto/SPEC.
 of the earlier call once those of the later call are sealed. A batch's part for this stage names the keys, including
 their `<call>`.
 """
+VALUE_AFTER = "value_after"
 VALUES = Stage(
     "values",
     "critic",
@@ -184,12 +185,11 @@ VALUES = Stage(
         ),
     ),
     leased=False,
-    scalars=frozenset(["value_after"]),
+    scalars=frozenset([VALUE_AFTER]),
 )
 """Stage that the critic runs once a task is BATCHED. Its shards have a revision, like those of `proximal`.
 
 Scalar `value_after` exists only if `Forward.ends` asks for it: the value after the last token of the sample."""
-VALUE_AFTER = "value_after"
 CREDIT = Stage(
     "credit",
     "policy-trainer",

@@ -253,11 +253,12 @@ class Driver:
         """Take all optimizer steps of a model. Without `mini_batches`, the model ends the step as it is, because the
         step is `bad` or the model is not trained yet. With a `lineage` of 0 or more, its workers keep a snapshot."""
         dispatch, measured = self.workers[name], metrics.models[name]
-        left = max(len(mini_batches), 1)
-        dispatch.begin_step(updates=left, snapshot_lineage=lineage)
         if not mini_batches:
-            await self.skip_update(name, metrics, left, lineage)
+            await self.skip_update(name, metrics, 1, lineage)
             measured.skipped += bad
+            return
+        left = len(mini_batches)
+        dispatch.begin_step(updates=left, snapshot_lineage=lineage)
         for index, mini_batch in enumerate(mini_batches):
             try:
                 await self.update(name, mini_batch, metrics)

@@ -5,9 +5,9 @@ The proof computes with a reduced copy of the configuration (`reduced`) in which
 float64, also where the library computes in float32: what is left of a difference is not rounding. The sequences share
 prefixes, and their lengths are on both sides of every window and of every length at which a model changes.
 
-What is proved about the layout of sequences holds for a value model of the same architecture as well: its head reads
-the hidden states of the same base model, and the log-probs and gradients that are compared depend on these through an
-output layer of random weights.
+A proof for a language model also covers a value model of the same architecture. Both compute hidden states with the
+same base model, and the proof compares log-probs and gradients that depend on these states through a random output
+layer.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from transformers import AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from shared.rpc.errors import BadInput
-from shared.topology.model_files import stored_tensors
+from shared.topology.model_files import VALUE_BIAS, VALUE_WEIGHT, stored_tensors
 
-WEIGHT, BIAS = "score.weight", "score.bias"
+WEIGHT, BIAS = VALUE_WEIGHT, VALUE_BIAS
 
 
 class ValueHead(nn.Module):

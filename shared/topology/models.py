@@ -16,8 +16,8 @@ from shared.topology.passes import Passes
 from shared.topology.services import Reference, TrainerSettings, WeightsRoute
 
 Head = Literal["language", "value"]
-"""What a model computes for each token: `language` is the log-prob of the token, `value` a number from the state before
-it."""
+"""What a model computes for each token: the log-prob of the token (`language`), or the value of the state before it
+(`value`)."""
 POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
 POLICY_WORKER = "policy-trainer-worker"
 WORKERS: Mapping[str, str] = MappingProxyType({POLICY: POLICY_WORKER, CRITIC: CRITIC})

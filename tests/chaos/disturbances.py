@@ -38,7 +38,7 @@ _NAMES = (
     "reference",
 )
 SERVICES = {name: " ".join(command_of(name)) for name in _NAMES}
-"""What follows `python -m` to start each service."""
+"""The program of each service, with its arguments, as given to `python -m`."""
 LIGHT = ("scheduler", "batch-store", "policy-trainer", "monitor", "recorder")
 """Services that restart within seconds, because they do not import torch."""
 
