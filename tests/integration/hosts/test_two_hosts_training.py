@@ -50,7 +50,7 @@ def joined(run: RunDir, folder: Path) -> RunDir:
 @contextlib.asynccontextmanager
 async def bench_of(run: RunDir) -> AsyncIterator[trainer.Bench]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    bench = trainer.Bench(run, context)
+    bench = trainer.Bench(run, context, trainer.WORKER)
     try:
         yield bench
     finally:

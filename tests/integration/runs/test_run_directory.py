@@ -56,6 +56,7 @@ BOUNDS: Mapping[str, int] = {
     "checkpoints/*": 4 * 3 * MODEL_BYTES,
     "export/*": MODEL_BYTES + MIB,
     "export-best/*": MODEL_BYTES + MIB,
+    "export-critic/*": MODEL_BYTES + MIB,
     "model/*": 0,
     "partial/*": MIB,
     "offloaded/*": 8 * MODEL_BYTES,
