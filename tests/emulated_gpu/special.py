@@ -292,17 +292,6 @@ def int_product(a: Tensor, b: Tensor) -> Tensor:
     return on_device(torch._int_mm(host(a), host(b)), a.device)
 
 
-def product_as(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    in_order(a.device)
-    return on_device(host(a).to(out_dtype) @ host(b).to(out_dtype), a.device)
-
-
-def added_product_as(c, a, b, out_dtype, *, beta=1, alpha=1):  # type: ignore[no-untyped-def]
-    in_order(a.device)
-    product = host(a).to(out_dtype) @ host(b).to(out_dtype)
-    return on_device(beta * host(c).to(out_dtype) + alpha * product, a.device)
-
-
 def rms_norm_backward(grad, x, shape, rstd, weight, wanted):  # type: ignore[no-untyped-def]
     in_order(x.device)
     dims = tuple(range(-len(shape), 0))
@@ -326,9 +315,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_cudnn_attention": cudnn,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     "_int_mm": int_product,
-    "mm.dtype": product_as,
-    "bmm.dtype": product_as,
-    "addmm.dtype": added_product_as,
-    "baddbmm.dtype": added_product_as,
     "_fused_rms_norm_backward": rms_norm_backward,
 }

@@ -1,4 +1,5 @@
-"""Runs everything that is marked `gpu`, and all that `make smoke-gpu` and `make bench-gpu` run, at tiny sizes."""
+"""Runs everything that is marked `gpu`, all that `make smoke-gpu` and `make bench-gpu` run, at tiny sizes, and the
+comparison with the names of vLLM, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,15 +22,23 @@ WITHOUT_TESTS = [name for name in LIMITS_S if name != "gpu_tests"]
 LEFT_OUT = {"rollout_vllm": "not installed: vllm"}
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_tests_marked_gpu(seed: int) -> None:
-    options = ["-q", "-rfs", "--tb=short", "-W", "ignore", "--timeout=600"]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", *options, *TESTS]
+def passed(*arguments: str, seed: int = 0) -> str:
+    """Run pytest and return what it prints."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfs", "--tb=short", "-W", "ignore", "--timeout=600", *arguments]
     variables = os.environ | {"EMULATED_GPU_SEED": str(seed)}
     done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
-    skipped = re.findall(r"^SKIPPED.*", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_tests_marked_gpu(seed: int) -> None:
+    skipped = re.findall(r"^SKIPPED.*", passed("-m", "gpu", *TESTS, seed=seed), re.MULTILINE)
     assert all("vllm" in line for line in skipped), skipped
+
+
+def test_names_of_vllm() -> None:
+    passed("tests/emulated_gpu/vllm_names.py")
 
 
 def lines_of(module: str, names: list[str]) -> list[dict[str, object]]:

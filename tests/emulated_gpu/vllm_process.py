@@ -10,10 +10,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.metadata
+import itertools
 import json
+import os
+import signal
 import sys
 import sysconfig
 import types
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +25,7 @@ import numpy as np
 import structlog
 import torch
 import zmq
+from torch import Tensor
 
 from proto.ids import new_incarnation
 from proto.messages import Canary, WeightsRef
@@ -28,7 +33,9 @@ from services.rollout.engine import WeightsMismatch
 from services.rollout.engines.proof.weights import expected_weights
 from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.engines.vllm_setup import TRANSFER_EXTENSION, prepare_process
+from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.transfer import EngineTransfers, TransferFailed
+from shared.dataplane.client import DataClient
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
@@ -47,6 +54,9 @@ KERNELS = ("silu_and_mul", "rms_norm", "rotary_embedding")
 """Kernels that the layers of a model look up when they are made. None is called."""
 ABILITIES = ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8", "cutlass_group_gemm_supported")
 """Questions that vLLM asks when it is imported. The answers are no."""
+for needed, target in ((SOURCES / "vllm", "fetch-vllm-cuda"), (DEPENDENCIES / "pybase64", "setup-vllm-cpu")):
+    if not needed.is_dir():
+        raise FileNotFoundError(f"{needed} is missing: run `make {target}`, or `make test-emulated-gpu`, which does")
 
 
 def say(**values: Any) -> None:
@@ -92,6 +102,7 @@ def made_worker(model: Path, route: WeightsRoute, port: int) -> Any:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
     from vllm.v1.worker.gpu_worker import Worker
 
     config = EngineArgs(
@@ -110,7 +121,11 @@ def made_worker(model: Path, route: WeightsRoute, port: int) -> Any:
         init_distributed_environment(1, 0, address, 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         loaded = get_model(vllm_config=config)
-        worker.model_runner = types.SimpleNamespace(get_model=lambda: loaded, reset_lora_state=lambda: None)
+        worker.model_runner = types.SimpleNamespace(
+            get_model=lambda: loaded,
+            reset_lora_state=lambda: None,
+            reload_weights=lambda weights_iterator: reload_weights(config, loaded, weights_iterator, None, True),
+        )
         worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
             config.weight_transfer_config, config, worker.device, loaded
         )
@@ -139,12 +154,25 @@ class OneWorker:
 # ---- commands
 
 
-async def received(engine: VllmEngine, transfers: EngineTransfers, ref: WeightsRef) -> dict[str, Any]:
-    """Receive a version and prove it."""
+def die_midway(model: Any, after: int) -> None:
+    """Kill this process once `after` weights of the next version have arrived."""
+    load, arrived = model.load_weights, itertools.count(1)
+
+    def passing(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for pair in weights:
+            if next(arrived) > after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield pair
+
+    type(model).load_weights = lambda self, weights: load(passing(weights))
+
+
+async def received(engine: VllmEngine, source: WeightsSource, ref: WeightsRef) -> dict[str, Any]:
+    """Receive a version, or read its shards if it does not arrive, and prove it."""
     try:
-        await transfers.bring(ref, engine, drill=False)
-    except TransferFailed as error:
-        return {"failed": str(error)}
+        loaded = await (await source.fetch(ref)).load(engine)
+    except TransferFailed:
+        loaded = await (await source.from_store(ref)).load(engine)
     except RpcError as error:
         return {"lost": str(error)}
     digests = WeightSet(engine._expected.parameters, digests=ref.canary.digests).digest_of
@@ -152,7 +180,7 @@ async def received(engine: VllmEngine, transfers: EngineTransfers, ref: WeightsR
         await engine.verify({}, digests)
     except WeightsMismatch as error:
         return {"wrong": str(error)}
-    return {"proved": len(digests)}
+    return {"proved": len(digests), "route": loaded.route}
 
 
 async def main(run: RunDir, model: Path, route: WeightsRoute, port: int) -> None:
@@ -161,16 +189,33 @@ async def main(run: RunDir, model: Path, route: WeightsRoute, port: int) -> None
     engine = VllmEngine(model=model, dtype=DTYPE, threads=1, deterministic=False, engine_args={}, route=route)
     engine._llm = OneWorker(worker)
     engine._expected = expected_weights(model, DTYPE)
-    incarnation, service = new_incarnation(), "policy-trainer-worker"
+    incarnation, why = new_incarnation(), list[str]()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peer = Client(context, run.endpoint(service, 0), service_name(service, 0), incarnation)
-    transfers = EngineTransfers(run, peer, instance=0, incarnation=incarnation, deadline_s=DEADLINE_S)
+    trainer, store = (
+        Client(context, run.endpoint(service, 0), service_name(service, 0), incarnation)
+        for service in ("policy-trainer-worker", "batch-store")
+    )
+    transfers = EngineTransfers(run, trainer, instance=0, incarnation=incarnation, deadline_s=DEADLINE_S)
+    source = WeightsSource(
+        DataClient(lambda service, instance: store),
+        transfers=transfers,
+        route=route,
+        emit=lambda topic, values: why.append(str(values.get("why", ""))),
+        engine=engine,
+    )
     say(parameters=[name for name, _ in worker.model_runner.get_model().named_parameters()])
     while line := await asyncio.to_thread(sys.stdin.readline):
         command = json.loads(line)
-        ref = reference(command["step"], command["digests"])
-        answer = await received(engine, transfers, ref)
-        say(**answer, communicator=transfers.communicator)
+        ref = reference(command["step"], command["digests"], command["nbytes"])
+        if "dies_after" in command:
+            die_midway(worker.model_runner.get_model(), command["dies_after"])
+        if "only_asks" in command:
+            await transfers.ask(ref, engine)
+            say(asked=True)
+            continue
+        why.clear()
+        answer = await received(engine, source, ref)
+        say(**answer, communicator=transfers.communicator, why="".join(why))
     del operations
 
 

@@ -9,6 +9,7 @@ vLLM's own `nccl` and `ipc`.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,27 +159,47 @@ class TransferredWeights(PolicyWeights):
         """Run `work`. After `within_s` seconds (0: `work` has its own deadline), abort its communicator, which ends
         `work`.
 
-        If that is impossible because NCCL has not created the communicator yet, the process exits and is restarted.
+        vLLM's calls on an aborted communicator do nothing, without an error, so `work` may return as if it had
+        succeeded; this is reported as a failure. If an abort is impossible because NCCL has not created the
+        communicator yet, the process exits and is restarted.
         """
         if not within_s:
             return _failure(work)
-        timers = [
-            threading.Timer(within_s, self.shutdown_weight_transfer_engine_now),
-            threading.Timer(within_s + ABORT_S, os._exit, (PEER_LOST_STATUS,)),
-        ]
-        for timer in timers:
+        late = threading.Event()
+
+        def abort() -> None:
+            late.set()
+            self.shutdown_weight_transfer_engine_now()
+
+        aborting = threading.Timer(within_s, abort)
+        exiting = threading.Timer(within_s + ABORT_S, _exit, (within_s,))
+        for timer in (aborting, exiting):
             timer.daemon = True
             timer.start()
         try:
-            return _failure(work)
+            failure = _failure(work)
+            aborting.cancel()
+            aborting.join()  # an abort that has begun ends this transfer, not the next one
         finally:
-            for timer in timers:
-                timer.cancel()
+            aborting.cancel()
+            exiting.cancel()
+        return f"aborted after {within_s:g} s" if late.is_set() else failure
 
     def shutdown_weight_transfer_engine_now(self) -> None:
         """Shut the transfer engine down, even in the middle of an update, when vLLM's own method refuses to do so."""
         if self.weight_transfer_engine is not None:
             self.weight_transfer_engine.shutdown()
+
+
+def _exit(within_s: float) -> None:
+    """End the process, because a call of NCCL does not return."""
+    print(
+        f"weight transfer: no trainer joined within {within_s:g} s, or the communicator could not be aborted within "
+        f"another {ABORT_S:g} s; the process exits and is restarted",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(PEER_LOST_STATUS)
 
 
 def _failure(work: Callable[[], None]) -> str:

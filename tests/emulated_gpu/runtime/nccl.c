@@ -2,7 +2,8 @@
  * PyNcclCommunicator call. Ranks meet in a file of /dev/shm that is named after the unique id.
  *
  * Collectives are work of their streams, and must come in the same order on all ranks: NCCL would hang or mix up their
- * data; here, the communicator fails. A peer that never joins or sends is waited for until the communicator is aborted. */
+ * data; here, the communicator fails. A peer that never joins, never sends or aborts is waited for until the own
+ * communicator is aborted, and no error is reported, as by NCCL between GPUs of one host. */
 #include "runtime.h"
 #include <fcntl.h>
 #include <stdint.h>
@@ -35,7 +36,7 @@ struct meeting { /* at the beginning of the file; the data of rank r begins at d
 };
 struct communicator { /* never freed, because work of streams names it */
     struct meeting *meeting;
-    int fd, rank, ranks, error;
+    int fd, rank, ranks, error, aborted;
     long issued;
 };
 struct collective {
@@ -83,7 +84,7 @@ static double do_collective(void *state) {
     struct collective *w = state;
     struct communicator *c = w->communicator;
     struct member *own = &c->meeting->members[c->rank];
-    if (c->error || __atomic_load_n(&c->meeting->aborted, __ATOMIC_ACQUIRE)) return 0;
+    if (c->error || __atomic_load_n(&c->aborted, __ATOMIC_ACQUIRE)) return 0;
     if (own->given < w->number) {
         int gives = w->call.function == ALL_REDUCE || c->rank == w->call.operand;
         if (gives && pwrite(c->fd, w->from, w->size, data_at(c->rank)) != (ssize_t)w->size) abort();
@@ -165,11 +166,12 @@ int ncclCommInitRank(struct communicator **out, int ranks, unique_id id, int ran
 }
 
 int ncclCommGetAsyncError(struct communicator *c, int *state) {
-    *state = c->error ? c->error : c->meeting->aborted ? REMOTE_ERROR : has_joined(c) ? SUCCESS : IN_PROGRESS;
+    *state = c->error ? c->error : has_joined(c) ? SUCCESS : IN_PROGRESS;
     return SUCCESS;
 }
 
 int ncclCommAbort(struct communicator *c) {
+    __atomic_store_n(&c->aborted, 1, __ATOMIC_RELEASE);
     __atomic_store_n(&c->meeting->aborted, 1, __ATOMIC_RELEASE);
     return SUCCESS;
 }

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from proto.messages import AskTransfer, TransferOffer
-from services.policy_trainer.worker.weights import channels, nccl
+from services.policy_trainer.worker.weights import channels, nccl, sender
 from services.policy_trainer.worker.weights.channels import OutgoingWeights
 from services.policy_trainer.worker.weights.nccl import NcclGroup
+from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.weights.gloo import TransferLost
 from tests.unit.policy_trainer.test_weights_sender import FIRST, Trainer
@@ -73,6 +74,7 @@ class Noted:
     """A channel that records the thread of each use, and sends until `give_up` is called."""
 
     part_bytes = None
+    joined = False
 
     def __init__(self) -> None:
         self.used: list[tuple[str, int]] = []
@@ -123,3 +125,27 @@ def test_the_thread_that_sends_closes_the_channel_and_the_event_loop_does_not_wa
     assert [what for what, _ in channel.used] == ["announce", "send", "close"]
     [own] = {thread for _, thread in channel.used}
     assert own != threading.get_ident()
+
+
+def test_an_engine_that_does_not_join_takes_the_shards_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise, each of its lives would hang in a join until it exits."""
+    monkeypatch.setattr(channels, "open_channel", lambda *_, **__: Noted())
+
+    async def scenario() -> None:
+        trainer = Trainer(tmp_path)
+        trainer.may_end.set()
+        trainer.sender.published(FIRST, {})
+        await trainer.asked(0, within_s=5)
+        await asyncio.sleep(0.3)
+        with pytest.raises(
+            RpcError, match=r"gloo: engine 0 did not join within 0\.2 s; it takes the shards for another"
+        ):
+            await trainer.asked(0, within_s=5)
+        await trainer.asked(1, within_s=5)
+        trainer.sender._shards_until[0] -= sender.SHARDS_S
+        await trainer.asked(0, within_s=5)
+        trainer.sender.close()
+
+    asyncio.run(scenario())

@@ -138,6 +138,10 @@ class Channel(Protocol):
     def part_bytes(self) -> int | None:
         """Maximum number of bytes that one transfer carries, unless it carries a single tensor; None: no limit."""
 
+    @property
+    def joined(self) -> bool:
+        """Whether the engine has joined. Always true if an engine that waits for this rank stops at its deadline."""
+
     def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
         """Return `offer` with the data that the engine needs to join the communicator or to find `weights`, the tensors
         that the transfer carries."""
@@ -174,6 +178,7 @@ def open_channel(route: WeightsRoute, meeting: Meeting, ranks: int, *, device: s
 
 class GlooChannel:
     part_bytes: int | None = None
+    joined = True
 
     def __init__(self, meeting: Meeting, ranks: int, deadline_s: float) -> None:
         self._meeting = meeting
@@ -217,6 +222,10 @@ class NcclChannel:
         self._given_up = threading.Event()
         self._group: NcclGroup | None = None
 
+    @property
+    def joined(self) -> bool:
+        return self._group is not None and self._group.joined
+
     def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
         if self._group is None:
             self._unique_id = new_unique_id(self._interface)
@@ -253,6 +262,7 @@ class MemoryChannel:
     """
 
     part_bytes: int | None = PART_BYTES
+    joined = True
 
     def __init__(self, device: str) -> None:
         self._device = device

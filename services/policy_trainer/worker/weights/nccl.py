@@ -85,6 +85,8 @@ class NcclGroup:
         self._deadline_s = deadline_s
         self._communicator: ctypes.c_void_p | None = None
         self._stream: Any = None
+        self.joined = False
+        """Whether all ranks have joined."""
 
     def broadcast(self, chunks: Iterable[Sequence[Tensor]]) -> None:
         """Send the tensors of `chunks`, on any device, to all other ranks, after joining if necessary.
@@ -101,7 +103,10 @@ class NcclGroup:
                     if self._communicator is None:
                         self._join(deadline)
                     for chunk in chunks:
-                        sent = [self._send(tensor, deadline) for tensor in chunk]
+                        # First all copies: one from host memory waits for the stream, and thus for a broadcast,
+                        # without a deadline.
+                        sent = [tensor.detach().to(self._device).contiguous() for tensor in chunk]
+                        self._send(sent, deadline)
                         self._wait_for_stream(deadline)
                         del sent  # kept until here because the stream reads them
         except TransferLost:
@@ -125,17 +130,15 @@ class NcclGroup:
         address = ctypes.c_void_p(one.data_ptr())
         self._call(deadline, "ncclAllReduce", address, address, ctypes.c_size_t(1), _DTYPES[one.dtype], _SUM)
         self._wait_for_stream(deadline)
+        self.joined = True
 
-    def _send(self, tensor: Tensor, deadline: float) -> Tensor:
-        if tensor.dtype not in _DTYPES:
-            raise TransferLost(f"NCCL does not support {tensor.dtype}; use weights: shards")
-        there = tensor.detach().to(self._device).contiguous()
-        if there.numel():
-            address = ctypes.c_void_p(there.data_ptr())
-            self._call(
-                deadline, "ncclBroadcast", address, address, ctypes.c_size_t(there.numel()), _DTYPES[there.dtype], 0
-            )
-        return there
+    def _send(self, tensors: Sequence[Tensor], deadline: float) -> None:
+        for tensor in tensors:
+            if tensor.dtype not in _DTYPES:
+                raise TransferLost(f"NCCL does not support {tensor.dtype}; use weights: shards")
+            if tensor.numel():
+                address, count = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
+                self._call(deadline, "ncclBroadcast", address, address, count, _DTYPES[tensor.dtype], 0)
 
     def _call(self, deadline: float, function: str, *arguments: object) -> None:
         if self._stream is None:

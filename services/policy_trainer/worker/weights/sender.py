@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 KEPT = 8
 """Number of published versions to remember. The store has deleted older ones or will delete them."""
+SHARDS_S = 600.0
+"""Seconds during which an engine that did not join a communicator takes the shards. NCCL does not let go of its process
+in a join, so it exits and is restarted, which must not happen for every version."""
 Emit = Callable[[str, dict[str, float | str]], None]
 
 
@@ -91,6 +94,8 @@ class WeightsSender:
         self._listen = listen
         self._transfers = TransferState(new_incarnation, deadline_s)
         self._lines: dict[int, _ChannelThread] = {}
+        self._shards_until: dict[int, float] = {}
+        """Times on the loop's clock from which engines that did not join are sent weights again."""
         self._published: OrderedDict[tuple[int, int], WeightsRef] = OrderedDict()
         self._live: LiveWeights | None = None
         self._drill: asyncio.Task[dict[str, Tensor]] | None = None
@@ -124,6 +129,11 @@ class WeightsSender:
         if not here and (self._route == "ipc" or not self._listen()):
             text = f"route {self._route} works only within one host; fetch the shards instead"
             raise RpcError(ErrorCode.MISSING, text)
+        left_s = self._shards_until.get(request.instance, 0.0) - asyncio.get_running_loop().time()
+        if left_s > 0:
+            text = f"engine {request.instance} did not join within {self._deadline_s:g} s"
+            text += f"; it takes the shards for another {left_s:.0f} s"
+            raise RpcError(ErrorCode.MISSING, f"route {self._route}: {text}")
         whole = self._unfinished(request) or await self._outgoing(request)
         try:
             aborts, grant = self._transfers.ask(request, asyncio.get_running_loop().time())
@@ -235,7 +245,14 @@ class WeightsSender:
         self._timer = None if deadline is None else loop.call_at(deadline, self._give_up_late)
 
     def _give_up_late(self) -> None:
-        self._carry_out(self._transfers.expired(asyncio.get_running_loop().time()))
+        self._lost(self._transfers.expired(asyncio.get_running_loop().time()))
+
+    def _lost(self, aborts: Sequence[AbortTransfer]) -> None:
+        """Abort transfers that did not succeed here, whose engines may still wait in a join."""
+        for abort in aborts:
+            if not self._lines[abort.communicator].channel.joined:
+                self._shards_until[abort.engine] = asyncio.get_running_loop().time() + SHARDS_S
+        self._carry_out(aborts)
 
     def _drop(self, communicator: int) -> None:
         self._lines.pop(communicator).close()
@@ -246,7 +263,7 @@ class WeightsSender:
             return
         error = sending.exception()
         if error is not None:
-            self._carry_out(self._transfers.broke(communicator, _one_line(error)))
+            self._lost(self._transfers.broke(communicator, _one_line(error)))
 
 
 def _part(
