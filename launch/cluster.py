@@ -39,7 +39,6 @@ from launch.supervisor.events import RunEnded, RunOutcome
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.utf8 import ensure_utf8
 from launch.viewers.progress import Screen
-from shared import model_folder
 from shared.actor import logging
 from shared.inputs import Inputs
 from shared.rpc.errors import RpcError
@@ -51,8 +50,6 @@ from shared.topology.load import written
 POLL_S = 1.0
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
-MODEL_FOLDER = "model"
-"""Folder in the run directory with the model of an evaluated checkpoint."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -247,10 +244,10 @@ def _for_evaluation(topology: Topology, file: Path, checkpoint: Path | None) -> 
     if checkpoint is None:
         return topology
     try:
-        evaluation.check_checkpoint(checkpoint, topology.policy.model)
+        evaluation.check_checkpoint(checkpoint, topology.policy.model, topology.policy.lora)
+        return evaluation.with_weights(topology, checkpoint)
     except RpcError as error:
         _refuse([str(error)])
-    return topology if evaluation.is_checkpoint(checkpoint) else evaluation.with_model(topology, checkpoint)
 
 
 def _attach(topology_file: Path | None, run_dir: Path | None) -> int:
@@ -299,9 +296,7 @@ def _launch(
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)  # A finished folder has been renamed by then.
             lock = place.lock(folder, stop_limit_s(topology))
             if checkpoint is not None and not (path / "run.json").exists():  # such a path is refused below
-                policy = topology.policy
-                model_folder.from_checkpoint(checkpoint, Path(policy.model), folder / MODEL_FOLDER, policy.dtype)
-                topology = evaluation.with_model(topology, path.absolute() / MODEL_FOLDER)
+                topology = evaluation.with_checkpoint(topology, checkpoint, folder, path.absolute())
             with interrupts.held():  # Signals take effect before the run exists or once its removal has been arranged.
                 if resume:
                     run = RunDir.reopen(path, topology=topology, shm_root=root)

@@ -76,7 +76,7 @@ def main() -> None:
     torch = {"torch": runtime.pop("torch")}
     write(HERE / "torch.txt", torch, "# Installed first: an exact pin, as an open range fetches far more.\n")
     write(HERE / "lock.txt", runtime)
-    write(HERE / "lock-dev.txt", {name: v for name, v in dev.items() if name not in runtime})
+    write(HERE / "lock-dev.txt", {name: v for name, v in dev.items() if name not in runtime.keys() | torch.keys()})
 
 
 if __name__ == "__main__":

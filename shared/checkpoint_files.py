@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,19 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.j
 _CHUNK_BYTES = 8 << 20
 
 
+@dataclass(frozen=True)
+class AdapterNote:
+    """What the manifest says of an adapter, whose base the checkpoint does not hold. `base` names the base's weights
+    (`shared.weights.weight_set.Base`)."""
+
+    base: str
+    rank: int
+    alpha: float
+
+    def __str__(self) -> str:
+        return f"an adapter of rank {self.rank} and alpha {self.alpha:g} over the weights {self.base}"
+
+
 def verify(path: Path, only: Sequence[str] = ()) -> dict[str, Any]:
     """Check the size and checksum of every file, or of those in `only`, and return the manifest.
 
@@ -28,6 +42,7 @@ def verify(path: Path, only: Sequence[str] = ()) -> dict[str, Any]:
             raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: layout {manifest['layout']} instead of {LAYOUT}")
         expected = {name: (int(row["bytes"]), int(row["xxh3_64"], 16)) for name, row in manifest["files"].items()}
         found = {name: digest(path / name) for name in only or (MODEL, OPTIMIZER, *expected)}
+        note_of(manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RpcError(
             ErrorCode.CONFLICT, f"checkpoint {path}: damaged ({type(error).__name__}: {error}); use an older one"
@@ -38,6 +53,22 @@ def verify(path: Path, only: Sequence[str] = ()) -> dict[str, Any]:
                 ErrorCode.CONFLICT, f"checkpoint {path}: {name} is not what was written (checksum); use an older one"
             )
     return dict(manifest)
+
+
+def note_of(manifest: Mapping[str, Any]) -> AdapterNote | None:
+    """Return what a manifest says of an adapter, or None if the checkpoint holds a whole model."""
+    noted = manifest.get("adapter")
+    return None if noted is None else AdapterNote(str(noted["base"]), int(noted["rank"]), float(noted["alpha"]))
+
+
+def check_note(path: Path, mine: AdapterNote | None, expected: AdapterNote | None) -> None:
+    """Raise RpcError(conflict) if the checkpoint of `mine` cannot continue a run with `expected`."""
+    if mine != expected:
+        has, needs = (str(note or "all weights of a model") for note in (mine, expected))
+        raise RpcError(
+            ErrorCode.CONFLICT,
+            f"checkpoint {path}: holds {has}, but the run trains {needs}; restore policy.lora and policy.model",
+        )
 
 
 def made_at_stop(path: Path) -> bool:

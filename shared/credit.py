@@ -7,11 +7,16 @@ build in their own tests.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from proto.tensors import Array
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_KEYS = ("rollout_logprobs", "sample_index")
+"""Keys of the shards that `kl_sums` reads, besides those that a model needs."""
 
 
 def token_kl(estimator: str, rollout_logprobs: Array, ref_logprobs: Array) -> Array:
@@ -28,6 +33,17 @@ def token_kl(estimator: str, rollout_logprobs: Array, ref_logprobs: Array) -> Ar
     if estimator == "k3":
         return np.asarray(np.expm1(-d) + d)
     raise ValueError(f"KL estimator {estimator!r}: use k1, k2 or k3")
+
+
+def kl_sums(estimator: str, shards: Mapping[str, Array], ref: Array, samples: int) -> Array:
+    """Return float32 [samples]: per sample, the sum over its sampled tokens of `token_kl`, for a KL term in the reward.
+
+    `shards` has the arrays `KL_KEYS`, `loss_mask` and `lengths`, and `ref` (float32 [T]) is the reference's log-probs.
+    Raises ValueError like `token_kl`.
+    """
+    sample = np.repeat(shards["sample_index"], shards["lengths"])
+    masked = np.where(shards["loss_mask"] != 0, token_kl(estimator, shards["rollout_logprobs"], ref), 0.0)
+    return np.bincount(sample, weights=masked, minlength=samples).astype(np.float32)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from safetensors.numpy import load_file
+
 from shared.checkpoint_files import MODEL
+from shared.model import adapter_files
+from shared.topology.lora import Lora
 from shared.topology.model_files import end_tokens
 
-GENERATION_CONFIG = "generation_config.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5", ".onnx")
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK})
@@ -32,15 +36,17 @@ def begin(target: Path) -> Path:
 def finish(source: Path, target: Path) -> None:
     """Add the files of the model `source` that are not weights to the filled folder, and move it to `target`.
 
-    Raises OSError (no space, no permission).
+    A folder without a configuration holds only an adapter, which needs no such files. Raises OSError (no space, no
+    permission).
     """
     partial = _partial(target)
-    for each in sorted(source.iterdir()):
-        written = partial / each.name
-        if each.is_file() and not written.exists() and not each.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(each, written)
-    _write_ends(source, partial / GENERATION_CONFIG)
-    for path in partial.iterdir():
+    if (partial / CONFIG).exists():
+        for each in sorted(source.iterdir()):
+            written = partial / each.name
+            if each.is_file() and not written.exists() and not each.name.endswith(_WEIGHT_SUFFIXES):
+                shutil.copyfile(each, written)
+        _write_ends(source, partial / GENERATION_CONFIG)
+    for path in filter(Path.is_file, partial.rglob("*")):
         path.chmod(0o644)  # safetensors writes 0600, which another user's engine cannot read
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -61,27 +67,43 @@ def _write_ends(source: Path, file: Path) -> None:
 
 
 def from_checkpoint(
-    checkpoint: Path, source: Path, target: Path, dtype: str, notes: Mapping[str, str] = MappingProxyType({})
+    checkpoint: Path,
+    source: Path,
+    target: Path,
+    dtype: str,
+    notes: Mapping[str, str] = MappingProxyType({}),
+    *,
+    lora: Lora | None = None,
 ) -> None:
     """Make `target` from a checkpoint's weights, whose data type is `dtype`, and the other files of the model `source`.
+    If the checkpoint holds an adapter, `lora` must describe it.
 
     `notes` maps the names of additional files to their text. Where the file system allows it, the weights are a hard
     link to the checkpoint's file, so they take up no space and outlive the checkpoint. Raises OSError.
     """
     partial = begin(target)
     partial.mkdir()
+    if lora is None:
+        _link(checkpoint / MODEL, partial / MODEL)
+    else:
+        adapter_files.export(partial, source, lora, dtype, load_file(checkpoint / MODEL))
+    for name, text in notes.items():
+        (partial / name).write_text(text)
+    if lora is None or lora.export_merged:
+        config = json.loads((source / CONFIG).read_bytes())
+        config.pop("torch_dtype", None)  # the older name of the same key
+        (partial / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+    finish(source, target)
+
+
+def _link(file: Path, target: Path) -> None:
+    """Make `target` a hard link to `file`, or a copy if the file system has none."""
     try:
-        os.link(checkpoint / MODEL, partial / MODEL)
+        os.link(file, target)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        shutil.copyfile(checkpoint / MODEL, partial / MODEL)
-    for name, text in notes.items():
-        (partial / name).write_text(text)
-    config = json.loads((source / "config.json").read_bytes())
-    config.pop("torch_dtype", None)  # the older name of the same key
-    (partial / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
-    finish(source, target)
+        shutil.copyfile(file, target)
 
 
 def _partial(target: Path) -> Path:

@@ -89,6 +89,8 @@ class Stage:
     keys: tuple[Key, ...]
     leased: bool = True
     """Whether the service leases tasks for the stage. The trainer does not: it has the tasks of its steps."""
+    by_trainer: Callable[[Topology], bool] = lambda _: False
+    """Whether the trainer runs a stage that is leased in other runs."""
     refreshed: bool = False
     """Whether `algorithm.kl.refresh_every` applies: the stage's model is then a version of the policy."""
     scalars: frozenset[str] = frozenset()
@@ -139,10 +141,13 @@ REFERENCE = Stage(
             in_loss=lambda loss: bool(loss.kl_estimator),
         ),
     ),
+    by_trainer=lambda topology: topology.reference_by_trainer,
     refreshed=True,
     scalars=frozenset(["kl", REFERENCE_SCALAR]),
 )
-"""Scalar `kl` exists only if the KL term is part of the reward. It is summed over the sample's tokens and computed from
+"""With an adapter and no service `reference`, the trainer runs this stage like `proximal`, with the adapter off.
+
+Scalar `kl` exists only if the KL term is part of the reward. It is summed over the sample's tokens and computed from
 `rollout_logprobs`. Scalar `reference_step` exists only if the reference is refreshed. It is the step of the version
 that scored the sample, or 0 for the initial model."""
 PROXIMAL = Stage(
@@ -256,8 +261,9 @@ def declared() -> dict[str, Key]:
 
 
 def with_keys_of(stage: Stage, topology: Topology) -> Stage:
-    """Return `stage` with the keys that the tasks of `topology` have."""
-    return replace(stage, keys=tuple(key for key in stage.keys if key.when(topology)))
+    """Return `stage` as the tasks of `topology` pass it: with the keys that they have, and leased or not."""
+    keys = tuple(key for key in stage.keys if key.when(topology))
+    return replace(stage, keys=keys, leased=stage.leased and not stage.by_trainer(topology))
 
 
 def task_stages(topology: Topology) -> tuple[Stage, ...]:

@@ -39,12 +39,12 @@ def prove(topology: Topology, model: TrainedModel) -> Verdict:
     config = json.loads((model.folder / "config.json").read_bytes())
     longest = _longest(topology)
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
-    file = cache / f"{_key(config, longest, model.settings.device)}.json"
+    file = cache / f"{_key(config, longest, model)}.json"
     try:
         return msgspec.structs.replace(msgspec.json.decode(file.read_bytes(), type=Verdict), cpu_s=None)
     except (OSError, msgspec.DecodeError):
         pass  # It is not known yet.
-    verdict = compute(model.folder, longest)
+    verdict = compute(model.folder, longest, _lora(model))
     if isinstance(verdict, str):
         return Verdict(reasons=[f"no proof: {verdict}"], model=model.folder.name)
     try:
@@ -60,6 +60,8 @@ def prove(topology: Topology, model: TrainedModel) -> Verdict:
 def problems(proof: Verdict, model: TrainedModel) -> list[str]:
     """Return the reasons why a run cannot train the model, or not with the passes that the topology names."""
     name, wanted = model.name, model.passes
+    if proof.adapter is not None and proof.adapter.refused:
+        return [proof.adapter.refused]
     if proof.refused:
         return [
             f"{name}.model: {proof.model} cannot be trained: {proof.refused}; use another model or, if its attention "
@@ -83,18 +85,24 @@ def _longest(topology: Topology) -> int | None:
     return None if prompt is None and topology.workflow is None else max_sample_tokens(topology, prompt or 0)
 
 
-def _key(config: dict[str, Any], longest: int | None, device: str) -> str:
+def _lora(model: TrainedModel) -> dict[str, Any] | None:
+    """Return the settings of the model's adapter on which its layers depend."""
+    return None if model.lora is None else model.lora.model_dump(include={"rank", "target_modules", "exclude_modules"})
+
+
+def _key(config: dict[str, Any], longest: int | None, model: TrainedModel) -> str:
     settings = {name: value for name, value in config.items() if name not in _NAMES}
     code = hashlib.sha256()
     for file in sorted((ROOT / "shared" / "model").glob("*.py")):
         code.update(file.read_bytes())
-    parts = [settings, longest, version("torch"), version("transformers"), code.hexdigest(), device]
+    libraries = version("torch"), version("transformers")
+    parts = [settings, longest, *libraries, code.hexdigest(), model.settings.device, _lora(model)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def compute(folder: Path, longest: int | None) -> Verdict | str:
-    """Return the verdict, or why there is none."""
-    return _printed("shared.model.proof", [str(folder), *([] if longest is None else [str(longest)])], Verdict)
+def compute(folder: Path, longest: int | None, lora: dict[str, Any] | None = None) -> Verdict | str:
+    """Return the verdict, or why there is none. `lora` is the section of the model's adapter."""
+    return _printed("shared.model.proof", [str(folder), json.dumps(longest), json.dumps(lora)], Verdict)
 
 
 def answer_ends(folder: Path) -> AnswerEnds | str:

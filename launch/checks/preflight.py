@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from launch.checks import critic, functions, model_proof, rewards
+from launch.checks import adapter, critic, functions, model_proof, rewards
 from launch.checks.findings import Findings
 from launch.processes.plan import gpus_described, gpus_wanted, own_gpus, visible_gpus
 from services.tracker.exporter import REMEDY, missing
@@ -80,6 +80,8 @@ def prove(topology: Topology, findings: Findings) -> Topology:
         if proved not in proofs:
             findings.notes.append(f"passes         {model_proof.described(proof)}")
             findings.notes.extend(f"               {reason}" for reason in proof.reasons)
+            with contextlib.suppress(OSError, ValueError):  # Another check reports it.
+                findings.notes.extend(adapter.notes(topology, proof, model))
         proofs[proved] = proof
         passes[model.name] = model.passes or proof.passes
     topology = topology.with_passes(passes)
@@ -289,10 +291,11 @@ def _check_model_memory(topology: Topology, findings: Findings) -> None:
     except (OSError, ValueError):
         return  # Another check reports it, or the model is not here yet.
     places = memory_plan.by_place(memory_plan.uses(topology, elements, visible, vocabulary(topology.policy.model)))
-    room = room_of(topology, places)
+    room, adapted = room_of(topology, places), adapter.instead(topology, visible)
     for place, uses in places.items():
         if place in room:
-            findings.error(*memory_plan.too_large(topology, elements, place, uses, room[place]))
+            errors = memory_plan.too_large(topology, elements, place, uses, room[place], adapted.get(place, ()))
+            findings.error(*errors)
 
 
 def room_of(topology: Topology, places: Iterable[MemoryPlace]) -> dict[MemoryPlace, int]:
@@ -474,6 +477,7 @@ CHECKS: tuple[Check, ...] = (
     *MODEL_CHECKS,
     rewards.check_fields,
     rewards.check_calls,
+    adapter.check_rate,
     _check_snapshots,
     _check_gpus,
     _check_compiler,

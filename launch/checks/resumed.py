@@ -102,8 +102,10 @@ def _compared(path: Path, topology: Topology) -> tuple[Topology, Topology, list[
             then[name]["passes"] = now[name]["passes"]  # see PASSES
     fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
     differ = [name for key in fixed for name in _different(key, _value(then, key), _value(now, key))]
-    if old.needs_reference != topology.needs_reference and "algorithm.kl" not in differ:
+    if old.needs_reference != topology.needs_reference and not any(key.startswith("algorithm.kl") for key in differ):
         differ.append("algorithm.kl")
+    elif old.reference_by_trainer != topology.reference_by_trainer and "policy.lora" not in differ:
+        differ.append("services.reference")
     # The value of DERIVED may follow from the others.
     return old, topology, [key for key in differ if key != DERIVED] or differ
 
@@ -114,7 +116,7 @@ def _different(key: str, then: Any, now: Any) -> list[str]:
         return []
     if "*" in key or not isinstance(then, dict) or not isinstance(now, dict):
         return [key]
-    return [f"{key}.{name}" for name in {**then, **now} if then.get(name) != now.get(name)]
+    return [each for name in {**then, **now} for each in _different(f"{key}.{name}", then.get(name), now.get(name))]
 
 
 def _value(data: dict[str, Any], key: str) -> Any:
@@ -158,8 +160,12 @@ def compare(path: Path, topology: Topology, then: Inputs, now: Inputs, findings:
 
 
 def _models(topology: Topology) -> dict[str, Path]:
-    """Return the folder of each model that the run reads, by the key that names it."""
-    return {f"{names[0]}.model": Path(folder) for folder, names in topology.model_folders().items()}
+    """Return the folder of each model or adapter that the run reads, by the key that names it."""
+    folders = {f"{names[0]}.model": Path(folder) for folder, names in topology.model_folders().items()}
+    lora = topology.policy.lora
+    if lora is not None and lora.adapter_path is not None:
+        folders["policy.lora.adapter_path"] = Path(lora.adapter_path)
+    return folders
 
 
 class ModelReader:

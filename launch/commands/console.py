@@ -39,6 +39,8 @@ from shared.runfiles.logs import last_lines, shorten
 from shared.topology import Topology, memory_plan, snapshot_bytes
 from shared.topology.capacity import parameter_counts
 from shared.topology.fields import format_size
+from shared.topology.lora import FOLDER as ADAPTER_FOLDER
+from shared.topology.lora import Lora
 from shared.topology.memory_plan import by_place, memory_lines, uses
 from shared.topology.model_files import vocabulary
 
@@ -92,6 +94,21 @@ def failure_lines(run: RunDir, ended: RunEnded) -> list[str]:
     fault."""
     more = last_lines(run, ended.key, LOG_LINES) if ended.key and not ended.explained else []
     return [f"the run failed: {ended.cause}", *(f"    {line}" for line in more)]
+
+
+def _export_lines(run: RunDir, lora: Lora | None) -> list[str]:
+    """Return lines that name what was exported, and how to load it."""
+    adapter = run.export / ADAPTER_FOLDER
+    if lora is not None and not lora.export_merged:
+        return [
+            f"adapter    {adapter}",
+            f'load it    peft.AutoPeftModelForCausalLM.from_pretrained("{adapter}")',
+        ]
+    return [
+        f"model      {run.export}",
+        f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")',
+        *([] if lora is None else [f"adapter    {adapter}"]),
+    ]
 
 
 class Console:
@@ -192,17 +209,17 @@ class Console:
         if ended.outcome != RunOutcome.DONE and saved < metrics.step:
             lost = f"steps {saved + 1}-{metrics.step}" if metrics.step > saved + 1 else f"step {metrics.step}"
             print(f"{lost} not saved, so --resume goes back to step {saved}", file=sys.stderr)
-        evaluates = topology.run.evaluate
+        evaluates, lora = topology.run.evaluate, topology.policy.lora
         for line in evaluation.table(topology, metrics.last) if evaluates else accuracy_lines(metrics):
             print(line)
         print(f"wall time  {duration(wall_s)}")
         print(f"run        {run.path}")
         print(f"report     {write_in_time(run)}")
         if ended.outcome == RunOutcome.DONE and evaluates:
-            print(f"evaluated  {topology.policy.model}")
+            print(f"evaluated  {(lora and lora.adapter_path) or topology.policy.model}")
         elif ended.outcome == RunOutcome.DONE:
-            print(f"model      {run.export}")
-            print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
+            for line in _export_lines(run, lora):
+                print(line)
             for model in topology.trained[1:]:
                 print(f"{model.name:<10} {model.exported(run.path)}")
             for line in evaluation.best_lines(run):

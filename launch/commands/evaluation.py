@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from proto.messages import ErrorCode
-from shared.checkpoint_files import MODEL, STATE, verify
+from shared import model_folder
+from shared.checkpoint_files import MODEL, STATE, AdapterNote, check_note, note_of, verify
 from shared.names import EVALUATION_PREFIX
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps
 from shared.topology import Topology, model_files
+from shared.topology.lora import CONFIG as ADAPTER_CONFIG
+from shared.topology.lora import FOLDER as ADAPTER_FOLDER
+from shared.topology.lora import Lora
 from shared.topology.models import CRITIC, REFERENCE
 
+MODEL_FOLDER = "model"
+"""Folder in the run directory with the weights of an evaluated checkpoint."""
 _MOST_NAME_CHARS = 64
 _SHOWN_NAMES = 3
 
@@ -38,8 +44,47 @@ def without_training(topology: Topology) -> Topology:
 
 
 def with_model(topology: Topology, folder: Path) -> Topology:
-    """Return `topology` with the model in `folder` as its policy."""
-    return topology.model_copy(update={"policy": topology.policy.model_copy(update={"model": str(folder)})})
+    """Return `topology` with the model in `folder` as its policy, without an adapter."""
+    return topology.model_copy(
+        update={"policy": topology.policy.model_copy(update={"model": str(folder), "lora": None})}
+    )
+
+
+def with_adapter(topology: Topology, folder: Path) -> Topology:
+    """Return `topology` with the adapter in `folder`, which is in peft's format, over its policy's weights."""
+    lora = topology.policy.lora
+    if lora is None:
+        text = f"--checkpoint {folder}: is an adapter, but the topology has no policy.lora"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; add it with the adapter's rank and alpha")
+    lora = lora.model_copy(update={"adapter_path": str(folder)})
+    return topology.model_copy(update={"policy": topology.policy.model_copy(update={"lora": lora})})
+
+
+def with_weights(topology: Topology, folder: Path) -> Topology:
+    """Return `topology` with the exported model or adapter in `folder`. A checkpoint changes nothing yet
+    (`with_checkpoint`)."""
+    if is_checkpoint(folder):
+        return topology
+    adapter = _adapter_in(folder)
+    return with_model(topology, folder) if adapter is None else with_adapter(topology, adapter)
+
+
+def _adapter_in(folder: Path) -> Path | None:
+    """Return the folder of the adapter in `folder`, an adapter or an export, unless that also holds a whole model."""
+    places = () if (folder / "config.json").is_file() else (folder, folder / ADAPTER_FOLDER)
+    return next((place for place in places if (place / ADAPTER_CONFIG).is_file()), None)
+
+
+def with_checkpoint(topology: Topology, checkpoint: Path, folder: Path, run: Path) -> Topology:
+    """Return `topology` with the weights of `checkpoint`, which are written into `folder`, the later directory `run`.
+    An adapter is not merged, because that would round it. Raises OSError."""
+    policy = topology.policy
+    lora = None if policy.lora is None else policy.lora.model_copy(update={"export_merged": False})
+    target = folder / MODEL_FOLDER
+    model_folder.from_checkpoint(checkpoint, Path(policy.model), target, policy.dtype, lora=lora)
+    if lora is None:
+        return with_model(topology, run / MODEL_FOLDER)
+    return with_adapter(topology, run / MODEL_FOLDER / ADAPTER_FOLDER)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -47,18 +92,27 @@ def is_checkpoint(path: Path) -> bool:
     return (path / STATE).is_file()
 
 
-def check_checkpoint(path: Path, model: str) -> None:
+def check_checkpoint(path: Path, model: str, lora: Lora | None = None) -> None:
     """Raise a one-line RpcError(bad_request or conflict) unless `path` is an intact checkpoint or exported model with
-    the same shapes as the policy in the folder `model`."""
+    the same shapes as the policy in the folder `model`. A checkpoint must hold an adapter like `lora`, if that is
+    given; the shapes of adapters are checked when they are loaded."""
     if not path.is_dir():
         there = [f"step-{step}" for step in checkpoint_steps(path.parent)]
         remedy = f"; available: {', '.join(there)}" if there else "; name RUN/checkpoints/step-N or RUN/export"
         raise RpcError(ErrorCode.BAD_REQUEST, f"--checkpoint {path}: no such folder{remedy}")
     if is_checkpoint(path):
-        verify(path, only=[MODEL])
+        note = note_of(verify(path, only=[MODEL]))
+        check_note(path, note, None if lora is None else AdapterNote(note.base if note else "", lora.rank, lora.alpha))
+        if note is not None:
+            return
+    elif _adapter_in(path) is not None:
+        return
     elif not (path / "config.json").is_file():
-        text = f"--checkpoint {path}: holds neither {STATE} (a checkpoint) nor config.json (an exported model)"
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; name RUN/checkpoints/step-N or RUN/export")
+        text = (
+            f"--checkpoint {path}: holds neither {STATE} (a checkpoint) nor config.json (an exported model) nor "
+            f"{ADAPTER_CONFIG} (an adapter)"
+        )
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; name RUN/checkpoints/step-N, RUN/export or RUN/export/adapter")
     try:
         own = model_files.file_shapes(path / MODEL) if is_checkpoint(path) else model_files.named_shapes(str(path))
         wrong = _differences(own, model_files.named_shapes(model))

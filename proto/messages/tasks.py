@@ -76,6 +76,8 @@ class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
     """Noise factor of each weight, in the order of the sorted names; empty: 1 for all."""
     kind: str = "full"  # a `WeightsKind`; an engine refuses a kind that it cannot load
     base: str = ""  # name of the weights over which an adapter lies; empty for kind `full`
+    base_digests: list[int] = []
+    """Digests of those weights, in the order of the sorted names; empty for kind `full`."""
 
 
 @message(30)

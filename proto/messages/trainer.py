@@ -94,8 +94,8 @@ class ForwardDone(Message, frozen=True, kw_only=True):
     """The results are in the stores, under the fences of the tasks."""
 
     meta: BatchMeta
-    """The tasks, with one new entry in `parts`. If `Forward.ends` is true, `scalars` holds `value_after`, float32
-    [samples]."""
+    """The tasks, with one new entry in `parts`. `scalars` holds `value_after` if `Forward.ends` is true, and `kl` if
+    `Forward.kl_estimator` is not empty, both float32 [samples]."""
     seconds: float
 
 
@@ -108,10 +108,14 @@ class Forward(WorkerRequest, frozen=True, kw_only=True):
 
     batch: BatchMeta  # the tasks
     keys: list[str]
-    """Names of the results: only `prox_logprobs`, log-probs per token, of a policy, and only `values` of a critic."""
+    """Names of the results. Of a policy `prox_logprobs`, log-probs per token, and if it has an adapter also
+    `ref_logprobs`, the same with the adapter off; of a critic `values`."""
     temperature: float  # logits are divided by it, as in `LossSpec`
     ends: bool = False
     """Also return the value after the last token of each sample, of which each must be one sequence. For critics."""
+    kl_estimator: str = ""
+    """Also return the KL to the reference of each sample with this estimator (k1, k2 or k3); empty: do not. It needs
+    `ref_logprobs` among `keys`."""
 
 
 @message(104)

@@ -82,8 +82,10 @@ class BestCheckpoint:
 
         def work() -> None:
             checkpoint_files.verify(path, only=[checkpoint_files.MODEL])
-            source, notes = Path(self._policy.model), {self._run.best_note.name: note + "\n"}
-            model_folder.from_checkpoint(path, source, self._run.export_best, self._policy.dtype, notes)
+            policy, notes = self._policy, {self._run.best_note.name: note + "\n"}
+            model_folder.from_checkpoint(
+                path, Path(policy.model), self._run.export_best, policy.dtype, notes, lora=policy.lora
+            )
 
         try:
             await asyncio.to_thread(work)

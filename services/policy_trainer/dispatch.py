@@ -121,17 +121,23 @@ class WorkerDispatch:
         return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
     def forward(
-        self, batch: Batch, keys: Sequence[str], temperature: float = 1.0, *, ends: bool = False
+        self, batch: Batch, keys: Sequence[str], temperature: float = 1.0, *, ends: bool = False, kl_estimator: str = ""
     ) -> Awaitable[messages.ForwardDone]:
-        """Compute a number per token with the current weights and put the numbers into the stores as shards, which the
-        answer describes as a batch.
+        """Compute a number per token and key with the current weights and put the numbers into the stores as shards,
+        which the answer describes as a batch.
 
-        `keys` names them: ["prox_logprobs"] of a policy, from logits / `temperature`, or ["values"] of a critic, with
-        `ends` also the scalar `value_after`. The shards are stored under that key with a revision unique to this call;
-        shards from a later call take their place.
+        `keys` are those of `messages.Forward`; log-probs are computed from logits / `temperature`. With `ends`, the
+        answer has the scalar `value_after`, and with `kl_estimator`, `kl`. The shards are stored under their key with a
+        revision unique to this call; shards from a later call take their place.
         """
         request = messages.Forward(
-            driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, keys=list(keys), temperature=temperature, ends=ends
+            driver=_NOT_YET,
+            order=_NOT_YET,
+            batch=batch.meta,
+            keys=list(keys),
+            temperature=temperature,
+            ends=ends,
+            kl_estimator=kl_estimator,
         )
         return self._submit(request, messages.ForwardDone)
 

@@ -42,7 +42,7 @@ from services.policy_trainer.update import (
 )
 from shared.batch import Batch
 from shared.rpc.errors import BadInput, RpcError
-from shared.stages import PROXIMAL, VALUES
+from shared.stages import PROXIMAL, REFERENCE, VALUES
 from shared.topology.models import CRITIC, POLICY, Head, TrainedModel
 from shared.topology.schema import Topology
 
@@ -173,21 +173,28 @@ class Driver:
         if algorithm.advantage.per_token:
             tasks = await self.credit(batch, tasks, metrics)
         else:
-            tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch), LOSS_TOKENS: loss_tokens})
+            tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch, tasks), LOSS_TOKENS: loss_tokens})
         return {name: self.mini_batches(self.models[name], tasks) for name in trained}
 
     async def forward(self, tasks: Batch, trained: Sequence[str], metrics: StepMetrics) -> Batch:
         """Return `tasks` with what the models say about them before their first update. Their passes overlap."""
         passes: dict[str, Awaitable[ForwardDone]] = {}
-        given = tasks.with_scalars({})
+        topology, given = self.topology, tasks.with_scalars({})
+        reward_kl = topology.algorithm.reward_kl
         if CRITIC in self.models:
-            ends = self.topology.algorithm.advantage.truncated == "bootstrap"
+            ends = topology.algorithm.advantage.truncated == "bootstrap"
             passes[CRITIC] = self.workers[CRITIC].forward(given, VALUES.makes, ends=ends)
-        if self.topology.needs_proximal and POLICY in trained:
-            passes[POLICY] = self.workers[POLICY].forward(given, PROXIMAL.makes, self.losses[POLICY].temperature)
+        keys = PROXIMAL.makes if topology.needs_proximal and POLICY in trained else ()
+        estimator = ""
+        if topology.reference_by_trainer and (POLICY in trained or reward_kl is not None):
+            keys += REFERENCE.makes
+            estimator = "" if reward_kl is None else reward_kl.estimator
+        if keys:
+            temperature = self.losses[POLICY].temperature
+            passes[POLICY] = self.workers[POLICY].forward(given, keys, temperature, kl_estimator=estimator)
         for name, done in zip(passes, await together(list(passes.values())), strict=True):
             tasks = tasks.union(Batch(done.meta))
-            metrics.models[name].forward_s += done.seconds
+            metrics.add_forward(name, done)
         return tasks
 
     def mini_batches(self, model: TrainedModel, tasks: Batch) -> list[Batch]:
@@ -208,7 +215,7 @@ class Driver:
 
         Raises RpcError like `advantages`.
         """
-        given = batch.tasks.scalars
+        given = tasks.scalars
         rewards = shaped(self.topology, given)
         check_finite(batch, "rewards", rewards)
         scalars = {
@@ -232,16 +239,16 @@ class Driver:
             }
         )
 
-    def advantages(self, batch: StepTasks) -> Array:
-        """Return the advantages of the whole step, float32 [samples].
+    def advantages(self, batch: StepTasks, tasks: Batch) -> Array:
+        """Return the advantages of the whole step, float32 [samples]. `tasks` are its tasks with all their scalars.
 
         Raises RpcError: bad_data if an advantage or a shaped reward is not finite, bad_request if they cannot be
         computed.
         """
         try:
-            rewards = shaped(self.topology, batch.tasks.scalars)
+            rewards = shaped(self.topology, tasks.scalars)
             check_finite(batch, "rewards", rewards)
-            advantages = self.estimator(rewards, batch.tasks.groups, batch.tasks.scalars[LOSS_TOKENS])
+            advantages = self.estimator(rewards, tasks.groups, batch.tasks.scalars[LOSS_TOKENS])
         except ValueError as error:
             raise BadInput(f"step {batch.answer.step} refused, weights untouched: {error}") from error
         check_finite(batch, "advantages", advantages)

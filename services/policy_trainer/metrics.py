@@ -11,7 +11,7 @@ from typing import SupportsFloat
 
 import numpy as np
 
-from proto.messages import CreditDone, DropReason, ForwardBackwardDone, OptimStepDone, StepBatch
+from proto.messages import CreditDone, DropReason, ForwardBackwardDone, ForwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
 from services.policy_trainer.advantages import KL_SCALAR
 from services.policy_trainer.update import ERROR, RETURN, moments
@@ -100,7 +100,7 @@ class StepMetrics:
     models: dict[str, ModelMetrics] = field(default_factory=lambda: {POLICY: ModelMetrics()})
     """The measurements of each trained model, by its name."""
     credit: dict[str, float] = field(default_factory=dict)
-    """Metrics of advantages per token, if the run has them."""
+    """Metrics of advantages per token and of a KL in the reward, if the trainer computes them."""
 
     @property
     def policy(self) -> ModelMetrics:
@@ -111,11 +111,16 @@ class StepMetrics:
         """Number of updates of all models."""
         return sum(len(model.updates) for model in self.models.values())
 
+    def add_forward(self, model: str, done: ForwardDone) -> None:
+        """Add the results of a model's `forward`."""
+        self.models[model].forward_s += done.seconds
+        self.credit |= _kl_row(done.meta.scalars)
+
     def add_credit(self, done: CreditDone) -> None:
         """Add the statistics of the step's advantages per token, from before they are whitened, and of the values of a
         critic."""
         _, mean, variance = moments(done.statistics)
-        self.credit = {
+        self.credit |= {
             "advantage/mean": mean,
             "advantage/std": math.sqrt(variance),
             "time/credit": done.seconds,
@@ -238,11 +243,14 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
         row["sync/bytes"] = float(scalars[SYNC_BYTES].max())
         row["time/sync"] = _mean(scalars[SYNC_SECONDS])
         row["sync/sent"] = _mean(scalars[SYNC_SENT])
-    if KL_SCALAR in scalars:
-        row["reward/kl"] = _mean(scalars[KL_SCALAR])
+    row |= _kl_row(scalars)
     if REFERENCE_SCALAR in scalars:
         row["reference/version"] = _mean(scalars[REFERENCE_SCALAR])
     return row
+
+
+def _kl_row(scalars: Mapping[str, Array]) -> dict[str, float]:
+    return {"reward/kl": _mean(scalars[KL_SCALAR])} if KL_SCALAR in scalars else {}
 
 
 def staleness_counts(batch: StepBatch) -> dict[int, int]:

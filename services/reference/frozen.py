@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from proto.tensors import Array
-from shared.model.load import allow, load_model, named_weights
+from shared.model.adapter import AdapterStart, adapt, trained_weights
+from shared.model.load import allow, load_model
 from shared.model.logprobs import score
 from shared.ranks.process_group import own_device
 from shared.tensors_torch import to_numpy, to_torch
@@ -25,11 +26,11 @@ class Frozen(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        """Full shape of every weight by Hugging Face name. Call `load` first."""
+        """Full shape of every tensor of a version by name. Call `load` first."""
         ...
 
     def take(self, weights: Mapping[str, Array]) -> None:
-        """Copy in `weights`, which holds the full tensor of every weight by Hugging Face name."""
+        """Copy in `weights`, which holds every tensor of a version in full, by name."""
 
     def logprobs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
@@ -49,10 +50,17 @@ class FrozenTorch:
     """Implements `Frozen` for any Hugging Face causal language model on one rank."""
 
     def __init__(
-        self, model: Path, dtype: str, max_tokens: int, device: str = "cpu", passes: Passes | None = None
+        self,
+        model: Path,
+        dtype: str,
+        max_tokens: int,
+        device: str = "cpu",
+        passes: Passes | None = None,
+        adapter: AdapterStart | None = None,
     ) -> None:
         """`max_tokens` limits one forward pass. `device` is `cpu`, or `cuda` for the process's first GPU. `passes` are
-        the model's; None: those that assume nothing about it."""
+        the model's; None: those that assume nothing about it. With an `adapter`, versions are adapters."""
+        self._adapter = adapter
         self._passes = passes
         self._device = device
         self._path = model
@@ -63,17 +71,20 @@ class FrozenTorch:
     def load(self) -> None:
         self._model.clear()  # so that two copies never exist at the same time
         device = own_device(self._device, 0)
-        model = load_model(self._path, self._dtype).eval().requires_grad_(False).to(device)
+        model = load_model(self._path, self._dtype)
+        if self._adapter is not None:
+            adapt(model, self._adapter, scaled=True)
+        model.eval().requires_grad_(False).to(device)
         allow(model, self._passes)
         self._model.append(model)
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        return {name: tensor.shape for name, tensor in named_weights(self._model[0]).items()}
+        return {name: tensor.shape for name, tensor in trained_weights(self._model[0]).items()}
 
     @torch.inference_mode()
     def take(self, weights: Mapping[str, Array]) -> None:
-        for name, tensor in named_weights(self._model[0]).items():
+        for name, tensor in trained_weights(self._model[0]).items():
             tensor.copy_(to_torch(weights[name]))
 
     @torch.inference_mode()

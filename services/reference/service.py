@@ -21,7 +21,7 @@ from shared.actor.service import Service
 from shared.colocation.devices import REFERENCE as WEIGHTS
 from shared.colocation.devices import Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
-from shared.credit import token_kl
+from shared.credit import KL_KEYS, kl_sums
 from shared.dataplane.client import DataClient, TaskShards
 from shared.inputs import check_model
 from shared.lease import Lease, LeaseBook
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 MAX_BLOCK_TASKS = 64
 DATA_CALL_S = 30.0
-KL_NEEDS = ("rollout_logprobs", "sample_index")
-"""Keys of the shards that `kl_sums` needs in addition to those of the stage."""
 _MAKES = REFERENCE.makes[0]
 _WEIGHTS: Parts = frozenset({WEIGHTS})
 Shards = list[dict[str, Array]]
@@ -186,7 +184,7 @@ class ReferenceWorker:
         self._turns = scoring.turns
         self._computing = False
         self._store = store
-        self._needs = REFERENCE.needs + (KL_NEEDS if model.reward_kl else ())
+        self._needs = REFERENCE.needs + (KL_KEYS if model.reward_kl else ())
         self.leases = LeaseBook(service, model.stage, lambda: scorer.progress)
         self.leases.blocked_on_devices = lambda: self._turns.waiting
         self.pipeline: LeasePipeline[Shards, tuple[list[Array], float]] = LeasePipeline(
@@ -262,17 +260,6 @@ class ReferenceWorker:
         )
 
 
-def kl_sums(estimator: str, shards: dict[str, Array], ref: Array, samples: int) -> Array:
-    """Return float32 [samples]: per sample, the sum over its sampled tokens of `token_kl`, for a KL term in the reward.
-
-    `shards` holds the shards of one task, and `ref` (float32 [T]) its reference log-probs. Raises ValueError like
-    `token_kl`.
-    """
-    sample = np.repeat(shards["sample_index"], shards["lengths"])
-    masked = np.where(shards["loss_mask"] != 0, token_kl(estimator, shards["rollout_logprobs"], ref), 0.0)
-    return np.bincount(sample, weights=masked, minlength=samples).astype(np.float32)
-
-
 def make_scorer(run: RunDir, instance: int, model: FrozenModel, group: Group, meeting: Meeting) -> FrozenScorer:
     """Return a scorer that creates `model` on its compute thread. Raises BadInput.
 
@@ -286,8 +273,11 @@ def make_scorer(run: RunDir, instance: int, model: FrozenModel, group: Group, me
 
     def whole() -> Frozen:
         from services.reference.frozen import FrozenTorch
+        from shared.model.adapter import AdapterStart
 
-        return FrozenTorch(folder, model.dtype, settings.max_tokens_per_micro_batch, settings.device, model.passes)
+        adapter = None if model.lora is None else AdapterStart(model.lora, model.seed)
+        limit = settings.max_tokens_per_micro_batch
+        return FrozenTorch(folder, model.dtype, limit, settings.device, model.passes, adapter)
 
     def pieces() -> Frozen:
         from services.reference.frozen_megatron import FrozenMegatron  # this is an optional extra

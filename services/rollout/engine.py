@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -15,6 +15,8 @@ from shared.colocation.devices import Parts
 T = TypeVar("T")
 FULL_ONLY = frozenset({WeightsKind.FULL})
 """The kinds of versions that an engine without adapters loads."""
+ADAPTER_ONLY = frozenset({WeightsKind.ADAPTER})
+"""The kinds of versions that an engine with adapters loads. Its other weights never change."""
 
 
 class GenerationCancelled(Exception):
@@ -46,7 +48,8 @@ class SamplingParams:
 
     `samples` is the number of samples per prompt; `temperature` 0 is greedy; `max_new_tokens` includes the sampled
     EOS; `stop` lists texts that end a completion; `block_rows` is the minimum number of rows to run, some of which may
-    be padding (0: one row per sample).
+    be padding (0: one row per sample). `swaps` names the weights to sample with by the value that `Engine.swaps` had
+    when they were current (None: the current ones). It counts only for an engine that retains weights.
     """
 
     samples: int
@@ -55,6 +58,7 @@ class SamplingParams:
     seed: int
     stop: tuple[str, ...] = ()
     block_rows: int = 0
+    swaps: int | None = None
 
 
 class FinishReason(StrEnum):
@@ -136,7 +140,14 @@ class Engine(Protocol):
         """
 
     async def base_weights(self) -> dict[str, Array]:
-        """Return the engine's current weights by parameter name, copying only what must be copied."""
+        """Return the tensors of the version with which the engine starts, by name, copying only what must be copied.
+
+        They are the weights of the model directory or, for an engine with adapters, those of the first adapter.
+        """
+
+    async def prove_base(self, announced: Sequence[int]) -> None:
+        """Prove that the weights under the adapter have the `announced` digests, which are in the order of the sorted
+        names. Only an engine with adapters can be asked. Raises WeightsMismatch, which names the parameters."""
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run `work` where the engine computes, and return its result. `work` counts as progress. Call this only
@@ -148,6 +159,13 @@ class Engine(Protocol):
         Raises WeightsMismatch, before any parameter is changed, if names, shapes or types differ.
 
         An engine may keep the arrays as its parameters until the next call, so the caller must not write to them.
+        """
+
+    def retain(self, swaps: Collection[int]) -> bool:
+        """Keep the weights that were current after these `swaps` for the calls that name them, until the next call.
+
+        Return False if the engine has no room for them beside new weights. An engine with a single place for weights
+        can retain none.
         """
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
@@ -169,8 +187,9 @@ class Engine(Protocol):
         """Allocate the memory for `engine.weights`, `engine.kv_cache` or both. Parts that are already allocated stay
         allocated.
 
-        Sleeping discards the weights, so generating and scoring require a new call to `set_weights`. Wake the keys and
-        values after the weights have been set; scoring may need both parts.
+        Sleeping discards the weights, so generating and scoring require a new call to `set_weights`, before which an
+        engine with adapters must prove its base again. Wake the keys and values after the weights have been set;
+        scoring may need both parts.
         """
 
     async def pause(self) -> None:

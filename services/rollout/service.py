@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -123,6 +123,7 @@ class RolloutService(Service):
                 policy=topology.policy,
                 temperature=topology.sampling.temperature,
                 deterministic=topology.run.deterministic,
+                seed=topology.run.seed,
             )
         )
         self._closing.push_async_callback(engine.stop)
@@ -406,6 +407,7 @@ class RolloutWorker:
             await self._leases.hand_back(lease, why, untouched=True)
             return None
         lease.check()
+        tasks = replace(tasks, sampling=replace(tasks.sampling, swaps=versions.began))
         if self._workflow is not None:
             before_s = self._workflow.generate_s
             made = await self._workflow.run(lease, tasks, versions)

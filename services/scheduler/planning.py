@@ -161,7 +161,7 @@ def _prompt_tokens(topology: Topology, where: Path, train: Source, count: int, r
 
 def _version_bytes(topology: Topology) -> int:
     try:
-        return weight_bytes(str(topology.policy.model), topology.policy.dtype)
+        return weight_bytes(topology.policy_model)
     except ValueError as error:
         raise BadInput(f"policy.model: {error}; save the model again") from error
 

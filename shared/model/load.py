@@ -163,6 +163,13 @@ def unfilled() -> Iterator[None]:
         deterministic.fill_uninitialized_memory = fills
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose classes the model declares unsplittable, such as its decoder layers, or an empty list if
+    it declares none."""
+    names = set(cast(Any, model)._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights by Hugging Face name, detached, not copied. A tied weight appears once, under its first name.
 

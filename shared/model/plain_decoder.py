@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shared.model.adapter import AdaptedLinear
 from shared.model.linear import OneDnnLinear, linear, product, suits, write_linear
 from shared.model.load import passes_of
 
 _CLASSES = frozenset(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 _FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])
 """Kinds of rotary embedding whose angles do not depend on the length of the sequence."""
-_LAYERS = frozenset([nn.Linear, OneDnnLinear, nn.Embedding, nn.ModuleList])
+_LAYERS = frozenset([nn.Linear, OneDnnLinear, AdaptedLinear, nn.Embedding, nn.ModuleList])
 
 
 def is_plain(model: nn.Module) -> bool:
@@ -42,7 +43,7 @@ def is_plain(model: nn.Module) -> bool:
 
 def is_plain_decoder(model: nn.Module) -> bool:
     """Return whether `model` is of a class and a configuration that `PlainDecoder` computes, and none of its modules
-    was replaced or extended, such as by an adapter."""
+    was replaced or extended, such as by another library's adapter."""
     config: Any = getattr(model, "config", None)
     if type(model).__name__ not in _CLASSES or not type(model).__module__.startswith("transformers."):
         return False
@@ -146,7 +147,7 @@ class PlainDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., vocabulary] for hidden states [..., hidden] before the last norm."""
         head, norm = self._model.lm_head, self._model.model.norm
-        return linear(_rms_norm(hidden, norm.weight, norm.variance_epsilon), head.weight, head.bias)
+        return _linear(_rms_norm(hidden, norm.weight, norm.variance_epsilon), head)
 
     def logprobs(self, ids_T: Tensor) -> Tensor:
         """Return the log-prob of every token after the first, given those before it, float32 [T - 1]."""
@@ -176,6 +177,7 @@ class PlainDecoder:
             for part in (own.q_proj, own.k_proj, own.v_proj):
                 end = begin + part.out_features
                 write_linear(normed, part.weight, part.bias, out=qkv[:, begin:end])
+                _add_adapter(qkv[:, begin:end], normed, part)
                 begin = end
             qkv = qkv.view(len(x), -1, self._dim)
             qk = qkv[:, :turned]
@@ -187,8 +189,8 @@ class PlainDecoder:
             normed = _rms_norm(
                 x, layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
             )
-            gate = nn.functional.silu(linear(normed, mlp.gate_proj.weight, mlp.gate_proj.bias), inplace=True)
-            up = linear(normed, mlp.up_proj.weight, mlp.up_proj.bias)
+            gate = nn.functional.silu(_linear(normed, mlp.gate_proj), inplace=True)
+            up = _linear(normed, mlp.up_proj)
             x = _add_linear(x, gate.mul_(up), mlp.down_proj)
         return x
 
@@ -196,9 +198,24 @@ class PlainDecoder:
 def _add_linear(x: Tensor, y: Tensor, layer: Any) -> Tensor:
     """Return x + layer(y)."""
     if suits(y, layer.weight, layer.bias):
-        return product(y, layer.weight, layer.bias).add_(x)
+        return _add_adapter(product(y, layer.weight, layer.bias).add_(x), y, layer)
     sum_ = torch.addmm(x, y, layer.weight.t())
-    return sum_ if layer.bias is None else sum_.add_(layer.bias)
+    return _add_adapter(sum_ if layer.bias is None else sum_.add_(layer.bias), y, layer)
+
+
+def _linear(rows: Tensor, layer: Any) -> Tensor:
+    """Return layer(rows) for rows [..., in]."""
+    return _add_adapter(linear(rows, layer.weight, layer.bias), rows, layer)
+
+
+def _add_adapter(out: Tensor, rows: Tensor, layer: Any) -> Tensor:
+    """Add what the adapter of `layer`, if it has one, makes of rows [..., in] to `out` [..., out], and return it."""
+    if isinstance(layer, AdaptedLinear) and layer.applies:
+        inner = rows @ layer.lora_A.t()
+        if out.dim() == 2:
+            return out.addmm_(inner, layer.scaled_B().t())
+        out += inner @ layer.scaled_B().t()
+    return out
 
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -1,5 +1,6 @@
 """Proves which passes compute the log-probs of a model as the model's own library does, one sequence at a time:
-`python -m shared.model.proof FOLDER [LONGEST]` prints a `Verdict` as a JSON line.
+`python -m shared.model.proof FOLDER LONGEST LORA` prints a `Verdict` as a JSON line. LONGEST and LORA, a section
+`policy.lora`, are JSON and may be null.
 
 The proof computes with a reduced copy of the configuration (`reduced`) in which every parameter is random, and in
 float64, also where the library computes in float32: what is left of a difference is not rounding. The sequences share
@@ -31,10 +32,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from shared.model import logprobs
+from shared.model.adapter import planned
 from shared.model.load import allow
 from shared.model.logprobs import TokenScorer, vocabulary
 from shared.model.plain_decoder import PlainDecoder, is_plain_decoder
-from shared.model.reduced import Cannot, Reduced, described, reductions
+from shared.model.reduced import Cannot, Reduced, described, on_meta, reductions
+from shared.topology.lora import Lora
 from shared.topology.passes import Passes, Verdict
 
 TOLERANCE = 1e-9
@@ -311,9 +314,14 @@ def main(arguments: Sequence[str]) -> None:
     cast(Any, logging).set_verbosity_error()
     torch.set_num_threads(1)
     config = cast(Any, AutoConfig).from_pretrained(arguments[0], local_files_only=True, trust_remote_code=False)
+    longest, lora = map(msgspec.json.decode, arguments[1:])
     begun = time.process_time()
-    verdict = prove(config, int(arguments[1]) if len(arguments) > 1 else None)
-    timed = msgspec.structs.replace(verdict, cpu_s=round(time.process_time() - begun, 2))
+    verdict = prove(config, longest)
+    timed = msgspec.structs.replace(
+        verdict,
+        cpu_s=round(time.process_time() - begun, 2),
+        adapter=None if lora is None else planned(on_meta(config), Lora.model_validate(lora)),
+    )
     print(msgspec.json.encode(timed).decode())
 
 

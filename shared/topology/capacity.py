@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from contextlib import suppress
+from typing import NamedTuple
 
 from shared.stages import RECORD, Per, Stage, task_stages, text_limit_bytes, with_keys_of
 from shared.topology.fields import format_size
-from shared.topology.model_files import named_shapes, parameter_count, read_config
-from shared.topology.models import Head, TrainedModel
+from shared.topology.model_files import parameter_count, read_config, version_shapes
+from shared.topology.models import TrainedModel
 from shared.topology.schema import Topology
 
 # Number of sequences per sample for whose keys room is reserved. A workflow can begin more contexts than that, but each
@@ -203,7 +204,7 @@ def rows_problem(topology: Topology, prompt_bytes: int, place: str) -> str:
     Raises the errors of `weight_bytes`.
     """
     prompt, limit = longest_prompt(topology, prompt_bytes), limit_bytes(topology)
-    needed = worst_case_bytes(topology, prompt, weight_bytes(topology.policy.model, topology.policy.dtype))
+    needed = worst_case_bytes(topology, prompt, weight_bytes(topology.policy_model))
     if limit >= needed:
         return ""
     return (
@@ -220,19 +221,35 @@ def limit_bytes(topology: Topology) -> int:
     return store.memory + (store.spill_limit or 0)
 
 
-def weight_bytes(model: str, dtype: str, head: Head = "language") -> int:
-    """Return the number of bytes of one weight version in the store: all parameters of the model in the folder with
-    this head, in `dtype`.
+def weight_bytes(model: TrainedModel, dtype: str | None = None) -> int:
+    """Return the number of bytes of one version of the model in the store, in `dtype`, or else the model's.
 
     Raises OSError, or ValueError naming the file that is missing, truncated or not a safetensors file.
     """
-    shapes = named_shapes(model, head).values()
-    return sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
+    shapes = version_shapes(model).values()
+    return sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype or model.dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
 
 
-def parameter_counts(topology: Topology) -> dict[str, int]:
+class Parameters(NamedTuple):
+    """How many parameters of a model are trained, and how many are the base, which never changes."""
+
+    trained: int
+    base: int = 0
+
+    @property
+    def whole(self) -> int:
+        """The number of parameters of the model in the files, without adapters."""
+        return self.base or self.trained
+
+
+def parameter_counts(topology: Topology) -> dict[str, Parameters]:
     """Return the number of parameters of each trained model, by name. Raises the errors of `parameter_count`."""
-    return {model.name: parameter_count(str(model.folder), model.head) for model in topology.trained}
+    counts: dict[str, Parameters] = {}
+    for model in topology.trained:
+        whole = parameter_count(str(model.folder), model.head)
+        adapters = sum(map(math.prod, version_shapes(model).values())) if model.lora is not None else None
+        counts[model.name] = Parameters(whole) if adapters is None else Parameters(adapters, whole)
+    return counts
 
 
 def snapshot_bytes(topology: Topology) -> int:
@@ -248,7 +265,7 @@ def _model_snapshot_bytes(model: TrainedModel) -> int:
     if not model.snapshots:
         return 0
     try:
-        shapes = named_shapes(str(model.folder), model.head).values()
+        shapes = version_shapes(model).values()
     except (OSError, ValueError):
         return 0
     trainer, width = model.settings, DTYPE_BYTES[model.dtype]
@@ -273,6 +290,5 @@ def stop_limit_s(topology: Topology) -> float:
     saved = 0
     for model in topology.trained:
         with suppress(OSError, ValueError):
-            weights = weight_bytes(str(model.folder), "float32", model.head)
-            saved += weights * (1 + _MOMENTS + model.earlier)
+            saved += weight_bytes(model, "float32") * (1 + _MOMENTS + model.earlier)
     return _STEP_S + saved / _SAVED_BYTES_PER_S

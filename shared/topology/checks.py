@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 from proto.limits import MAX_INLINE_BYTES
 from shared.data.open import absent, matching_files, split_parameters
 from shared.names import EVALUATION_PREFIX, is_text, shown
-from shared.topology import critic_checks, hub, monitor, service_checks
+from shared.topology import critic_checks, hub, lora_checks, monitor, service_checks
 from shared.topology.algorithm import (
     CLIPS,
     GROUP_ADVANTAGES,
@@ -60,6 +60,7 @@ def check(topology: Topology) -> Found:
     yield from _evaluation(topology)
     yield from _lengths(topology)
     yield from critic_checks.check(topology)
+    yield from lora_checks.check(topology)
     yield from service_checks.check(topology)
     yield from monitor.check(topology.monitor)
     yield from _deterministic(topology)
@@ -185,7 +186,7 @@ def _memory(topology: Topology) -> Found:
         except (OSError, ValueError) as error:
             yield (names[0], "model"), f"{error}; save the model again"
             return
-    weights = weight_bytes(topology.policy.model, topology.policy.dtype)
+    weights = weight_bytes(topology.policy_model)
     # Without max_prompt_tokens this is a lower bound: the longest prompt is not known until the data set has been read.
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
     limit = limit_bytes(topology)

@@ -47,7 +47,9 @@ def fill(data: dict[str, Any]) -> None:
     if checkpoint is not None and checkpoint.get("keep_every") is None:
         checkpoint["keep_every"] = refresh
     coef = kl.get("coef") if isinstance(kl, dict) else None
-    if isinstance(coef, int | float) and coef > 0 and services.get("reference") is None:
+    policy = data.get("policy")
+    adapted = isinstance(policy, dict) and policy.get("lora") is not None  # then the trainer is the reference, too
+    if isinstance(coef, int | float) and coef > 0 and services.get("reference") is None and not adapted:
         services["reference"] = {}
     rollout = _section(services, "rollout")
     if rollout is not None and _count(tasks) and _count(group) and _count(rollout.get("instances", 1)):

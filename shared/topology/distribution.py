@@ -1,4 +1,5 @@
-"""The files that other hosts fetch from the home host (`policy.distribute`): the model folder and the data files.
+"""The files that other hosts fetch from the home host (`policy.distribute`): the folders of models and of an adapter,
+and the data files.
 
 Both ends work on the resolved topology as plain data, because the files do not exist yet on the host that fetches them.
 """
@@ -82,6 +83,9 @@ def _keys(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     for name in WORKERS:
         if data.get(name) is not None:
             yield (name, "model"), data[name]["model"]
+    adapter = (data["policy"].get("lora") or {}).get("adapter_path")
+    if adapter is not None:
+        yield ("policy", "lora", "adapter_path"), adapter
     sets = {("train",): data["data"]["train"]} | {("eval", name): section for name, section in _evals(data).items()}
     for key, section in sets.items():
         scheme, _, path = section["source"].partition(":")

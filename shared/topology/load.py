@@ -25,7 +25,7 @@ from shared.topology.models import CRITIC, POLICY
 from shared.topology.schema import Topology
 
 _MODELS: tuple[Path, ...] = ((POLICY, "model"), (CRITIC, "model"))
-_FILES: tuple[Path, ...] = (*_MODELS, ("data",))
+_FILES: tuple[Path, ...] = (*_MODELS, (POLICY, "lora", "adapter_path"), ("data",))
 """Keys whose values name files."""
 _FORMER: dict[tuple[str, ...], tuple[str, ...]] = {("services", "monitor"): ("monitor",)}
 """Former places of sections, which files and overrides may still use, with their present places."""
@@ -167,7 +167,15 @@ def _once(findings: Iterable[tuple[Path, str]]) -> list[tuple[Path, str]]:
 
 _CHANGES_DISTRIBUTION = "would change the distribution that the log-probs of training samples describe; remove it"
 _CHANGING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_REFUSED: dict[Path, str] = {("sampling", name): _CHANGES_DISTRIBUTION for name in _CHANGING}
+_REFUSED: dict[Path, str] = {
+    **{("sampling", name): _CHANGES_DISTRIBUTION for name in _CHANGING},
+    (
+        POLICY,
+        "lora",
+        "dropout",
+    ): "would have no counterpart in the engines, which have no dropout; remove it",
+    (CRITIC, "lora"): "is not supported: all weights of a critic are trained, also with policy.lora; remove it",
+}
 _KINDS = {
     "int_type": "an integer",
     "int_from_float": "an integer",

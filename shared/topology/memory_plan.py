@@ -4,7 +4,8 @@ the plan as a table, and says which places are too small.
 Only the model is counted (parameters, gradients and optimizer state), with the copies of it that exist for a time.
 Activations, an engine's cache, the libraries and the shards in the store need additional memory, so a run whose plan
 does not fit in its steps or its checkpoints cannot fit. The module is pure. `elements` is the number of parameters of
-each trained model, by name (`capacity.parameter_counts`); the reference and the engines have as many as the policy.
+each trained model, by name (`capacity.parameter_counts`); the reference and the engines have as many as the policy,
+but the reference has no adapters.
 `gpus` holds the CUDA_VISIBLE_DEVICES of each process.
 """
 
@@ -18,8 +19,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from shared.rundir import service_name
-from shared.topology.capacity import DTYPE_BYTES
+from shared.topology.capacity import DTYPE_BYTES, Parameters
 from shared.topology.fields import format_size
+from shared.topology.lora import VLLM_SLOTS, Lora, vllm_rank
 from shared.topology.models import DEVICE_SERVICE, POLICY, FrozenModel, TrainedModel
 from shared.topology.schema import Topology
 
@@ -36,6 +38,7 @@ _FLOAT, _MOMENTS = 4, 8
 class TrainingPart(StrEnum):
     """The parts of a model during training."""
 
+    BASE = "base"
     WEIGHTS = "weights"
     MASTERS = "masters"
     GRADIENTS = "gradients"
@@ -49,7 +52,7 @@ LAST_A_STEP: Mapping[str, frozenset[TrainingPart]] = MappingProxyType(
 
 
 def training_parts(model: TrainedModel, *, evaluate: bool = False) -> dict[TrainingPart, float]:
-    """Return the maximum number of bytes per model parameter on each rank of `model`, by part.
+    """Return the maximum number of bytes per trained parameter on each rank of `model`, by part.
 
     With backend torch, a single rank holds everything, with float32 masters beside 16-bit weights. Several ranks hold
     equal pieces in float32 (FSDP2). With megatron, ranks hold the weights and float32 gradients of their tensor- and
@@ -86,8 +89,17 @@ def _parts(model: TrainedModel) -> dict[TrainingPart, float]:
     }
 
 
+def rank_bytes(model: TrainedModel, parameters: Parameters, *, evaluate: bool = False) -> dict[TrainingPart, int]:
+    """Return the maximum number of bytes that each rank of `model` holds, by part. Ranks of backend torch, the only one
+    with adapters, hold equal pieces of the base in the model's dtype."""
+    base = math.ceil(parameters.base * DTYPE_BYTES[model.dtype] / model.settings.world_size)
+    shares = training_parts(model, evaluate=evaluate)
+    parts = {TrainingPart.BASE: base} | {part: math.ceil(parameters.trained * share) for part, share in shares.items()}
+    return {part: nbytes for part, nbytes in parts.items() if nbytes}
+
+
 def saved_bytes(model: TrainedModel) -> int:
-    """Return the number of bytes per model parameter of the state that rank 0 gathers for a checkpoint: the weights,
+    """Return the number of bytes per trained parameter of the state that rank 0 gathers for a checkpoint: the weights,
     the masters of 16-bit weights, and the moments.
     """
     width = DTYPE_BYTES[model.dtype]
@@ -99,7 +111,19 @@ def holds_none(topology: Topology) -> bool:
     another server."""
     rollout = topology.services.rollout
     embedded = rollout.engine == "transformers" and rollout.device == "cpu" and not topology.run.deterministic
-    return embedded or rollout.engine == "openai"
+    return (embedded and topology.policy.lora is None) or rollout.engine == "openai"
+
+
+def engine_bytes(topology: Topology, parameters: Parameters) -> int:
+    """Return the number of bytes of an engine's weights. vLLM has slots for several versions of an adapter, padded to
+    the next rank that it supports."""
+    lora, rollout = topology.policy.lora, topology.services.rollout
+    if holds_none(topology):
+        return 0
+    whole = parameters.base + parameters.trained
+    if lora is not None and rollout.engine == "vllm":
+        whole = parameters.base + VLLM_SLOTS * parameters.trained * vllm_rank(lora.rank) // lora.rank
+    return whole * DTYPE_BYTES[topology.policy.dtype]
 
 
 def keeps_whole_gradients(elements: int, ranks: int, memory_bytes: int) -> bool:
@@ -112,20 +136,19 @@ def keeps_whole_gradients(elements: int, ranks: int, memory_bytes: int) -> bool:
     return elements * (pieces + _FLOAT) <= SHARE_WITH_GRADIENTS * memory_bytes
 
 
-def per_process(topology: Topology, elements: Mapping[str, int]) -> dict[Key, int]:
+def per_process(topology: Topology, elements: Mapping[str, Parameters]) -> dict[Key, int]:
     """Return the number of bytes that its model takes up in each process that computes with one.
 
     An embedded engine on a CPU computes with the version in its host's store and has no weights of its own, except in
-    deterministic mode, in which it copies the version.
+    deterministic mode, in which it copies the version, and with an adapter, whose base it loads.
     """
-    width = DTYPE_BYTES[topology.policy.dtype]
-    of_service = {"rollout": 0.0 if holds_none(topology) else elements[POLICY] * width}
+    of_service: dict[str, float] = {"rollout": engine_bytes(topology, elements[POLICY])}
     for trained in topology.trained:
-        parts = training_parts(trained, evaluate=topology.run.evaluate)
-        of_service[trained.service] = elements[trained.name] * sum(parts.values())
+        parts = rank_bytes(trained, elements[trained.name], evaluate=topology.run.evaluate)
+        of_service[trained.service] = sum(parts.values())
     for frozen in topology.frozen:
-        parallel = frozen.settings.parallel
-        of_service[frozen.service] = elements[POLICY] * DTYPE_BYTES[frozen.dtype] / (parallel.tp * parallel.pp)
+        parallel, whole = frozen.settings.parallel, elements[POLICY].whole
+        of_service[frozen.service] = whole * DTYPE_BYTES[frozen.dtype] / (parallel.tp * parallel.pp)
     return {
         (spec.service, spec.instance): math.ceil(of_service[spec.service])
         for spec in topology.services_plan()
@@ -133,6 +156,8 @@ def per_process(topology: Topology, elements: Mapping[str, int]) -> dict[Key, in
     }
 
 
+HINT = Lora(rank=32)
+"""The adapter that is recommended to runs that do not fit."""
 MOST_GPUS = 1024
 """Maximum number of GPUs that `gpus_that_fit` considers."""
 _LOGIT_BYTES = 16
@@ -179,7 +204,9 @@ class Peak(NamedTuple):
     phase: Phase
 
 
-def uses(topology: Topology, elements: Mapping[str, int], gpus: Mapping[Key, str], vocabulary: int = 0) -> list[Use]:
+def uses(
+    topology: Topology, elements: Mapping[str, Parameters], gpus: Mapping[Key, str], vocabulary: int = 0
+) -> list[Use]:
     """Return everything that the run's processes hold of the models. `vocabulary` is the policy's number of tokens."""
     hosts = {(spec.service, spec.instance): spec.host for spec in topology.services_plan()}
     trained = {model.service: model for model in topology.trained}
@@ -191,11 +218,9 @@ def uses(topology: Topology, elements: Mapping[str, int], gpus: Mapping[Key, str
             if key[0] in trained:
                 model = trained[key[0]]
                 gone = LAST_A_STEP[model.settings.backend]  # outside of steps
-                for part, share in training_parts(model, evaluate=topology.run.evaluate).items():
+                for part, held in rank_bytes(model, elements[model.name], evaluate=topology.run.evaluate).items():
                     phases = frozenset({Phase.STEPS}) if part in gone else _STARTED if part == "optimizer" else ALWAYS
-                    if share:
-                        held = math.ceil(elements[model.name] * share)
-                        found.append(Use(place, key, str(part), held, phases, turns))
+                    found.append(Use(place, key, str(part), held, phases, turns))
             elif nbytes:
                 found.append(Use(place, key, "weights", math.ceil(nbytes / max(len(names), 1)), ALWAYS, turns))
         found += _copies(topology, elements, MemoryPlace(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
@@ -242,16 +267,16 @@ def by_place(found: Sequence[Use]) -> dict[MemoryPlace, list[Use]]:
     return {place: [use for use in found if use.place == place] for place in places}
 
 
-def gpus_that_fit(model: TrainedModel, elements: int, limit_bytes: int, *, evaluate: bool = False) -> int | None:
-    """Return the smallest number of GPUs with which each rank's part of the training state of `model`, which has
-    `elements` parameters, fits in `limit_bytes`, or None if no number up to MOST_GPUS does.
+def gpus_that_fit(
+    model: TrainedModel, parameters: Parameters, limit_bytes: int, *, evaluate: bool = False
+) -> int | None:
+    """Return the smallest number of GPUs with which each rank's part of the training state of `model` fits in
+    `limit_bytes`, or None if no number up to MOST_GPUS does.
     """
     step = model.settings.parallel.model_ranks
     for count in range(step, MOST_GPUS + 1, step):
-        parts = training_parts(
-            replace(model, settings=model.settings.model_copy(update={"gpus": count})), evaluate=evaluate
-        )
-        if sum(math.ceil(elements * share) for share in parts.values()) <= limit_bytes:
+        divided = replace(model, settings=model.settings.model_copy(update={"gpus": count}))
+        if sum(rank_bytes(divided, parameters, evaluate=evaluate).values()) <= limit_bytes:
             return count
     return None
 
@@ -265,11 +290,11 @@ def vllm_share(topology: Topology) -> float | None:
 
 
 def _copies(
-    topology: Topology, elements: Mapping[str, int], host: MemoryPlace, key: Key, *, on_gpu: bool, turns: bool
+    topology: Topology, elements: Mapping[str, Parameters], host: MemoryPlace, key: Key, *, on_gpu: bool, turns: bool
 ) -> Iterator[Use]:
     """Yield the copies that a process has in the memory of its host, besides what it computes with."""
-    whole = elements[POLICY] * DTYPE_BYTES[topology.policy.dtype]
     rollout = topology.services.rollout
+    whole = elements[POLICY].whole * DTYPE_BYTES[topology.policy.dtype]
     reference = topology.services.reference
     if key[0] == "rollout" and (on_gpu or rollout.engine == "vllm" or holds_none(topology)):
         yield Use(host, key, "loading", whole, frozenset({Phase.START}))
@@ -278,24 +303,25 @@ def _copies(
     model = next((model for model in topology.trained if model.service == key[0]), None)
     if model is None:
         return
-    trainer, whole = model.settings, elements[model.name] * DTYPE_BYTES[model.dtype]
+    trainer, parameters, width = model.settings, elements[model.name], DTYPE_BYTES[model.dtype]
     if on_gpu and turns:
         gone = LAST_A_STEP[trainer.backend]
-        shares = training_parts(model, evaluate=topology.run.evaluate)
-        parts = [share for part, share in shares.items() if part not in gone]
-        yield Use(host, key, "waiting for its turn", math.ceil(elements[model.name] * sum(parts)), _STARTED)
+        parts = rank_bytes(model, parameters, evaluate=topology.run.evaluate)
+        waiting = sum(nbytes for part, nbytes in parts.items() if part not in gone)
+        yield Use(host, key, "waiting for its turn", waiting, _STARTED)
     if key[1]:
         return
-    yield Use(host, key, "loading", whole, frozenset({Phase.START}))
+    version = parameters.trained * width
+    yield Use(host, key, "loading", parameters.whole * width, frozenset({Phase.START}))
     if model.publishes is not None and (on_gpu or trainer.world_size > 1 or trainer.backend == "megatron"):
         # The page-locked copy of a single rank's weights is kept; gathered weights are not.
         kept = on_gpu and trainer.world_size == 1
-        yield Use(host, key, "publishing", whole, _STARTED if kept else frozenset({Phase.STEPS}))
+        yield Use(host, key, "publishing", version, _STARTED if kept else frozenset({Phase.STEPS}))
     if topology.run.evaluate:
         return
     if model.earlier:
-        yield Use(host, key, "earlier versions", whole * (model.earlier + 1), _STARTED)
-    yield Use(host, key, "saving", elements[model.name] * saved_bytes(model), frozenset({Phase.CHECKPOINTS}))
+        yield Use(host, key, "earlier versions", version * (model.earlier + 1), _STARTED)
+    yield Use(host, key, "saving", parameters.trained * saved_bytes(model), frozenset({Phase.CHECKPOINTS}))
 
 
 def place_name(place: MemoryPlace, home: str | None) -> str:
@@ -339,9 +365,15 @@ def memory_lines(
 
 
 def too_large(
-    topology: Topology, elements: Mapping[str, int], place: MemoryPlace, uses: Sequence[Use], limit: int
+    topology: Topology,
+    elements: Mapping[str, Parameters],
+    place: MemoryPlace,
+    uses: Sequence[Use],
+    limit: int,
+    with_adapter: Sequence[Use] = (),
 ) -> Iterator[str]:
     """Yield an error, with what would fit, if the memory of `place` is smaller than what its processes hold.
+    `with_adapter` is what they would hold if the policy had the adapter `HINT`, if it can have one.
 
     Copies that exist only at the start are not counted, because the system can take back pages of files.
     """
@@ -377,11 +409,19 @@ def too_large(
         text = f"{whose} checkpoints take {format_size(saves)} of the memory of {where}, which has {size} ({parts})"
     elif saves > steps:
         text += f", and {format_size(saves)} while {saves_it} a checkpoint"
-    yield f"{' and '.join(models)}: {text}; {_that_fits(topology, elements, place, uses, limit, most)}"
+    remedy = _that_fits(topology, elements, place, uses, limit, most)
+    if with_adapter and peak(with_adapter, _STARTED).nbytes <= limit:
+        remedy += f"; policy.lora: {{rank: {HINT.rank}}} would fit"
+    yield f"{' and '.join(models)}: {text}; {remedy}"
 
 
 def _that_fits(
-    topology: Topology, elements: Mapping[str, int], place: MemoryPlace, uses: Sequence[Use], limit: int, most: int
+    topology: Topology,
+    elements: Mapping[str, Parameters],
+    place: MemoryPlace,
+    uses: Sequence[Use],
+    limit: int,
+    most: int,
 ) -> str:
     """Return the smallest number of GPUs that would fit, or else the number of bytes that are missing."""
     missing = f"{format_size(most - limit)} more would fit"

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from shared.topology.models import Head
+from shared.topology.lora import ALL_LINEAR, Lora, is_called
+from shared.topology.models import Head, TrainedModel
 
 _HEADER_LIMIT_BYTES = 100 * 1024**2
 _HEADER_SIZE_BYTES = 8
@@ -25,6 +26,8 @@ _OTHER_TABLE = re.compile(r"(^|\.)\d+\.|pos|wpe|^mtp\.|\.patcher\.")
 """Matches the names of tensors of numbered layers, of position embeddings, and of two parts that may have embeddings of
 their own: layers that predict further tokens, and the patcher of a byte-level model."""
 _WEIGHTS = "model.safetensors"
+INDEX = f"{_WEIGHTS}.index.json"
+"""Name of the file that names the file of each weight."""
 _ADAPTER = "adapter_"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -32,6 +35,11 @@ VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
 """Names of the tensors of a value head, as in the sequence classifiers of transformers. A run has no bias."""
 _OUTPUT_LAYER = ("lm_head.", "embed_out.", "output_layer.")
 """Beginnings of the names of the output layer's tensors, whatever their shape."""
+_INSIDE = re.compile(r"(^|\.)\d+\.")
+"""Matches the names of tensors of numbered layers."""
+_NOT_LINEAR = re.compile(r"\.experts\.|\.(router|gate)\.weight$")
+"""Matches the names of tensors of numbered layers in mixtures of experts that belong to no linear layer: experts, which
+are one tensor when they are loaded, and routers."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _OTHER_TOKENIZERS = ("*.tiktoken", "*.model")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
@@ -80,17 +88,14 @@ def oddities(model: str) -> tuple[list[str], list[str]]:
     folder = Path(model)
     files = {file.name for file in folder.glob("*") if file.is_file()}
     adapters = sorted(name for name in files if name.startswith(_ADAPTER))
-    index, single = f"{_WEIGHTS}.index.json" in files, _WEIGHTS in files
+    index, single = INDEX in files, _WEIGHTS in files
     errors = []
     if adapters:
         beside = any(name.endswith(".safetensors") and name not in adapters for name in files)
         what = "holds an adapter beside its weights" if beside else "holds an adapter without the weights of its base"
         errors.append(f"{what} ({', '.join(adapters)}); merge the adapter into the model, and save it without these")
     if index and single:
-        errors.append(
-            f"holds {_WEIGHTS} and {_WEIGHTS}.index.json, which name different weights; remove the one that is out of "
-            "date"
-        )
+        errors.append(f"holds {_WEIGHTS} and {INDEX}, which name different weights; remove the one that is out of date")
     try:
         tensors = stored_tensors(model)
     except (OSError, ValueError):
@@ -149,6 +154,45 @@ def _hidden(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> int:
     return size if isinstance(size, int) else next(columns, 0)
 
 
+def adapted_layers(model: str, lora: Lora) -> dict[str, list[int]]:
+    """Return the shapes [out, in] of the weights of the layers that get an adapter, by the layer's name.
+
+    The layers are recognized by their names and shapes, as `shared.model.adapter.targets_of` does with a model. Raises
+    the errors of `stored_tensors`.
+    """
+    mixture, layers, output = experts(read_config(model)) > 0, dict[str, list[int]](), dict[str, list[int]]()
+    for name, tensor in stored_tensors(model).items():
+        layer, _, part = name.rpartition(".")
+        if part != "weight" or len(tensor.shape) != _TABLE_DIMENSIONS or (mixture and _NOT_LINEAR.search(name)):
+            continue
+        if _INSIDE.search(name):
+            layers[layer] = list(tensor.shape)
+        elif name.startswith(_OUTPUT_LAYER) or (_EMBEDDING.search(name) and not output):  # which may be tied to it
+            output["lm_head"] = list(tensor.shape)
+    if lora.target_modules != ALL_LINEAR:
+        every = layers | output
+        layers = {layer: every[layer] for layer in every if any(is_called(layer, name) for name in lora.target_modules)}
+    return {
+        layer: shape
+        for layer, shape in layers.items()
+        if not any(is_called(layer, name) for name in lora.exclude_modules)
+    }
+
+
+def version_shapes(model: TrainedModel) -> dict[str, list[int]]:
+    """Return the name and shape of every tensor of a version of a trained model: its adapters, or all its weights.
+
+    Raises the errors of `stored_tensors`.
+    """
+    lora = model.lora
+    if lora is None:
+        return named_shapes(str(model.folder), model.head)
+    shapes: dict[str, list[int]] = {}
+    for layer, (outputs, inputs) in adapted_layers(str(model.folder), lora).items():
+        shapes |= {f"{layer}.lora_A": [lora.rank, inputs], f"{layer}.lora_B": [outputs, lora.rank]}
+    return shapes
+
+
 def parameter_count(model: str, head: Head = "language") -> int:
     """Return the number of parameters that a process holds of the model with this head.
 
@@ -162,11 +206,11 @@ def parameter_count(model: str, head: Head = "language") -> int:
 
 def _indexed_files(folder: Path) -> list[Path]:
     """Return the files that the folder's index names, or [] without an index. Raises ValueError if one is missing."""
-    named = _object(folder / "model.safetensors.index.json").get("weight_map")
+    named = _object(folder / INDEX).get("weight_map")
     names = sorted({str(file) for file in named.values()}) if isinstance(named, dict) else []
     for name in names:
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} has no {name}, which its model.safetensors.index.json names")
+            raise ValueError(f"{folder} has no {name}, which its {INDEX} names")
     return [folder / name for name in names]
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from shared.topology.algorithm import Advantage, Loss, Optimizer
+from shared.topology.lora import Lora
 from shared.topology.passes import Passes
 from shared.topology.services import Reference, TrainerSettings, WeightsRoute
 
@@ -54,6 +55,8 @@ class TrainedModel:
     dtype: str
     passes: Passes | None
     head: Head
+    lora: Lora | None
+    """The adapter that is trained, or None if all weights are."""
     optimizer: Optimizer
     loss: Loss
     advantage: Advantage
@@ -112,6 +115,10 @@ class FrozenModel:
     """Name of the stage whose shards it makes (`shared.stages`)."""
     refreshed: bool
     """Whether later versions of the policy take its place during the run."""
+    lora: Lora | None
+    """The adapter that these versions are, or None if they are whole models or never come."""
+    seed: int
+    """The run's seed."""
     reward_kl: str
     """Estimator of the KL term in the reward, or "" if the reward has none."""
     deterministic: bool

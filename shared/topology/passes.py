@@ -10,6 +10,7 @@ import msgspec
 from pydantic import Field
 
 from shared.topology.fields import Section
+from shared.topology.lora import AdapterPlan
 
 
 class Passes(Section):
@@ -55,6 +56,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """The size of the reduced model, 0 if there is none."""
     cpu_s: float | None = None
     """The processor time that the proof took, or None if the verdict was known."""
+    adapter: AdapterPlan | None = None
+    """What the model's adapter consists of, or None if it has none."""
 
     @property
     def passes(self) -> Passes:

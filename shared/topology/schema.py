@@ -18,6 +18,7 @@ from shared.data import FORMS
 from shared.topology import document
 from shared.topology.algorithm import Advantage, Algorithm, Critic, Loss, Optimizer
 from shared.topology.fields import Count, DataSource, Dtype, Function, ModelFolder, Seconds, Section, Size, Strings
+from shared.topology.lora import Lora
 from shared.topology.models import (
     CRITIC,
     DEVICE_SERVICE,
@@ -115,6 +116,9 @@ class Policy(Section):
         default=None,
         description="forward passes that compute log-probs; default: the fastest that are proved for the model before "
         "the run starts",
+    )
+    lora: Lora | None = Field(
+        default=None, description="train an adapter instead of all weights; default: train all weights"
     )
 
 
@@ -285,6 +289,12 @@ class Topology(Section):
         return self.algorithm.kl is not None and self.algorithm.kl.coef > 0
 
     @property
+    def reference_by_trainer(self) -> bool:
+        """Whether the trainer computes the reference's log-probs: with an adapter, the reference is the base, which the
+        trainer holds. `services.reference` starts processes for it instead."""
+        return self.needs_reference and self.policy.lora is not None and self.services.reference is None
+
+    @property
     def needs_proximal(self) -> bool:
         """Whether the trainer computes log-probs in a separate pass and puts them into the store.
 
@@ -310,6 +320,7 @@ class Topology(Section):
             dtype=self.policy.dtype,
             passes=self.policy.passes,
             head="language",
+            lora=self.policy.lora,
             optimizer=self.optimizer,
             loss=self.algorithm.loss,
             advantage=self.algorithm.advantage,
@@ -338,6 +349,7 @@ class Topology(Section):
                 dtype=own,
                 passes=critic.passes,
                 head="value",
+                lora=None,
                 optimizer=critic.optimizer,
                 loss=Loss(),
                 advantage=Advantage(),
@@ -369,6 +381,7 @@ class Topology(Section):
         if settings is None:
             return ()
         reward_kl = self.algorithm.reward_kl
+        refreshed = kl is not None and kl.refresh_every is not None
         reference = FrozenModel(
             name=REFERENCE,
             service=DEVICE_SERVICE[REFERENCE],
@@ -378,7 +391,9 @@ class Topology(Section):
             passes=self.policy.passes,
             temperature=self.sampling.temperature,
             stage=REFERENCE,
-            refreshed=kl is not None and kl.refresh_every is not None,
+            refreshed=refreshed,
+            lora=self.policy.lora if refreshed else None,
+            seed=self.run.seed,
             reward_kl="" if reward_kl is None else reward_kl.estimator,
             deterministic=self.run.deterministic,
             shares_devices=DEVICE_SERVICE[REFERENCE] in self.colocated_services,

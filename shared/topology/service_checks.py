@@ -199,6 +199,9 @@ def _colocated(topology: Topology) -> Found:
             yield (*_COLOCATE, index), f"{name} is named twice; remove one"
         elif name == "reference" and not topology.needs_reference:
             yield (*_COLOCATE, index), "no reference is started without algorithm.kl.coef above 0; leave it out"
+        elif name == "reference" and topology.reference_by_trainer:
+            message = "with policy.lora, the trainer is the reference, and none is started"
+            yield (*_COLOCATE, index), f"{message}; leave it out, or add services.reference: {{}}"
         elif name == CRITIC and topology.critic is None:
             yield (*_COLOCATE, index), "no critic is started without the section critic; leave it out"
     if len(names) == 1:
@@ -287,9 +290,9 @@ def transfer_floor_s(route: WeightsRoute, nbytes: int, engines: int) -> float:
 
 def _too_short(topology: Topology, transfer_s: float) -> Found:
     """Check that a version can be sent within the limit. A model that cannot be measured is reported elsewhere."""
-    rollout, policy = topology.services.rollout, topology.policy
+    rollout = topology.services.rollout
     try:
-        nbytes = weight_bytes(policy.model, policy.dtype)
+        nbytes = weight_bytes(topology.policy_model)
     except (OSError, ValueError):
         return
     needed = transfer_floor_s(rollout.weights, nbytes, rollout.instances)

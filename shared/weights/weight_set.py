@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from proto import dtypes
 from proto.messages import TransferParameter, WeightsKind
 
@@ -21,22 +23,42 @@ _NAMED = 4
 
 
 @dataclass(frozen=True)
+class Base:
+    """The weights over which an adapter lies, which never change. `digests` are in the order of the sorted names."""
+
+    digests: Sequence[int]
+
+    @classmethod
+    def of(cls, digests: Mapping[str, int]) -> Base:
+        """Return the base whose tensors have these digests, by name."""
+        return cls([digests[name] for name in sorted(digests)])
+
+    @property
+    def name(self) -> str:
+        """A name that other weights do not have: 16 hexadecimal digits."""
+        return f"{xxhash.xxh3_64_intdigest(b''.join(number.to_bytes(8, 'little') for number in self.digests)):016x}"
+
+
+@dataclass(frozen=True)
 class WeightSet:
     """The tensors of a version, in the order in which they are sent. A tied weight occurs once, under its first name.
 
-    `base` names the weights over which an adapter lies, which never change; it is empty for a full version. `digests`
-    is in the order of the sorted names, or empty if the bits are proved in another way.
+    `base` are the weights over which an adapter lies; it is None for a full version. `digests` is in the order of the
+    sorted names, or empty if the bits are proved in another way.
     """
 
     parameters: Sequence[TransferParameter]
-    kind: str = WeightsKind.FULL
-    base: str = ""
+    base: Base | None = None
     digests: Sequence[int] = ()
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor | Array], kind: str = WeightsKind.FULL, base: str = "") -> WeightSet:
+    def of(cls, tensors: Mapping[str, Tensor | Array], base: Base | None = None) -> WeightSet:
         """Return the set of `tensors`. Raises WireError for a dtype that cannot be sent."""
-        return cls(described(tensors), kind, base)
+        return cls(described(tensors), base)
+
+    @property
+    def kind(self) -> WeightsKind:
+        return WeightsKind.FULL if self.base is None else WeightsKind.ADAPTER
 
     @property
     def names(self) -> list[str]:

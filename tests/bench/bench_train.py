@@ -6,7 +6,8 @@ nothing.
 
 Rows: forward + backward tokens/s of the torch backend and of TRL's trainer on the same samples with lengths spread 1:8
 (in separate processes, per CPU second of one thread, alternating); the trainer's matrix products, and oneDNN alone on
-the same shapes; dividing 10,000 samples among 8 ranks; peak memory with the output layer computed in chunks compared
+the same shapes; a step that trains an adapter compared with one that trains all weights, in turn in one process;
+dividing 10,000 samples among 8 ranks; peak memory with the output layer computed in chunks compared
 with computing it as a whole, with a vocabulary of 150,000 (both are this project's code: the baseline computes all
 logits at once, as most trainers do); with CUDA, the model FLOPs utilisation of forward + backward, in both conventions
 (`model_flops`).
@@ -33,6 +34,7 @@ from shared.batch import Batch
 from tests.bench.against_trl import PEER_ENVIRONMENT, PEER_PYTHON, RECORD
 from tests.bench.cluster_run import MODEL, BenchError, last_line
 from tests.bench.peer_sweep import recorded_best, save, search, text
+from tests.bench.random_model import save_random_of
 from tests.bench.turns import TURNS, by_turns, heading, order_line, ratios, spread, versions
 
 PEER = Path(__file__).parent / "peers" / "trl_update.py"
@@ -42,6 +44,8 @@ START_MICRO_BATCHES = (2, 8, 32, 128)
 RECORDED_AS = "forward and backward"
 PARTS = [sys.executable, "-m", "tests.bench.train_parts"]
 LIMIT_S = 600.0
+MIB_62M = 240
+"""MiB of the float32 weights of a model with 62 million parameters."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,18 @@ def table(batch: Path, turns: int) -> None:
         print(
             f"| share of {what} in the time of the pass | {spread(each[key] for each in found).text()} | |", flush=True
         )
+    for name, model, rank in (
+        ("quickstart's", MODEL, 8),
+        ("quickstart's", MODEL, 32),
+        ("a 62M", batch.parent / "62m", 32),
+    ):
+        if not model.exists():
+            save_random_of(model, MIB_62M)
+        steps = last_line([*PARTS, "adapter", str(batch), str(model), str(rank)], "adapter", LIMIT_S)
+        what = (
+            f"CPU seconds of a step that trains an adapter of rank {rank} of {name} model, relative to all its weights"
+        )
+        print(f"| {what} | {ratios(steps['adapter'], steps['full']).text()} | <= 1 |", flush=True)
     milliseconds, uneven = _slicing()
     print(
         f"| 10,000 samples divided among 8 ranks (imbalance {uneven:.4f}), median of 7 | {milliseconds:.1f} ms | <= "

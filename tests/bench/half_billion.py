@@ -27,6 +27,7 @@ from pathlib import Path
 
 from shared.rundir import RunDir, checkpoint_steps
 from shared.topology import load
+from shared.topology.capacity import Parameters
 from shared.topology.memory_plan import ALWAYS, Phase, Use, uses
 from shared.topology.model_files import parameter_count
 from tests.bench.bench_colocate import MODES, QUICKSTART, Memory, service_of, watching
@@ -112,7 +113,7 @@ def measure(model: Path, folder: Path, settings: list[str], limit_s: float) -> R
         loaded = _loaded(run.run)
         topology, elements = load(run.run.topology), parameter_count(str(model))
         times = (begun, loaded, trained_first, trained, saved, time.time())
-        return Run(memory, run.rows(), times, planned(uses(topology, {"policy": elements}, {})), elements)
+        return Run(memory, run.rows(), times, planned(uses(topology, {"policy": Parameters(elements)}, {})), elements)
 
 
 def _loaded(run: RunDir) -> float:

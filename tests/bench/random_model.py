@@ -43,20 +43,23 @@ def save_random_of(folder: Path, mib: int) -> None:
     )
 
 
-def save_random_qwen2(folder: Path) -> None:
-    """Save a model with the shape of Qwen2-0.5B, random bfloat16 weights and a context of 512 tokens."""
+QWEN2_1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+"""What distinguishes the shape of Qwen2-1.5B from that of Qwen2-0.5B."""
+
+
+def save_random_qwen2(folder: Path, **sizes: int) -> None:
+    """Save a model with the shape of Qwen2-0.5B, except for `sizes`, with random bfloat16 weights and a context of 512
+    tokens."""
     torch.manual_seed(SEED)
     logging.disable_progress_bar()
+    half_b = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
     config = Qwen2Config(
         vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         eos_token_id=2,
+        **{**half_b, **sizes},
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     for name in TOKENIZER:

@@ -1,5 +1,6 @@
 """The measurements of `bench_train` and `bench_gpu` that run in separate processes: `speed BATCH MODEL`,
-`products BATCH MODEL`, `memory chunked|whole`, `utilisation cuda|cpu` and `update ours|fsdp2 BATCH DEVICE`.
+`products BATCH MODEL`, `adapter BATCH MODEL RANK`, `memory chunked|whole`, `utilisation cuda|cpu` and `update
+ours|fsdp2 BATCH DEVICE`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,12 +27,15 @@ from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.loss import BatchLoss
 from shared.model import logprobs
+from shared.model.adapter import AdapterStart
 from shared.model.linear import product
 from shared.ranks.layout import Layout
 from shared.ranks.process_group import own_device
+from shared.topology.lora import Lora
 from shared.topology.passes import FASTEST
 from tests.bench.model_flops import peak_flops, training_flops
 from tests.bench.own_process import full_size
+from tests.bench.turns import by_turns
 from tests.unit.policy_trainer.training import adamw
 
 ROUNDS = 3
@@ -53,9 +58,11 @@ FULL = 0.85
 """Share of a GPU's memory that the slice of 7B may take up by estimate."""
 
 
-def forward_backward_of(batch: Path, model: Path) -> tuple[int, Callable[[], None]]:
+def forward_backward_of(
+    batch: Path, model: Path, *, adapter: AdapterStart | None = None, updates: bool = False
+) -> tuple[int, Callable[[], None]]:
     """Return the number of tokens (prompts included) in a batch, and a function that runs one forward and backward pass
-    over it on one thread.
+    over it on one thread, and then updates the weights if `updates` is true. With an `adapter`, only it is trained.
     """
     data = json.loads(batch.read_text())
     pairs = list(zip(data["prompts"], data["completions"], strict=True))
@@ -72,16 +79,41 @@ def forward_backward_of(batch: Path, model: Path) -> tuple[int, Callable[[], Non
     advantages = np.repeat(np.linspace(-1, 1, len(lengths)), lengths).astype(np.float32)
     weights = np.full(len(ids), 1 / mask.sum(), np.float32)
     options = BackendOptions(
-        max_tokens=4096, threads=1, device="cpu", scratch=batch.parent / "offloaded", passes=FASTEST
+        max_tokens=4096,
+        threads=1,
+        device="cpu",
+        scratch=batch.parent / "offloaded",
+        passes=FASTEST,
+        adapter=adapter,
     )
     backend = TorchBackend(model, "float32", options, Layout(1).place(0))
 
     def run() -> None:
         loss = BatchLoss(spec, flat, advantages, weights, "cpu")
         backend.forward_backward(Sequences(ids, lengths, mask), 1.0, loss, entropy=loss.entropy)
+        if updates:
+            backend.step(1, adamw(lr=1e-6))
         backend.drop_gradients()
 
     return len(ids), run
+
+
+def adapter(batch: Path, model: Path, rank: int) -> dict[str, Any]:
+    """Return the CPU seconds of a training step on one thread, with an adapter of this rank and of all weights, in turn
+    for ROUNDS rounds after one to warm up."""
+    start = AdapterStart(Lora(rank=rank), seed=0)
+    steps = {
+        "adapter": forward_backward_of(batch, model, adapter=start, updates=True)[1],
+        "full": forward_backward_of(batch, model, updates=True)[1],
+    }
+
+    def seconds(step: Callable[[], None]) -> float:
+        began = time.process_time()
+        step()
+        return time.process_time() - began
+
+    made = by_turns({name: partial(seconds, step) for name, step in steps.items()}, 1 + ROUNDS)
+    return {name: times[1:] for name, times in made.items()}
 
 
 def speed(batch: Path, model: Path) -> dict[str, Any]:
@@ -412,6 +444,8 @@ if __name__ == "__main__":
     found: dict[str, Any]
     if sys.argv[1] == "update":
         found = update(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
+    elif sys.argv[1] == "adapter":
+        found = adapter(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
     elif sys.argv[1] in ("speed", "products"):
         found = {"speed": speed, "products": products}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
     else:

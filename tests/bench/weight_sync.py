@@ -116,7 +116,7 @@ class Trainer:
         proof = asyncio.get_running_loop().run_in_executor(self._compute, self.canaries.current)
         record = asyncio.to_thread(self.canaries.weight_set, weights)
         (receipt, put_s), (weight_set, digests_s), (canary, canary_s) = await asyncio.gather(
-            timed(put_weights(data, weights.tensors, request, self._staging)), timed(record), timed(proof)
+            timed(put_weights(data, weights, request, self._staging)), timed(record), timed(proof)
         )
         ref = weights_ref(receipt, self.canaries, canary, weight_set, request)
         return ref, canary_s, max(put_s, digests_s)

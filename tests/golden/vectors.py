@@ -141,7 +141,8 @@ def _lease() -> LeaseGrant:
             drill_seed=2**63 - 1,
             drill_factors=[1.0, 7.5],
             kind=WeightsKind.ADAPTER,
-            base="weights/1/0",
+            base="9f86d081884c7d65",
+            base_digests=[3, 2**64 - 1],
         ),
     )
 
@@ -268,6 +269,20 @@ def vectors() -> list[Vector]:
                 temperature=0.7,
             ),
             remaining_s=3600.0,
+        ),
+        Vector(
+            "forward_adapter_off",
+            "log-probs of one task with the adapter on and off, and its KL",
+            Forward(
+                driver=7,
+                order=1,
+                batch=BatchMeta(tasks=[TaskHandle("train/0/7", 3, 2, 12, 900, [0])], stores=["batch-store/0"]),
+                keys=["prox_logprobs", "ref_logprobs"],
+                temperature=0.7,
+                kl_estimator="k3",
+            ),
+            remaining_s=3600.0,
+            minor=4,
         ),
         Vector(
             "credit",

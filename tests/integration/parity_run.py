@@ -123,7 +123,7 @@ def bits(path: Path) -> dict[str, bytes]:
     checkpoint's weights, optimizer state and earlier versions.
     """
     last = f"step-{max(checkpoint_steps(path / 'checkpoints'))}"
-    patterns = ("export*/model.safetensors", f"checkpoints/**/{last}/*.safetensors")
+    patterns = ("export*/**/*.safetensors", f"checkpoints/**/{last}/*.safetensors")
     files = [file for pattern in patterns for file in sorted(path.glob(pattern))]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 

@@ -24,7 +24,6 @@ MAX_NEW_TOKENS = 12
 VOCAB = 61
 RUNS = (("float64", 4096), ("float64", 30), ("float32", 30))
 """Precision and micro-batch size of each pass over all cases. With small micro-batches, layers are also recomputed."""
-HEADS: tuple[Head, ...] = ("language", "value")
 PPO = LossSpec(
     name="ppo_clip",
     clip_low=0.2,

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from proto.messages import ErrorCode
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
-from services.policy_trainer.worker.blocks import blocks_of
-from shared.model.load import load_model, load_shapes, named_weights
+from shared.model.load import blocks_of, load_model, load_shapes, named_weights
 from shared.ranks.layout import Layout, RankPlace
 from shared.rpc.errors import RpcError
 from shared.topology.passes import FASTEST

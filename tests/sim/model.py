@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +25,6 @@ from proto.messages import AdamW, Canary, LeaseGrant
 from services.policy_trainer.worker.backend import (
     Backend,
     PartShelves,
-    PublishedWeights,
     Sequences,
     TrainingState,
 )
@@ -45,7 +44,7 @@ from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from shared.colocation.devices import ENGINE, NOTHING, WEIGHTS, Parts
 from shared.stages import TRAIN
 from shared.topology.models import TrainedModel
-from shared.weights.weight_set import WeightSet
+from shared.weights.weight_set import Base, WeightSet
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -85,6 +84,7 @@ class SimBackend:
 
     def __init__(self, world: World, model: TrainedModel, place: Any, generation: int) -> None:
         self.place = place
+        self.base: Base | None = None
         self.name = model.name
         self.called = nn.Module()
         self.shelves = cast(PartShelves, SimpleNamespace(offload=self._offload, backload=self._backload))
@@ -174,8 +174,8 @@ class SimBackend:
         self._use("parameters")
         return {NAME: torch.tensor([self.chain])} if self.place.rank == 0 else {}
 
-    def published(self) -> PublishedWeights:
-        return PublishedWeights(self.weights())
+    def published(self) -> dict[str, torch.Tensor]:
+        return self.weights()
 
     def state(self) -> TrainingState:
         self._use("parameters", "optimizer")
@@ -229,8 +229,8 @@ class SimCanaries:
     def of(self, logprobs: Array) -> Canary:
         return Canary(token_ids=CANARY_TOKENS, logprobs=logprobs, tolerance=1e-6)
 
-    def weight_set(self, weights: PublishedWeights) -> WeightSet:
-        return WeightSet.of(weights.tensors)
+    def weight_set(self, weights: dict[str, torch.Tensor]) -> WeightSet:
+        return WeightSet.of(weights)
 
 
 class SimEngine:
@@ -285,6 +285,9 @@ class SimEngine:
         self._use(frozenset({WEIGHTS}))
         self._chain = int(weights[NAME][0])
         self.swaps += 1
+
+    def retain(self, swaps: Collection[int]) -> bool:
+        return not swaps
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         if int(given[NAME][0]) != self._chain:

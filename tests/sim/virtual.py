@@ -168,8 +168,8 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "launch.supervisor.runner.PING_EVERY_S": 6.0,
         "services.batch_store.server.StreamServer": NoStreams,
         "services.batch_store.server.REAP_S": 1.0,
-        "services.policy_trainer.worker.start.make_backend": lambda run, trained, place, generation: model.make_backend(
-            here(), trained, place, generation
+        "services.policy_trainer.worker.start.make_backend": lambda run, trained, place, generation, _: (
+            model.make_backend(here(), trained, place, generation)
         ),
         "services.policy_trainer.worker.start.Canaries": model.SimCanaries,
         "services.policy_trainer.worker.start.require_deterministic_algorithms": lambda: None,

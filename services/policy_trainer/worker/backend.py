@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from proto.messages import AdamW, ErrorCode, WeightsKind
+from proto.messages import AdamW, ErrorCode
 from proto.tensors import Array
 from services.policy_trainer.metrics import add_up
 from shared.colocation.devices import PARTS, Part
 from shared.colocation.shelf import Shelf
+from shared.model.adapter import AdapterStart
 from shared.model.load import mismatched_weights
 from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import RankPlace
@@ -30,6 +31,7 @@ from shared.rpc.errors import RpcError
 from shared.topology.models import Head
 from shared.topology.passes import Passes
 from shared.topology.services import Recompute
+from shared.weights.weight_set import Base
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,13 @@ class TrainingState:
     optimizer: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class PublishedWeights:
-    """The tensors of a version by name, on the rank that publishes; none elsewhere. They may share the model's memory.
-    For `kind` and `base`, see `shared.weights.weight_set.WeightSet`."""
+OnAdapted = Callable[[nn.Module, AdapterStart], None]
+"""Called on rank 0 with the whole model, once it has its first adapter, and before it is moved or divided. The adapter
+must be the first one again when it returns."""
 
-    tensors: dict[str, Tensor]
-    kind: WeightsKind = WeightsKind.FULL
-    base: str = ""
+
+def ignore_adapted(model: nn.Module, start: AdapterStart) -> None:
+    """Do nothing."""
 
 
 class PartShelves:
@@ -107,6 +108,8 @@ class Backend(Protocol):
 
     place: RankPlace
     shelves: PartShelves
+    base: Base | None
+    """The weights over which the trained adapter lies, on rank 0; None if all weights are trained."""
 
     @property
     def called(self) -> nn.Module:
@@ -115,7 +118,7 @@ class Backend(Protocol):
 
     @property
     def parameters(self) -> int:
-        """Number of elements in all parameters of the whole model. Tied parameters count once."""
+        """Number of elements in all parameters of the whole model, trained or not. Tied parameters count once."""
         ...
 
     @property
@@ -156,8 +159,9 @@ class Backend(Protocol):
         memory."""
         ...
 
-    def published(self) -> PublishedWeights:
-        """Return what engines need of the current version. It need not be what a checkpoint or an export holds."""
+    def published(self) -> dict[str, Tensor]:
+        """Return what engines need of the current version on rank 0 and {} elsewhere. They may share the model's
+        memory. It need not be what a checkpoint or an export holds."""
         ...
 
     def state(self) -> TrainingState:
@@ -199,6 +203,9 @@ class BackendOptions:
     passes: Passes | None = None
     """The passes of the model; None: those that assume nothing about it."""
     head: Head = "language"
+    adapter: AdapterStart | None = None
+    """The adapter that is trained, or None if the whole model is."""
+    on_adapted: OnAdapted = ignore_adapted
 
 
 def set_numbers(groups: Iterable[dict[str, Any]], optimizer: AdamW) -> None:

@@ -23,7 +23,6 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     PartShelves,
-    PublishedWeights,
     Sequences,
     TokenLoss,
     TrainingState,
@@ -38,7 +37,8 @@ from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards
 from shared.colocation.devices import Part
 from shared.colocation.shelf import local_part, own_storages
-from shared.model import cpu
+from shared.model import adapter_files, cpu
+from shared.model.adapter import adapt, adapters_of, base_weights, check_merge, first_adapters, scales_of
 from shared.model.load import allow, load_model, load_shapes, named_weights
 from shared.model.logprobs import Entropy, Scores, vocabulary
 from shared.model.value_head import classifier_config
@@ -47,6 +47,8 @@ from shared.ranks.layout import RankPlace
 from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy
 from shared.topology.models import Head
+from shared.weights.digests import digests_of
+from shared.weights.weight_set import Base
 
 _IDLE = Sequences(np.zeros(2, np.int32), np.array([2], np.int32), np.array([0, 1], np.uint8))
 """Input for a rank that has no samples left while others still have some, because it must join their collectives."""
@@ -76,7 +78,13 @@ class TorchBackend:
         self._options = options
         self._mesh = Mesh(place, torch.device(options.device).type)
         model = self._loaded_on_rank_0(lambda _: None) or load_shapes(model_dir, dtype, options.head)
+        if options.adapter is not None:
+            adapt(model, options.adapter)
         allow(model, options.passes)
+        self.base: Base | None = None
+        if options.adapter is not None and place.rank == 0:
+            self.base = Base.of(digests_of(base_weights(model)))
+            options.on_adapted(model, options.adapter)
         if options.recompute != "none":
             recompute_blocks(model, options.recompute)
         self._trained: Replica | Shards
@@ -91,7 +99,11 @@ class TorchBackend:
             self._check_export()
 
     def _check_export(self) -> None:
-        """Raise BadInput if the model's configuration could not be written at the end of the run."""
+        """Raise BadInput if the model's configuration could not be written at the end of the run, or its adapter not be
+        merged."""
+        adapter = self._options.adapter
+        if adapter is not None and adapter.lora.export_merged:
+            check_merge(self.model, self._source)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 self._write_configuration(Path(folder))
@@ -126,17 +138,20 @@ class TorchBackend:
         return model
 
     def restart(self) -> None:
-        """Reload the weights from the model directory and reset the optimizer state."""
+        """Return to the first weights and reset the optimizer state. The base of an adapter is not read again."""
         self.shelves.backload()
-        shapes, source = self._trained.shapes, self._source
-        model = self._loaded_on_rank_0(lambda loaded: check_same_model(shapes, named_weights(loaded), source))
-        self._trained.set_weights({} if model is None else named_weights(model))
+        shapes, source, adapter = self._trained.shapes, self._source, self._options.adapter
+        if adapter is not None:
+            self._trained.set_weights(first_adapters(adapters_of(self.model), adapter))
+        else:
+            model = self._loaded_on_rank_0(lambda loaded: check_same_model(shapes, named_weights(loaded), source))
+            self._trained.set_weights({} if model is None else named_weights(model))
         self._reset()
         self.drop_gradients()
 
     @property
     def parameters(self) -> int:
-        return sum(shape.numel() for shape in self._trained.trained_shapes)
+        return self._trained.parameters
 
     @property
     def model(self) -> nn.Module:
@@ -242,9 +257,10 @@ class TorchBackend:
         """Return the current weights on rank 0 and {} elsewhere."""
         return self._trained.weights()
 
-    def published(self) -> PublishedWeights:
-        """Return the current weights on rank 0."""
-        return PublishedWeights(self.weights())
+    def published(self) -> dict[str, Tensor]:
+        """Return the current weights on rank 0. B of an adapter is multiplied by its scale."""
+        weights = self.weights()
+        return weights | {name: weights[name] * scale for name, scale in scales_of(self.model).items() if weights}
 
     def state(self) -> TrainingState:
         """Return copies of the weights and the AdamW state on rank 0."""
@@ -304,9 +320,17 @@ class TorchBackend:
         self.drop_gradients()
 
     def export(self, folder: Path) -> None:
-        """Write the configuration and the weights with the model's own library on rank 0. Every rank must call this."""
+        """Write the configuration and the weights with the model's own library on rank 0. Every rank must call this.
+
+        An adapter is written beside them, and merged into the weights in the model directory.
+        """
         weights = self.weights()
-        if self.place.rank == 0:
+        if self.place.rank == 0 and self._options.adapter is not None:
+            lora, tensors = self._options.adapter.lora, {name: to_numpy(tensor) for name, tensor in weights.items()}
+            adapter_files.export(folder, self._source, lora, self._dtype, tensors)
+            if lora.export_merged:
+                self._write_configuration(folder)
+        elif self.place.rank == 0:
             model: Any = self._trained.model
             # The model's own may be refused when it is written.
             model.generation_config = cast(Any, GenerationConfig)()

@@ -1,4 +1,4 @@
-"""Finds the repeated blocks (decoder layers) of a Hugging Face model: the unit of sharding and of recomputation."""
+"""Runs the repeated blocks (decoder layers) of a Hugging Face model again in the backward pass."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shared.model import attention
+from shared.model.load import blocks_of
 
 _ATTENTION = ("flash", "efficient", "cudnn")
 _COSTLY = frozenset(
@@ -22,12 +23,6 @@ _COSTLY = frozenset(
 )
 """Operations whose results are kept with `selective`: matrix products of linear layers, and attention. The products of
 an attention without a fused kernel are not among them, because their results are as large as a mask."""
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose classes the model declares unsplittable, or an empty list if it declares none."""
-    names = set(cast(Any, model)._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def recompute_blocks(model: nn.Module, what: Literal["layers", "selective"]) -> None:

@@ -1,9 +1,9 @@
 """Checkpoints on disk: safetensors and JSON under `step-<n>/`. After a kill, a checkpoint is either complete or absent.
 
-    model.safetensors      weights under their Hugging Face names
+    model.safetensors      weights under their Hugging Face names: those of a version, which may be an adapter's
     optimizer.safetensors  <slot>/<parameter>
     earlier.safetensors    <version>/<parameter> of earlier versions (run.deterministic with a staleness above 0)
-    state.json             layout version, step, and size and xxh3-64 of these files
+    state.json             layout version, step, size and xxh3-64 of these files, and the adapter's rank, alpha and base
 
 Files are written into a temporary folder, synced, read back, verified against their checksums and renamed. No file is a
 pickle.
@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from proto.messages import ErrorCode, TransferParameter
 from services.policy_trainer.worker.mesh import from_rank_0
-from shared.checkpoint_files import LAYOUT, MODEL, OPTIMIZER, STATE, digest, verify
+from shared.checkpoint_files import LAYOUT, MODEL, OPTIMIZER, STATE, AdapterNote, digest, note_of, verify
 from shared.rpc.errors import RpcError
 from shared.rundir import CHECKPOINT_PREFIX, checkpoint_steps
 from shared.weights.weight_set import described, room_for
@@ -49,6 +49,8 @@ class SavedState:
     earlier: dict[str, Tensor] = field(default_factory=dict)
     at_stop: bool = False
     """Whether the checkpoint was saved because the run was stopping, outside the regular interval."""
+    adapter: AdapterNote | None = None
+    """What the weights are, if they are an adapter."""
 
 
 def _write(partial: Path, state: SavedState) -> None:
@@ -58,6 +60,8 @@ def _write(partial: Path, state: SavedState) -> None:
     if state.earlier:
         save_file(state.earlier, partial / EARLIER)
     manifest: dict[str, Any] = {"layout": LAYOUT, "step": state.step, "at_stop": state.at_stop, "files": {}}
+    if state.adapter is not None:
+        manifest["adapter"] = asdict(state.adapter)
     for name in (MODEL, OPTIMIZER, *([EARLIER] if state.earlier else [])):
         os.chmod(partial / name, 0o644)
         _sync(partial / name)
@@ -105,9 +109,10 @@ def load(folder: Path, step: int) -> SavedState:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: {STATE} belongs to step {manifest.get('step')}")
     try:
         earlier = load_file(path / EARLIER) if EARLIER in manifest["files"] else {}
-        return SavedState(step, load_file(path / MODEL), load_file(path / OPTIMIZER), earlier)
+        weights, optimizer = load_file(path / MODEL), load_file(path / OPTIMIZER)
     except (SafetensorError, OSError) as error:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: unreadable: {error}") from None
+    return SavedState(step, weights, optimizer, earlier, adapter=note_of(manifest))
 
 
 def broadcast(state: SavedState | None) -> SavedState:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shared.model.load import named_weights
+from shared.model.adapter import trained_weights
 from shared.model.logprobs import TokenScorer
 
 
@@ -56,8 +56,8 @@ class Replica:
         _copy_all(self._own_params(), self.own_masters())
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the live weights, which change with the next update."""
-        return named_weights(self.model)
+        """Return the live weights of a version, which change with the next update."""
+        return trained_weights(self.model)
 
     def own_weights(self) -> dict[str, Tensor]:
         """Return the live weights."""
@@ -66,7 +66,7 @@ class Replica:
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Copy full weights of the same names and shapes into the model and its masters."""
-        for name, tensor in named_weights(self.model).items():
+        for name, tensor in trained_weights(self.model).items():
             tensor.copy_(weights[name])
         _copy_all(self.own_masters(), self._own_params())
 
@@ -80,17 +80,17 @@ class Replica:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Full shape of every weight."""
-        return {name: tensor.shape for name, tensor in named_weights(self.model).items()}
+        """Full shape of every weight of a version."""
+        return {name: tensor.shape for name, tensor in trained_weights(self.model).items()}
 
     def whole_scalar(self, value: Tensor) -> float:
         """Return `value`, a scalar computed over all masters, as a number."""
         return float(value)
 
     @property
-    def trained_shapes(self) -> list[torch.Size]:
-        """Full shape of every master."""
-        return [master.shape for master in self.masters.values()]
+    def parameters(self) -> int:
+        """Number of elements in all parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def own_masters(self) -> list[Tensor]:
         """Return the masters that are separate tensors."""

@@ -12,6 +12,7 @@ from proto.messages import Credit, ErrorCode, Forward, ForwardBackward, LossSpec
 from proto.tensors import Array
 from services.policy_trainer.update import CREDIT_SCALE
 from shared.batch import Batch
+from shared.credit import KL_KEYS, kl_sums
 from shared.rpc.errors import RpcError
 from shared.stages import CREDIT, PROXIMAL, REFERENCE, VALUES, Key, Per, declared
 
@@ -33,7 +34,8 @@ def loss_keys(spec: LossSpec) -> list[Key]:
 def keys_of(request: Forward | ForwardBackward | Credit) -> tuple[str, ...]:
     """Return the keys of the shards that a call reads."""
     if isinstance(request, Forward):
-        return SCORE_KEYS
+        of_samples = KL_KEYS if request.kl_estimator else ("sample_index",) if request.ends else ()
+        return (*SCORE_KEYS, *of_samples)
     if isinstance(request, Credit):
         spec = request.credit
         values = VALUES.makes if spec.values else ()
@@ -158,6 +160,13 @@ def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -
     """
     of_sequence = _sample_of_sequence(tokens, samples_of_task, len(values))
     return np.repeat(values[of_sequence], tokens.flat["lengths"])
+
+
+def sample_kls(tokens: BatchTokens, samples_of_task: Sequence[int], ref: Array, estimator: str) -> Array:
+    """Return float32 [samples]: `kl_sums` for the log-probs `ref` [T] of the reference."""
+    size = sum(samples_of_task)
+    of_sequence = _sample_of_sequence(tokens, samples_of_task, size)
+    return kl_sums(estimator, {**tokens.flat, "sample_index": of_sequence}, ref, size)
 
 
 def sample_means(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -> Array:

@@ -5,6 +5,7 @@ over the ranks instead of averaged: every rank's loss is its unscaled share of t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import msgspec
@@ -16,11 +17,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from proto.messages import TransferParameter
-from services.policy_trainer.worker.blocks import blocks_of
 from services.policy_trainer.worker.mesh import from_rank_0
 from services.policy_trainer.worker.spare_memory import SpareMemory
+from shared.model.adapter import is_adapted, is_adapter
 from shared.model.context import ContextRank
-from shared.model.load import named_weights, unfilled
+from shared.model.load import blocks_of, named_weights, unfilled
 from shared.model.logprobs import TokenScorer
 from shared.os_limits import host_bytes
 from shared.topology.memory_plan import keeps_whole_gradients
@@ -30,7 +31,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Shards:
-    """A `Replica` in pieces. The pieces of 16-bit weights are float32, while the passes run in 16 bits.
+    """A `Replica` in pieces. The pieces of trained 16-bit weights are float32, while the passes run in 16 bits.
 
     Only rank 0 ever holds whole weights; the others hold their pieces and, temporarily, one whole tensor.
     """
@@ -42,21 +43,23 @@ class Shards:
         named = named_weights(model) if self._rank == 0 else {}
         table = from_rank_0(msgspec.msgpack.encode(described(named)))
         rows = msgspec.msgpack.decode(table, type=list[TransferParameter])
-        self._dtypes: dict[str, torch.dtype] = {row.name: getattr(torch, row.dtype) for row in rows}
-        self.shapes = {row.name: torch.Size(row.shape) for row in rows}
-        """Full shape of every weight."""
-        self._bytes = nbytes(rows)
+        trained = [row for row in rows if is_adapter(row.name)] if is_adapted(model) else rows
+        self._dtypes: dict[str, torch.dtype] = {row.name: getattr(torch, row.dtype) for row in trained}
+        self.shapes = {row.name: torch.Size(row.shape) for row in trained}
+        """Full shape of every weight of a version."""
+        self._bytes = nbytes(trained)
         self.model = model
         # Pieces are cut from unwritten memory, which takes up no room, and are filled from rank 0 below.
         with torch.no_grad(), unfilled():
             for parameter in model.parameters():
-                kept = torch.float32 if parameter.dtype in _LOW else parameter.dtype
+                low = parameter.requires_grad and parameter.dtype in _LOW
+                kept = torch.float32 if low else parameter.dtype
                 parameter.data = torch.empty_like(parameter, dtype=kept)
             for buffer in model.buffers():
                 buffer.data = buffer.float() if buffer.dtype in _LOW else buffer
         self.scorer = TokenScorer(self.model, context)
-        low = dtype in _LOW
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = policy if dtype in _LOW else MixedPrecisionPolicy()
         for block in blocks_of(self.model):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         # The root is also resharded after forward: after a pass without backward, it would otherwise keep weights that
@@ -70,10 +73,10 @@ class Shards:
         self.separate = set(self.masters) if dtype in _LOW else set()
         memory = torch.tensor([_memory_bytes(mesh)])
         dist.all_reduce(memory, op=dist.ReduceOp.MIN)
-        elements = sum(shape.numel() for shape in self.trained_shapes)
+        elements = sum(master.numel() for master in self.masters.values())
         self._keeps_whole_gradients = keeps_whole_gradients(elements, mesh.size(), int(memory))
         self._spare = SpareMemory(next(self.model.parameters()).device)
-        self.set_weights(named)
+        self._set([row.name for row in rows], named)
         for buffer in self.model.buffers():
             dist.broadcast(buffer, 0)
 
@@ -121,16 +124,22 @@ class Shards:
         return weights
 
     def own_weights(self) -> dict[str, Tensor]:
-        """Return the live pieces of all weights."""
+        """Return the live pieces of the weights of a version."""
+        return self._live(self._dtypes)
+
+    def _live(self, names: Iterable[str]) -> dict[str, Tensor]:
         live = dict(cast(Any, self.model).named_parameters(remove_duplicate=False))
         live |= dict(self.model.named_buffers())
-        return {name: live[name] for name in self._dtypes}
+        return {name: live[name] for name in names}
 
-    @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Set every rank's piece of the weights from rank 0's full weights, which must have the live weights' names and
         full shapes. Other ranks may pass {}. Every rank must call this."""
-        for name, target in self.own_weights().items():
+        self._set(self._dtypes, weights)
+
+    @torch.no_grad()
+    def _set(self, names: Iterable[str], weights: dict[str, Tensor]) -> None:
+        for name, target in self._live(names).items():
             whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
             if self._rank == 0:
                 whole.copy_(weights[name])
@@ -164,9 +173,9 @@ class Shards:
         return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
     @property
-    def trained_shapes(self) -> list[torch.Size]:
-        """Full shape of every master."""
-        return [master.shape for master in self.masters.values()]
+    def parameters(self) -> int:
+        """Number of elements in all parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def own_masters(self) -> list[Tensor]:
         """Return an empty list, because the pieces are the masters."""

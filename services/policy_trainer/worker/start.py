@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from proto.messages import WorkerRequest
-from services.policy_trainer.worker.backend import Backend, BackendOptions
+from services.policy_trainer.worker.backend import Backend, BackendOptions, OnAdapted, ignore_adapted
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.calls.state import StateCalls
 from services.policy_trainer.worker.calls.training import TrainingCalls
 from services.policy_trainer.worker.calls.weights import WeightsCalls
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
-from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions
+from services.policy_trainer.worker.weights.drill import Drill
+from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions, first_drill
 from shared.inputs import check_model
+from shared.model.adapter import AdapterStart, begin_again
 from shared.model.load import require_deterministic_algorithms
 from shared.ranks.layout import RankPlace
 from shared.ranks.meeting import Meeting
@@ -28,11 +32,26 @@ def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, 
     model, publishes = rank.model, rank.model.publishes
     if model.deterministic:
         require_deterministic_algorithms()
-    backend = make_backend(rank.run, model, rank.place, meeting)
+    with_digests = publishes is not None and not publishes.mapped
+    drills: list[Drill] = []
+
+    def drill(adapted: nn.Module, start: AdapterStart) -> None:
+        """Make the drill with the model itself, because a second copy of the base might not fit into memory."""
+
+        def fresh() -> nn.Module:
+            begin_again(adapted, start, scaled=True)
+            return adapted
+
+        drills.append(first_drill(fresh, model.dtype, model.seed, with_digests=with_digests))
+        begin_again(adapted, start, scaled=False)
+
+    backend = make_backend(rank.run, model, rank.place, meeting, drill)
     backend.called.register_forward_hook(lambda *_: rank.advance())
     canaries = None
     if publishes is not None:
-        canaries = Canaries(backend, model.folder, model.dtype, model.seed, with_digests=not publishes.mapped)
+        canaries = Canaries(
+            backend, model.folder, model.dtype, model.seed, with_digests=with_digests, drill=next(iter(drills), None)
+        )
     earlier = EarlierVersions(publishes.earlier if publishes is not None else 0)
     loaded = Loaded(backend, canaries, earlier)
     subjects = (
@@ -43,8 +62,17 @@ def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, 
     return backend, {kind: run for subject in subjects for kind, run in subject.runners.items()}
 
 
-def make_backend(run: RunDir, model: TrainedModel, place: RankPlace, meeting: Meeting) -> Backend:
-    """Return the backend of this rank with its model. With several ranks, open their process group."""
+def make_backend(
+    run: RunDir,
+    model: TrainedModel,
+    place: RankPlace,
+    meeting: Meeting,
+    on_adapted: OnAdapted = ignore_adapted,
+) -> Backend:
+    """Return the backend of this rank with its model. With several ranks, open their process group.
+
+    For `on_adapted`, see `BackendOptions`.
+    """
     check_model(run.path, f"{model.name}.model", str(model.folder))
     settings = model.settings
     device = own_device(settings.device, place.rank)
@@ -58,6 +86,8 @@ def make_backend(run: RunDir, model: TrainedModel, place: RankPlace, meeting: Me
         recompute=settings.recompute,
         passes=model.passes,
         head=model.head,
+        adapter=None if model.lora is None else AdapterStart(model.lora, model.seed),
+        on_adapted=on_adapted,
     )
     if settings.backend == "torch":
         return TorchBackend(model.folder, model.dtype, options, place)

@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from shared.topology.services import Rollout
 
 
-def make_engine(settings: Rollout, *, policy: Policy, temperature: float, deterministic: bool) -> Engine:
-    """Return the engine that `services.rollout` selects, not yet started. `temperature` is the training temperature.
+def make_engine(settings: Rollout, *, policy: Policy, temperature: float, deterministic: bool, seed: int) -> Engine:
+    """Return the engine that `services.rollout` selects, not yet started. `temperature` is the training temperature;
+    `seed` is the run's.
 
     Raises BadInput for arguments that the engine does not accept.
     """
     threads, model, dtype = settings.threads or 1, Path(policy.model), policy.dtype
     if settings.engine == "vllm":
         from services.rollout.engines.vllm_engine import VllmEngine
+        from shared.model.adapter import AdapterStart
 
         return VllmEngine(
             model=model,
@@ -31,6 +33,7 @@ def make_engine(settings: Rollout, *, policy: Policy, temperature: float, determ
             tensor_parallel=settings.parallel.tp,
             in_flight=settings.in_flight,
             route=settings.weights,
+            adapter=None if policy.lora is None else AdapterStart(policy.lora, seed),
         )
     if settings.engine == "openai":
         from services.rollout.engines.openai_engine import OpenAIEngine, api_key
@@ -48,6 +51,7 @@ def make_engine(settings: Rollout, *, policy: Policy, temperature: float, determ
             "remove them",
         )
     from services.rollout.engines.transformers_engine import TransformersEngine
+    from shared.model.adapter import AdapterStart
 
     return TransformersEngine(
         model=model,
@@ -56,4 +60,5 @@ def make_engine(settings: Rollout, *, policy: Policy, temperature: float, determ
         deterministic=deterministic,
         device=settings.device,
         passes=policy.passes,
+        adapter=None if policy.lora is None else AdapterStart(policy.lora, seed),
     )

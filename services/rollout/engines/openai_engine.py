@@ -24,7 +24,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,15 @@ from torch import Tensor
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
-from services.rollout.engine import FULL_ONLY, FinishReason, Generation, GenerationWatch, Prompt, SamplingParams
+from services.rollout.engine import (
+    FULL_ONLY,
+    FinishReason,
+    Generation,
+    GenerationWatch,
+    Prompt,
+    SamplingParams,
+    WeightsMismatch,
+)
 from services.rollout.engines.compute import ComputeThread, given_up
 from services.rollout.engines.proof.load_trace import Proof
 from services.rollout.engines.proof.weights import (
@@ -128,11 +136,17 @@ class OpenAIEngine:
             lambda: {name: to_numpy(data) for name, data in named_weights(load_model(self._path, self._dtype)).items()}
         )
 
+    async def prove_base(self, announced: Sequence[int]) -> None:
+        raise WeightsMismatch("engine openai has no adapters")
+
     async def compute(self, work: Callable[[], T]) -> T:
         return await self._compute.counted(work)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.run(lambda: asyncio.run(self._set_weights(weights)))
+
+    def retain(self, swaps: Collection[int]) -> bool:
+        return not swaps
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         await self._compute.run(lambda: asyncio.run(self._verify(given, announced)))

@@ -9,22 +9,31 @@ paused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from proto.messages import ErrorCode
+from proto.messages import ErrorCode, WeightsKind
 from proto.tensors import Array
-from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engine import (
+    ADAPTER_ONLY,
+    FULL_ONLY,
+    Generation,
+    GenerationWatch,
+    Prompt,
+    SamplingParams,
+    WeightsMismatch,
+)
 from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
-from services.rollout.engines.proof.weights import fitting
+from services.rollout.engines.proof.weights import base_digests, fitting
 from services.rollout.engines.slots import SlotTable, Stopped
 from shared.colocation.devices import WEIGHTS, Parts
 from shared.colocation.shelf import Released, give_back, own_storages, release, restore
 from shared.model import cpu
+from shared.model.adapter import AdapterStart, adapt, adapters_of, base_weights, first_adapters, trained_weights
 from shared.model.load import allow, load_model, named_weights, require_deterministic_algorithms, weight_holders
 from shared.model.logprobs import token_logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
@@ -53,10 +62,12 @@ class TransformersEngine:
         deterministic: bool,
         device: str = "cpu",
         passes: Passes | None = None,
+        adapter: AdapterStart | None = None,
     ) -> None:
         """If `deterministic` is true, calls are decoded one after another in a steady table, so a repeated call gives
         bit-identical results. `device` is `cpu`, or `cuda` for the first GPU that the process sees. `passes` are the
-        model's; None: those that assume nothing about it."""
+        model's; None: those that assume nothing about it. With an `adapter`, versions are adapters over the weights in
+        the model directory."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
@@ -64,6 +75,7 @@ class TransformersEngine:
         self.side_by_side = not deterministic
         self._device = device
         self._passes = passes
+        self._adapter = adapter
         self._compute = ComputeThread()
         self._calls = SideBySide(self._compute, self)
         self._table: SlotTable
@@ -80,7 +92,9 @@ class TransformersEngine:
     def progress(self) -> int:
         return self._compute.progress
 
-    loads = FULL_ONLY
+    @property
+    def loads(self) -> frozenset[WeightsKind]:
+        return FULL_ONLY if self._adapter is None else ADAPTER_ONLY
 
     @property
     def vocab_size(self) -> int:
@@ -105,11 +119,17 @@ class TransformersEngine:
     async def base_weights(self) -> dict[str, Array]:
         return await self._compute.run(self._base_weights)
 
+    async def prove_base(self, announced: Sequence[int]) -> None:
+        await self._compute.between_steps(lambda: self._prove_base(announced))
+
     async def compute(self, work: Callable[[], T]) -> T:
         return await self._compute.counted(work)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
+
+    def retain(self, swaps: Collection[int]) -> bool:
+        return not swaps
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         await self._compute.between_steps(lambda: self._verify(given, announced))
@@ -143,8 +163,21 @@ class TransformersEngine:
     # ---- on the compute thread
 
     def _base_weights(self) -> dict[str, Array]:
-        model = load_model(str(self._path), self._dtype) if self._lost else self._model
-        return {name: to_numpy(value.detach()) for name, value in named_weights(model).items()}
+        if self._adapter is not None:
+            tensors = first_adapters(adapters_of(self._model), self._adapter, scaled=True)
+        else:
+            tensors = named_weights(load_model(str(self._path), self._dtype) if self._lost else self._model)
+        return {name: to_numpy(value.detach()) for name, value in tensors.items()}
+
+    def _prove_base(self, announced: Sequence[int]) -> None:
+        weights = base_weights(self._model)
+        wrong: list[str] = []
+        for name, digest in base_digests(WeightSet.of(weights), announced).items():
+            if as_int(digest_whole(weights[name])) != digest:
+                wrong.append(name)
+            self._compute.progress += 1
+        if wrong:
+            raise WeightsMismatch(f"{len(wrong)} of {len(weights)} parameters have wrong bits: {shown(wrong)}")
 
     def _sleep(self) -> None:
         """Release the parameters' memory. The parameters keep their identity, and tied ones stay tied."""
@@ -157,6 +190,10 @@ class TransformersEngine:
     def _wake(self) -> None:
         restore(self._asleep)
         self._asleep = []
+        if self._adapter is not None:  # a version does not contain the weights under its adapter
+            files = named_weights(load_model(str(self._path), self._dtype))
+            for name, tensor in base_weights(self._model).items():
+                tensor.copy_(files[name])
         self._compute.progress += 1
 
     def _must_have_weights(self) -> None:
@@ -169,13 +206,16 @@ class TransformersEngine:
         cpu.set_up(self._threads)
         if self._deterministic:
             require_deterministic_algorithms()
-        self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
+        self._model = load_model(str(self._path), self._dtype)
+        if self._adapter is not None:
+            adapt(self._model, self._adapter, scaled=True)
+        self._model.eval().requires_grad_(False)
         allow(self._model, self._passes)
         # The parameters get storages of their own, as they do after a sleep, because memory mapped from a file is
         # aligned differently, which changes the last bits of results.
         own_storages(self._model.parameters())
         self._model.to(own_device(self._device, 0))
-        self._holders = weight_holders(self._model)
+        self._holders = self._version_holders()
         self._table = SlotTable(
             self._model,
             eos_ids=end_tokens(str(self._path)),
@@ -184,6 +224,11 @@ class TransformersEngine:
             steady=self._deterministic,
         )
         self._compute.progress += 1
+
+    def _version_holders(self) -> dict[str, list[torch.Tensor]]:
+        """Return the parameters or buffers that hold each tensor of a version."""
+        version = trained_weights(self._model)
+        return {name: tied for name, tied in weight_holders(self._model).items() if name in version}
 
     # `compute.Stepper`
 
@@ -226,7 +271,7 @@ class TransformersEngine:
     def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         """Check the parameters. Only copies are compared bit by bit; the other parameters are the given arrays
         themselves."""
-        holders = weight_holders(self._model)  # the tensors that the modules read on every pass
+        holders = self._version_holders()  # the tensors that the modules read on every pass
         wrong = set(holders.keys() ^ (given or announced).keys())
         for name in holders.keys() - wrong:
             tied, digest = holders[name], announced.get(name)

@@ -10,6 +10,9 @@ Weights that arrive in the middle of a block replace the weights of the running 
              has not begun may also read the cached prompt; later blocks never read it.
   recompute  The cache is dropped, and the next step reads prompts and tokens again. This costs a prefill. From then on,
              every token is sampled from exactly the distribution that the new weights give for all text before it.
+
+Versions that are adapters do the same. With `wait`, they can also stay: running samples keep the adapter with which
+they began. vLLM's cache of prompts distinguishes adapters by name, and every version has a new one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import dataclasses
 import importlib.util
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,24 +29,24 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from proto.messages import ErrorCode, TransferOffer
+from proto.messages import ErrorCode, TransferOffer, WeightsKind
 from proto.tensors import Array
 from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
 from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
-from services.rollout.engines.proof.load_trace import Proof, WeightPart
-from services.rollout.engines.proof.weights import check_fits, check_proofs, expected_weights, fitting, memory_file
+from services.rollout.engines.proof.load_trace import WeightPart
+from services.rollout.engines.proof.weights import check_fits, check_proofs, fitting
 from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker
 from services.rollout.engines.vllm_outputs import generation, under_way
 from services.rollout.engines.vllm_setup import (
-    TRANSFER_EXTENSION,
-    WORKER_EXTENSION,
     InFlight,
     arguments_of,
+    fixed_arguments,
     prepare_process,
     seed_of,
 )
+from services.rollout.engines.vllm_versions import AdapterVersions, FullVersions, VllmVersions
 from shared.colocation.devices import ENGINE, NOTHING, Parts
-from shared.model.load import load_model, named_weights
+from shared.model.adapter import AdapterStart
 from shared.ranks.meeting import Meeting
 from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
@@ -58,8 +61,8 @@ STOP_S = 10.0
 
 @dataclass(frozen=True)
 class _Requests:
-    """A call's requests, with `samples` samples each, and the number of weight swaps that
-    had taken place when the requests were made."""
+    """A call's requests, with `samples` samples each, and the number of weight swaps after which the requests began to
+    be sampled."""
 
     names: list[str]
     samples: int
@@ -81,10 +84,12 @@ class VllmEngine:
         tensor_parallel: int = 1,
         in_flight: InFlight = "wait",
         route: WeightsRoute = "shards",
+        adapter: AdapterStart | None = None,
     ) -> None:
         """`engine_args` are fields of vLLM's EngineArgs, which override this engine's defaults. `tensor_parallel` is
         the number of ranks; if there are several, each is a process with `threads` threads. For `in_flight`, see the
-        module's docstring. `route` determines how `receive` receives weights.
+        module's docstring. `route` determines how `receive` receives weights. With an `adapter`, versions are adapters
+        over the weights in the model directory.
 
         Raises RpcError(bad_request) if vLLM is not installed, or if `deterministic` is set, because vLLM's log-probs
         depend on what else is in its batch.
@@ -105,6 +110,9 @@ class VllmEngine:
         self._tensor_parallel = tensor_parallel
         self._in_flight = in_flight
         self._route = route
+        self._versions: VllmVersions = FullVersions(model, dtype, tensor_parallel)
+        if adapter is not None:
+            self._versions = AdapterVersions(model, dtype, tensor_parallel, adapter, in_flight)
         self._taker = OfferTaker(route, ranks=tensor_parallel)
         self._compute = ComputeThread()
         self._llm: Any = None
@@ -114,13 +122,14 @@ class VllmEngine:
         self._held: dict[EngineCall, _Requests] = {}
         self._finished: dict[str, Any] = {}
         self._caches_older_weights = False
+        self._retained: frozenset[int] = frozenset()
         self.swaps = 0
         self._proved: int | None = None
         """Number of swaps when the block was paused. Weights swapped in since then have not been proved yet."""
         self._on_cpu = False
         self._awake = ENGINE
-        self._lost = False
-        """Whether the memory of the weights has been released and no weights have been set since."""
+        self._lost = adapter is not None
+        """Whether no weights have been set since their memory was released, or no adapter yet."""
         self._placed: list[list[WeightPart]] = []
         """The parts in each place on each rank after the first load. The canary of that load proves that these places
         are right."""
@@ -132,8 +141,11 @@ class VllmEngine:
     def progress(self) -> int:
         return self._compute.progress
 
-    loads = FULL_ONLY
     side_by_side = True
+
+    @property
+    def loads(self) -> frozenset[WeightsKind]:
+        return self._versions.loads
 
     @property
     def vocab_size(self) -> int:
@@ -157,14 +169,21 @@ class VllmEngine:
 
     async def base_weights(self) -> dict[str, Array]:
         """Return the weights that `start` loaded, read again from the model directory, because vLLM fuses and packs its
-        copy."""
-        return await self._compute.run(self._read_base)
+        copy, or the first adapter."""
+        return await self._compute.run(self._first_version)
+
+    async def prove_base(self, announced: Sequence[int]) -> None:
+        await self._compute.between_steps(lambda: self._prove_base(announced))
 
     async def compute(self, work: Callable[[], T]) -> T:
         return await self._compute.counted(work)
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         await self._compute.between_steps(lambda: self._set_weights(weights))
+
+    def retain(self, swaps: Collection[int]) -> bool:
+        self._retained = frozenset(swaps)
+        return len(swaps) < self._versions.live
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         await self._compute.between_steps(lambda: self._verify(given, announced))
@@ -250,21 +269,9 @@ class VllmEngine:
             on_cpu=self._on_cpu,
             in_flight=self._in_flight,
         )
-        fixed: dict[str, Any] = {
-            "model": str(self._path),
-            "dtype": self._dtype,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",  # only SamplingParams counts
-            "worker_extension_cls": WORKER_EXTENSION,
-        }
-        if self._route != "shards":
-            from vllm.config import WeightTransferConfig
-
-            config = WeightTransferConfig(backend=self._route)
-            fixed |= {"weight_transfer_config": config, "worker_extension_cls": TRANSFER_EXTENSION}
-        if self._tensor_parallel > 1:
-            fixed |= {"tensor_parallel_size": self._tensor_parallel, "distributed_executor_backend": "mp"}
-        self._expected = expected_weights(self._path, self._dtype)
+        fixed = fixed_arguments(self._path, self._dtype, self._route, self._tensor_parallel)
+        fixed |= self._versions.arguments()
+        self._expected = self._versions.expected()
         self._eos_ids = end_tokens(str(self._path))
         try:
             # vLLM chooses its batch size according to the usage context. The default context is for testing the engine
@@ -293,13 +300,15 @@ class VllmEngine:
         greedy = call.sampling.temperature == 0
         samples = 1 if greedy else call.sampling.samples  # vLLM refuses several greedy samples
         names: list[str] = []
+        named = call.sampling.swaps
+        swaps = self.swaps if named is None or self._versions.live == 1 else named
         try:
             for prompt in call.prompts:
-                names.append(self._ask(*self._request(prompt, call.sampling, samples)))
+                names.append(self._ask(*self._request(prompt, call.sampling, samples), swaps))
         except BaseException:
             self._llm.abort_request(names)
             raise
-        self._held[call] = _Requests(names, samples, self.swaps)
+        self._held[call] = _Requests(names, samples, swaps)
         return True
 
     def step(self) -> None:
@@ -309,7 +318,7 @@ class VllmEngine:
             if all(name in self._finished for name in requests.names):
                 outputs = [self._finished.pop(name) for name in requests.names]
                 del self._held[call]
-                swapped = self.swaps > requests.swaps
+                swapped = self._versions.live == 1 and self.swaps > requests.swaps
                 results = [
                     [generation(completion, requests.swaps, spans=swapped) for completion in output.outputs]
                     for output in outputs
@@ -320,7 +329,13 @@ class VllmEngine:
     def so_far(self, call: EngineCall) -> list[list[Generation]]:
         requests, proved = self._held[call], self.swaps if self._proved is None else self._proved
         groups = under_way(
-            self._llm.output_processor, self._finished, requests.names, requests.samples, requests.swaps, proved
+            self._llm.output_processor,
+            self._finished,
+            requests.names,
+            requests.samples,
+            requests.swaps,
+            proved,
+            spans=self._versions.live == 1,
         )
         return [group * (call.sampling.samples // requests.samples) for group in groups]
 
@@ -349,11 +364,11 @@ class VllmEngine:
         )
         return [*prompt.token_ids, *prompt.resumed_ids], params
 
-    def _ask(self, token_ids: list[int], params: Any) -> str:
-        """Add a request and return its name."""
+    def _ask(self, token_ids: list[int], params: Any, swaps: int) -> str:
+        """Add a request for the version that was current after `swaps` swaps. Return the request's name."""
         name = str(self._requests)
         self._requests += 1
-        self._llm.add_request(name, {"prompt_token_ids": token_ids}, params)
+        self._llm.add_request(name, {"prompt_token_ids": token_ids}, params, lora_request=self._versions.request(swaps))
         return name
 
     def _step(self) -> None:
@@ -371,20 +386,22 @@ class VllmEngine:
         self._finished |= {output.request_id: output for output in outputs if output.finished}
         self._compute.progress += 1
 
-    def _read_base(self) -> dict[str, Array]:
-        return {name: to_numpy(value) for name, value in named_weights(load_model(self._path, self._dtype)).items()}
+    def _first_version(self) -> dict[str, Array]:
+        return {name: to_numpy(value) for name, value in self._versions.first().items()}
+
+    def _prove_base(self, announced: Sequence[int]) -> None:
+        self._compute.progress += 1
+        self._versions.prove_base(self._llm.collective_rpc, announced)
+        self._compute.progress += 1
 
     def _set_weights(self, weights: Mapping[str, Array]) -> None:
         tensors = fitting(self._expected, weights)
-        if self._tensor_parallel == 1:
-            self._llm.collective_rpc("set_policy_weights", args=(tensors,))
-        else:  # each rank is a process, and vLLM's own messages are pickled
-            with memory_file(tensors) as path:
-                self._llm.collective_rpc("read_policy_weights", args=(path,))
+        in_use = self._retained | {requests.swaps for requests in self._held.values()}
+        self._versions.set(self._llm.collective_rpc, tensors, self.swaps + 1, in_use)
         self._weights_are_set()
 
     def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
-        proofs = [Proof.of(proof) for proof in self._llm.collective_rpc("policy_proof")]
+        proofs = self._versions.proofs(self._llm.collective_rpc, self.swaps)
         self._compute.progress += 1
         digests = announced or digests_of({name: to_torch(array) for name, array in given.items()})
         check_proofs(proofs, self._expected, digests)
@@ -411,7 +428,7 @@ class VllmEngine:
         self._compute.progress += 1
         self.swaps += 1
         self._llm.set_weight_version(str(self.swaps))
-        self._caches_older_weights = True
+        self._caches_older_weights = self._versions.loads == FULL_ONLY  # an adapter's keys have its name
         if self._in_flight == "recompute":
             self._llm.reset_prefix_cache(reset_running_requests=True)
             self._caches_older_weights = False
@@ -432,9 +449,7 @@ class VllmEngine:
         """Raise RpcError if the weights are lost, because after a level-2 sleep vLLM silently computes with whatever
         its memory contains."""
         if self._lost:
-            raise RpcError(
-                ErrorCode.INTERNAL, "engine vllm: asked to compute after a sleep, before its weights were set"
-            )
+            raise RpcError(ErrorCode.INTERNAL, "engine vllm: asked to compute before its weights were set")
 
     def _score(self, token_ids: Array) -> Array:
         self._must_have_weights()
@@ -451,7 +466,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        name = self._ask(token_ids.tolist(), params)
+        name = self._ask(token_ids.tolist(), params, self.swaps)
         try:
             while name not in self._finished:
                 self._compute.check_stopped()
@@ -464,6 +479,7 @@ class VllmEngine:
         return np.array([row[token].logprob for token, row in rows], np.float32)
 
     def _sleep(self) -> None:
+        self._versions.forget()
         if self._on_cpu:
             self._llm.collective_rpc("leave_host_memory")
         else:

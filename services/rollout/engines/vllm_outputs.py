@@ -27,13 +27,20 @@ def generation(output: Any, began: int, *, spans: bool) -> Generation:
 
 
 def under_way(
-    processor: Any, finished: Mapping[str, Any], names: Sequence[str], samples: int, began: int, proved: int
+    processor: Any,
+    finished: Mapping[str, Any],
+    names: Sequence[str],
+    samples: int,
+    began: int,
+    proved: int,
+    *,
+    spans: bool,
 ) -> list[list[Generation]]:
     """Return the generations so far for the requests in `names`, `samples` generations for each request.
 
     `processor` is the engine's output processor, and `finished` contains, by name, the RequestOutputs that the
     processor has dropped. `began` is the number of swaps when the block began. Tokens sampled after more than `proved`
-    swaps are left out.
+    swaps are left out. `spans` says whether swaps apply to running samples.
     """
     by_place: dict[tuple[str, int], Generation] = {}
     ended = [(name, completion) for name, output in finished.items() for completion in output.outputs]
@@ -44,16 +51,16 @@ def under_way(
         if each is not None
     ]
     for name, output in ended:
-        spans = [(int(span.version), span.end - span.start) for span in output.weight_versions or ()]
-        by_place[name, output.index] = _made(output.token_ids, output.logprobs, spans, began, _reason(output), proved)
+        made_by = [(int(span.version), span.end - span.start) for span in output.weight_versions or () if spans]
+        by_place[name, output.index] = _made(output.token_ids, output.logprobs, made_by, began, _reason(output), proved)
     for state in processor.request_states.values():
         token_ids = state.detokenizer.output_token_ids
-        starts = state.weight_version_starts
+        starts = state.weight_version_starts if spans else []
         # `ends` has one more entry than `starts` if nothing has been sampled yet.
         ends = [start for _, start in starts[1:]] + [len(token_ids)]
-        spans = [(int(version), end - start) for (version, start), end in zip(starts, ends, strict=False)]
+        made_by = [(int(version), end - start) for (version, start), end in zip(starts, ends, strict=False)]
         logprobs = state.logprobs_processor.logprobs
-        made = _made(token_ids, logprobs, spans, began, FinishReason.UNFINISHED, proved)
+        made = _made(token_ids, logprobs, made_by, began, FinishReason.UNFINISHED, proved)
         by_place[state.external_req_id, state.request_index] = made
     return [[by_place[name, index] for index in range(samples)] for name in names]
 

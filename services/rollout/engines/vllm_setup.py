@@ -7,7 +7,8 @@ import difflib
 import importlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,8 @@ import xxhash
 
 from services.rollout.engines import vllm_worker
 from shared.rpc.errors import BadInput
+from shared.topology.lora import VLLM_SLOTS, vllm_rank
+from shared.topology.services import WeightsRoute
 
 InFlight = Literal["wait", "keep", "recompute"]
 CPU_KV_CACHE_BYTES = 256 * 1024**2
@@ -22,6 +25,8 @@ CPU_KV_CACHE_BYTES = 256 * 1024**2
 WORKER_EXTENSION = f"{vllm_worker.__name__}.{vllm_worker.PolicyWeights.__name__}"
 TRANSFER_EXTENSION = "services.rollout.engines.vllm_transfer.TransferredWeights"
 """The worker extension that takes the place of WORKER_EXTENSION if the trainer sends the weights."""
+ADAPTER_EXTENSION = "services.rollout.engines.vllm_adapters.PolicyAdapters"
+"""The worker extension that takes the place of WORKER_EXTENSION if versions are adapters."""
 _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to the seed, and the sum must still fit in an int64
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the core in this process
@@ -46,6 +51,23 @@ _OURS = {
     "pipeline_parallel_size": "services.rollout.parallel.pp",
     "data_parallel_size": "services.rollout.instances",
     "weight_transfer_config": "services.rollout.weights",
+    **dict.fromkeys(
+        (
+            "enable_lora",
+            "max_loras",
+            "max_cpu_loras",
+            "max_lora_rank",
+            "lora_dtype",
+            "lora_target_modules",
+            "fully_sharded_loras",
+            "default_mm_loras",
+            "enable_tower_connector_lora",
+            "enable_mixed_moe_lora_format",
+            "enable_moe_shared_loras",
+            "max_lora_cls_labels",
+        ),
+        "policy.lora",
+    ),
     "logprobs_mode": "",
     "generation_config": "",
     "worker_extension_cls": "",
@@ -102,6 +124,40 @@ def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool, in_
     else:
         defaults["seed"] = secrets.randbits(31)  # with vLLM's default, all engines would draw the same numbers
     return defaults | dict(given)
+
+
+def fixed_arguments(model: Path, dtype: str, route: WeightsRoute, ranks: int) -> dict[str, Any]:
+    """Return the EngineArgs that users cannot set."""
+    fixed: dict[str, Any] = {
+        "model": str(model),
+        "dtype": dtype,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # only SamplingParams counts
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    if route != "shards":
+        from vllm.config import WeightTransferConfig
+
+        config = WeightTransferConfig(backend=route)
+        fixed |= {"weight_transfer_config": config, "worker_extension_cls": TRANSFER_EXTENSION}
+    if ranks > 1:
+        fixed |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+    return fixed
+
+
+def adapter_arguments(rank: int, modules: Collection[str]) -> dict[str, Any]:
+    """Return the EngineArgs of an engine whose versions are adapters of `rank` for layers called `modules`.
+
+    Other layers are left alone: vLLM 0.32 cannot score a sequence beside running samples once it has wrapped the head.
+    """
+    return {
+        "enable_lora": True,
+        "max_lora_rank": vllm_rank(rank),
+        "max_loras": VLLM_SLOTS,
+        "max_cpu_loras": VLLM_SLOTS,
+        "lora_target_modules": sorted(modules),
+        "worker_extension_cls": ADAPTER_EXTENSION,
+    }
 
 
 def seed_of(prompt: str, seed: int, *, on_cpu: bool) -> int | None:

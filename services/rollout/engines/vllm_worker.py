@@ -8,7 +8,7 @@ vLLM finds `PolicyWeights` by its name (`worker_extension_cls`) and mixes it int
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor, UntypedStorage, nn
 
-from services.rollout.engines.proof.load_trace import LoadTrace
+from services.rollout.engines.proof.adapter_slots import slot_arrays
+from services.rollout.engines.proof.load_trace import LoadTrace, WeightPart
 from shared.colocation.shelf import give_back
 
 _SHARED_MEMORY = "/dev/shm/vllm_dist_"
@@ -30,6 +31,8 @@ class PolicyWeights:
     _policy_mark = ""
     _policy_trace: LoadTrace | None = None
     """The trace of the last load."""
+    _policy_parts: Sequence[WeightPart] = ()
+    """The parts of the weights that this rank was last proved to hold."""
     _asleep: dict[str, list[tuple[UntypedStorage, int]]]
 
     def set_policy_weights(self, weights: Mapping[str, Tensor]) -> int:
@@ -56,7 +59,9 @@ class PolicyWeights:
         """Return the proof of the weights that the last load left in this rank's model (`Proof.plain`)."""
         if self._policy_trace is None:
             return {"parts": [], "faults": ["no load was followed"]}
-        return self._policy_trace.proof(self.model_runner.get_model()).plain()
+        proof = self._policy_trace.proof(self.model_runner.get_model())
+        self._policy_parts = [part for part, _ in proof.parts]
+        return proof.plain()
 
     def _new_trace(self) -> LoadTrace:
         """Return a new trace. The first trace, used in the drill, also shows that packing preserves every weight."""
@@ -85,7 +90,8 @@ class PolicyWeights:
         for module in model.modules():
             if getattr(module, "cpu_linear", None) is not None:
                 module.cpu_linear = None  # holds the packed weight; the next load creates another
-        self._asleep = {"weights": _emptied(model.parameters()), "kv_cache": _emptied(self.model_runner.kv_caches)}
+        weights = [*model.parameters(), *slot_arrays(model)]
+        self._asleep = {"weights": _emptied(weights), "kv_cache": _emptied(self.model_runner.kv_caches)}
         give_back()
         return sum(nbytes for parts in self._asleep.values() for _, nbytes in parts)
 

@@ -100,6 +100,8 @@ class WeightsSync:
         self._noise = 0.0
         """Largest canary error of the drills, whose weights were verified."""
         self._calibrated: float | None = None
+        self._base = ""
+        """Name of the weights under the adapter that the engine was proved to hold."""
         self._coming: _Coming | None = None
         self.holds = HeldVersion()
         self.last: SyncReport | None = None
@@ -121,7 +123,7 @@ class WeightsSync:
 
     def forget(self) -> None:
         """Record that the engine is asleep and has lost its weights."""
-        self.holds = HeldVersion()
+        self.holds, self._base = HeldVersion(), ""
         if self._coming is not None:
             self._coming.loaded = None
 
@@ -158,6 +160,7 @@ class WeightsSync:
         coming, self._coming = self._coming, None
         if coming is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self._who}: no weights were loaded that could be verified")
+        await self._prove_base(coming.ref)
         ref, loaded = coming.ref, await self._drilled_and_set(coming)
         what = f"version {ref.step} of lineage {ref.lineage}"
         verify_s = await self._verify(ref.canary, loaded, what)
@@ -179,6 +182,20 @@ class WeightsSync:
         values = asdict(report)
         self._emit("weights", {"bytes": values.pop("nbytes"), **values})
         return report
+
+    async def _prove_base(self, ref: WeightsRef) -> None:
+        """Check the weights under an adapter, once for every base. Raises RpcError(conflict)."""
+        if ref.base == self._base:
+            return
+        try:
+            await self._engine.prove_base(ref.base_digests)
+        except WeightsMismatch as mismatch:
+            raise RpcError(
+                ErrorCode.CONFLICT,
+                f"{self._who}: the engine does not hold the weights under the adapter, {ref.base}: {mismatch}; give "
+                "trainer and engine the same files of policy.model; the engine must not sample",
+            ) from None
+        self._base = ref.base
 
     async def _drilled_and_set(self, coming: _Coming) -> LoadedWeights:
         """Return the weights that are now in the engine. The entry that they used has been drilled.

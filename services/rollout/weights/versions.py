@@ -1,8 +1,9 @@
 """Decides which policy version the engine holds: the one that a lease needs, or a newer one for running samples.
 
-A lease waits until the leases that need another version have ended. Newer weights are also loaded into a block that is
-being sampled. Its samples keep their tokens and continue under the new version from the next decode step, with their
-cached keys and values (`keep`) or with those of the new version (`recompute`). Tokens that were sampled with unproved
+A lease waits until the leases that need another version have ended, unless the engine can retain their version: each
+lease is then sampled with the version with which it began. Newer weights are also loaded into a block that is being
+sampled. Its samples keep their tokens and continue under the new version from the next decode step, with their cached
+keys and values (`keep`) or with those of the new version (`recompute`). Tokens that were sampled with unproved
 weights are never returned, and blocks that require one exact version (evaluations) are not changed.
 
 Generation pauses only for the swap and its proof, not while the weights are fetched or the trainer is asked to send
@@ -126,12 +127,29 @@ class EngineVersions:
             # Memory for the weights is acquired first, because the trainer's parameters may stay in memory while the
             # engine takes them over.
             await self._acquire_memory(_WEIGHTS)
-            placed = await self._load_version(lease)
-            await self._acquire_memory(ENGINE)
-            if placed or await self._load_version(lease):  # the engine might have slept in the meantime
-                await self._verify_canary(lease)
+            async with self._beside_running(lease):
+                placed = await self._load_version(lease)
+                await self._acquire_memory(ENGINE)
+                if placed or await self._load_version(lease):  # the engine might have slept in the meantime
+                    await self._verify_canary(lease)
             self._ahead.pop(lease, None)
             return self._begin(exact=exact)
+
+    @asynccontextmanager
+    async def _beside_running(self, lease: Lease) -> AsyncIterator[None]:
+        """Pause the samples whose version the engine retains while it loads the lease's version, if it must."""
+        if not self._sampled or not self._needs_other(lease):
+            yield
+            return
+        if lease not in self._ahead and lease.grant.weights is not None:  # not to be waited for in the pause
+            self._ahead[lease] = await _unless_gone(self._fetch(lease, lease.grant.weights))
+        began = time.perf_counter()
+        await self._engine.pause()
+        try:
+            yield
+        finally:
+            await self._engine.resume()  # in any case, because the samples name a version that has been proved
+        self._emit("weights/in_flight", {"step": self.holds.step, "pause_s": time.perf_counter() - began})
 
     def _begin(self, *, exact: bool) -> BlockVersions:
         """Register a lease that is about to be sampled with the engine's version."""
@@ -146,14 +164,15 @@ class EngineVersions:
 
     @asynccontextmanager
     async def _turn_of(self, lease: Lease) -> AsyncIterator[None]:
-        """Enter `_settled`. If the engine must load another version, first wait for the running leases to end.
+        """Enter `_settled`. If the engine must load another version, first wait until it can retain those of the
+        running leases, or until they have ended.
 
         Raises LeaseLost as soon as the waiting lease is lost.
         """
 
         def may_begin() -> bool:
             lease.check()
-            return not self._sampled or not self._needs_other(lease)
+            return not self._needs_other(lease) or self._engine.retain({versions.began for versions in self._sampled})
 
         async def watch() -> None:
             await lease.given_up.wait()

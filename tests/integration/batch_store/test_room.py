@@ -40,8 +40,8 @@ def needed_bytes(folder: Path) -> int:
     folder.mkdir()
     run = make_run(folder, store="memory: 1GiB", steps=STEPS)
     run.remove_volatile()
-    weights = weight_bytes(str(folder / "model"), "float32")
-    return worst_case_bytes(load(run.topology), PROMPT, weights)
+    topology = load(run.topology)
+    return worst_case_bytes(topology, PROMPT, weight_bytes(topology.policy_model))
 
 
 async def roll_out(worker: Actor) -> int:

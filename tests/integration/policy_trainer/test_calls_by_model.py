@@ -80,6 +80,9 @@ def test_a_worker_refuses_calls_for_another_model_and_answers_its_own(model: str
                 assert (state.step, state.dirty) == (0, False)
             done = await workers.forward(batch, [key])
             assert [name.partition(":")[0] for name in done.meta.parts[0].keys] == [key]
+            if model == "critic":
+                ends = (await workers.forward(batch, [key], ends=True)).meta.scalars["value_after"]
+                assert ends.shape == (batch.samples,)
 
     try:
         with store_and_worker(run, words=["--model", model]):

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 
 from shared.topology import load
+from shared.topology.capacity import Parameters
 from shared.topology.memory_plan import uses
 from tests.bench.bench_colocate import QUICKSTART, Memory
 from tests.bench.half_billion import ALL, Run, peak_bytes, planned, process_of, show
 
 
 def test_the_plan_of_each_window_is_the_training_state_and_the_copies_of_that_time() -> None:
-    plan = planned(uses(load(QUICKSTART, ["policy.dtype=bfloat16"]), {"policy": 1000}, {}))
+    plan = planned(uses(load(QUICKSTART, ["policy.dtype=bfloat16"]), {"policy": Parameters(1000)}, {}))
     of_trainer = {"load": 8000, "publish": 6000, "steps": 18_000, "checkpoint": 28_000, "export": 0}
     assert plan["policy_trainer.worker/0"] == of_trainer
     assert plan["reference/0"] == {"load": 2000, "publish": 2000, "steps": 2000, "checkpoint": 2000, "export": 0}
     two = ["policy.dtype=bfloat16", "services.policy-trainer.workers=2"]
-    ranks = planned(uses(load(QUICKSTART, two), {"policy": 1000}, {}))
+    ranks = planned(uses(load(QUICKSTART, two), {"policy": Parameters(1000)}, {}))
     assert ranks["policy_trainer.worker/0"]["publish"] == 2000 + 2000
     assert ranks["policy_trainer.worker/1"]["checkpoint"] == 2000 + 4000
 

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.commands.evaluation import check_checkpoint, table, with_model, without_training
+from launch.commands.evaluation import (
+    check_checkpoint,
+    table,
+    with_checkpoint,
+    with_model,
+    with_weights,
+    without_training,
+)
 from proto.tensors import Array
 from shared.checkpoint_files import LAYOUT, MODEL, OPTIMIZER, STATE, digest
+from shared.model.adapter_files import read
 from shared.model_folder import from_checkpoint
 from shared.rpc.errors import RpcError
 from shared.topology import TopologyError, load
@@ -120,6 +128,42 @@ def test_a_model_made_from_a_checkpoint_outlives_it_and_states_its_data_type(tmp
     assert json.loads((made / "config.json").read_text()) == {"hidden_size": 3, "dtype": topology.policy.dtype}
     assert sorted(each.name for each in made.iterdir()) == ["config.json", MODEL, "tokenizer.json"]
     assert not [each.name for each in tmp_path.iterdir() if each.name.startswith(".")]
+
+
+def test_the_checkpoint_of_an_adapter_is_evaluated_as_an_adapter_over_the_policy(tmp_path: Path) -> None:
+    topology = load(write(make(tmp_path)), ["policy.lora={rank: 2}"])
+    topology = topology.model_copy(
+        update={"policy": topology.policy.model_copy(update={"model": str(model(tmp_path / "policy"))})}
+    )
+    policy, lora = topology.policy.model, topology.policy.lora
+    step = checkpoint(tmp_path / "step-20")
+    adapter = {"layer.0.lora_A": np.ones((2, 3), np.float32), "layer.0.lora_B": np.ones((3, 2), np.float32)}
+    save_file(adapter, step / MODEL)
+    size, found = digest(step / MODEL)
+    state = json.loads((step / STATE).read_text())
+    state["files"][MODEL] = {"bytes": size, "xxh3_64": f"{found:016x}"}
+    (step / STATE).write_text(json.dumps({**state, "adapter": {"base": "0" * 16, "rank": 2, "alpha": 32.0}}))
+    check_checkpoint(step, policy, lora)
+    assert with_weights(topology, step) == topology
+    evaluated = with_checkpoint(topology, step, tmp_path / ".run", tmp_path / "run").policy
+    assert evaluated.lora is not None
+    assert lora is not None
+    assert (evaluated.model, evaluated.lora.adapter_path) == (policy, str(tmp_path / "run" / "model" / "adapter"))
+    written = tmp_path / ".run" / "model" / "adapter"
+    assert [path.name for path in written.parent.iterdir()] == ["adapter"]
+    assert read(written, lora, {"layer.0": (3, 3)}).keys() == adapter.keys()
+    check_checkpoint(written, policy, lora)
+    assert with_weights(topology, written).policy.lora == lora.model_copy(update={"adapter_path": str(written)})
+    assert with_weights(topology, model(tmp_path / "export")).policy.lora is None
+    for path, other, text in (
+        (step, None, r"holds an adapter of rank 2 .*, but the run trains all weights of a model;"),
+        (step, lora.model_copy(update={"rank": 4}), r"holds an adapter of rank 2 .* trains an adapter of rank 4 "),
+        (checkpoint(tmp_path / "step-40"), lora, r"holds all weights of a model, .* trains an adapter of rank 2 "),
+    ):
+        with pytest.raises(RpcError, match=text):
+            check_checkpoint(path, policy, other)
+    with pytest.raises(RpcError, match=r"is an adapter, but the topology has no policy\.lora; add it"):
+        with_weights(with_model(topology, tmp_path / "export"), written)
 
 
 def test_the_table_has_a_line_for_each_set(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from launch.checks import model_proof, preflight
 from launch.checks.findings import Findings
 from shared.topology import Topology, load
+from shared.topology.capacity import Parameters
 from shared.topology.memory_plan import uses
 from shared.topology.model_files import vocabulary
 from shared.topology.passes import FASTEST, Passes, Verdict
@@ -74,7 +75,7 @@ def test_a_model_is_proved_once_in_a_process_of_its_own(
 
 
 def test_a_damaged_result_is_computed_again(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(folder: Path, longest: int | None) -> Verdict:
+    def compute(folder: Path, longest: int | None, lora: Any) -> Verdict:
         return Verdict(sequences="padded", reasons=["packed: why"], model="M", cpu_s=1.5)
 
     monkeypatch.setattr(model_proof, "compute", compute)
@@ -134,12 +135,13 @@ def test_whole_logits_are_part_of_the_memory_plan(model: Path, monkeypatch: pyte
     found = preflight.prove(topology(model, "algorithm.kl.coef=0.1"), findings)
     assert findings.errors == []
     size = vocabulary(found.policy.model)
-    logits = {use.key: use.nbytes for use in uses(found, {"policy": 1000}, {}, size) if use.what == "logits"}
+    every = uses(found, {"policy": Parameters(1000)}, {}, size)
+    logits = {use.key: use.nbytes for use in every if use.what == "logits"}
     tokens = found.services.policy_trainer.max_tokens_per_micro_batch
     assert logits[("policy-trainer-worker", 0)] == tokens * size * 16
     assert ("reference", 0) in logits
     blocks = found.model_copy(update={"policy": found.policy.model_copy(update={"passes": FASTEST})})
-    assert not [use for use in uses(blocks, {"policy": 1000}, {}, size) if use.what == "logits"]
+    assert not [use for use in uses(blocks, {"policy": Parameters(1000)}, {}, size) if use.what == "logits"]
     many = ("services.policy-trainer.max_tokens_per_micro_batch=100000000000",)
     preflight.prove(topology(model, *many), findings)
     [line] = findings.errors

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from launch.checks import resumed
+from launch.checks.findings import Findings
 from shared.inputs import Inputs
 from shared.rpc.errors import RpcError
 from shared.topology import Topology, load
 from shared.topology.load import written
 from tests.unit.shared.topology.small_topology import BASE, make, write
+from tests.unit.shared.topology.test_lora import adapter
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 ALWAYS, DETERMINISTIC = "*Fixed.*", "*Fixed if deterministic.*"
@@ -127,3 +130,39 @@ def test_tasks_per_lease_that_the_user_writes_are_refused_by_name(tmp_path: Path
     file, path = begin(tmp_path)
     with pytest.raises(RpcError, match=r"different values of services\.rollout\.block_tasks; resume it with"):
         resume(file, path, "services.rollout.instances=1", "services.rollout.block_tasks=6")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("policy.lora.rank=16", "policy.lora.rank"),
+        ("policy.lora.alpha=16.0", "policy.lora.alpha"),
+        ("policy.lora.target_modules=[q_proj]", "policy.lora.target_modules"),
+        ("policy.lora.exclude_modules=[q_proj]", "policy.lora.exclude_modules"),
+        ("policy.lora=null", "policy.lora"),
+        ("policy.model=./other", "policy.model"),
+        ("services.reference={}", "services.reference"),
+    ],
+)
+def test_another_adapter_or_base_is_refused_by_name(change: str, named: str, tmp_path: Path) -> None:
+    file, path = begin(tmp_path, "policy.lora={rank: 8}")
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    assert resume(file, path, "policy.lora={rank: 8}").policy.lora is not None
+    with pytest.raises(RpcError, match=f"different values of {re.escape(named)}; resume it with"):
+        resume(file, path, "policy.lora={rank: 8}", change)
+
+
+def test_the_files_of_a_base_and_of_the_first_adapter_are_compared(tmp_path: Path) -> None:
+    file = write(make(tmp_path), BASE.replace("memory: 1MiB", "memory: 8MiB"))
+    topology = load(file, [f"policy.lora={{rank: 32, adapter_path: {adapter(tmp_path)}}}"])
+    then = resumed.inputs_now(topology, {}, Inputs())
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= then.models["policy.lora.adapter_path"].keys()
+    for key, changed in (
+        ("policy.lora.adapter_path", "adapter/adapter_config.json"),
+        ("policy.model", "model/config.json"),
+    ):
+        with (tmp_path / changed).open("a") as stream:
+            stream.write(" ")
+        findings = Findings()
+        resumed.compare(tmp_path, topology, then, resumed.inputs_now(topology, {}, then), findings)
+        assert any(line.startswith(f"{key}: ") and "restore it" in line for line in findings.errors)

@@ -8,7 +8,7 @@ no effect anywhere along the way is found. A new schema key must be added here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -40,9 +40,9 @@ from services.policy_trainer.worker import credit as credits
 from services.policy_trainer.worker.loss import TokenData, check, token_loss, value_token_loss
 from services.policy_trainer.worker.losses.policy import own_policy_loss
 from services.policy_trainer.worker.samples import BatchTokens
-from services.reference.service import kl_sums
 from services.scheduler.planning import make_plan
 from shared.batch import Batch
+from shared.credit import kl_sums
 from shared.stages import CREDIT, PROXIMAL, ROLLOUT, VALUES
 from shared.topology import Topology, TopologyError, load
 from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
@@ -142,6 +142,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "loss gspo": ("algorithm.loss={name: gspo, aggregation: seq_mean_token_mean}", *TWICE),
     "loss importance_sampling": ("algorithm.loss.name=importance_sampling", *TWICE),
     "loss of one's own": ("algorithm.loss.name='own_functions:loss'", *TWICE),
+    "adapter": ("policy.lora={rank: 4}", *KL),
+    "adapter with a KL in the reward": ("policy.lora={rank: 4}", *KL_IN_REWARD, *TWICE),
     "supervised": (f"algorithm.loss.name={SUPERVISED}", "algorithm.group_size=1", *KL),
 }
 TOPOLOGY = """\
@@ -207,14 +209,8 @@ class Table:
             "truncated": (self.lengths == LONGEST).astype(np.uint8),
             "version_min": np.zeros(samples, np.int32),
         }
-        if kl is not None and kl.place == "reward" and topology.needs_reference:
-            shards = {
-                "rollout_logprobs": self.rollout.numpy(),
-                "sample_index": np.arange(samples),
-                "lengths": self.lengths,
-                "loss_mask": np.ones(len(self.rollout)),
-            }
-            scalars["kl"] = kl_sums(kl.estimator, shards, self.ref.numpy(), samples)
+        if kl is not None and kl.place == "reward" and topology.services.reference is not None:
+            scalars |= self.kls(kl.estimator)
         meta = BatchMeta(tasks=tasks, parts=[BatchPart(ROLLOUT.name, list(SAMPLED))], stores=[STORE])
         return StepBatch(step=1, batch=meta, scalars=scalars, reward_mean_unfiltered=0.0)
 
@@ -227,10 +223,21 @@ class Table:
     async def skip_update(self) -> None:
         self.sums.append({"skipped": 1.0})
 
-    async def forward(self, batch: Batch, _: list[str], __: float) -> ForwardDone:
+    def kls(self, estimator: str) -> dict[str, Array]:
+        """Return the scalar for a KL in the reward, if there is an `estimator`."""
+        shards = {
+            "rollout_logprobs": self.rollout.numpy(),
+            "sample_index": np.arange(len(self.lengths)),
+            "lengths": self.lengths,
+            "loss_mask": np.ones(len(self.rollout)),
+        }
+        return {"kl": kl_sums(estimator, shards, self.ref.numpy(), len(self.lengths))} if estimator else {}
+
+    async def forward(self, batch: Batch, keys: Sequence[str], _: float, *, kl_estimator: str) -> ForwardDone:
         self.prox = self.scores()[0].detach()
-        part = BatchPart(PROXIMAL.name, ["prox_logprobs.1-1"])
-        return ForwardDone(meta=BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE]), seconds=0.0)
+        part = BatchPart(PROXIMAL.name, [f"{key}:1-1" for key in keys])
+        meta = BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE], scalars=self.kls(kl_estimator))
+        return ForwardDone(meta=meta, seconds=0.0)
 
     async def credit(self, batch: Batch, spec: CreditSpec) -> CreditDone:
         of_token = np.repeat(np.arange(len(self.lengths)), self.lengths)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +58,7 @@ def test_a_part_moves_only_when_it_is_elsewhere(moves: list[tuple[str, frozenset
 def test_the_needs_of_every_call_are_declared() -> None:
     nothing: Any = MagicMock()
     nothing.model.head = "language"
+    nothing.backend.called = torch.nn.Module()
     subjects = (TrainingCalls(nothing, nothing, None), WeightsCalls(nothing, nothing))
     runners = [*subjects, StateCalls(nothing, nothing, several_hosts=False)]
     kinds = [kind for subject in runners for kind in subject.runners]

@@ -61,7 +61,8 @@ def backend(folder: Path, dtype: str = "float32", head: Head = "language") -> To
     return one_rank(folder, dtype, max_tokens=4096, head=head)
 
 
-def train(made: TorchBackend, step: int, lr: float = 1e-2) -> None:
+def train(made: TorchBackend, step: int, lr: float = 1e-2, *, share: float = 1.0) -> None:
+    """Take a training step. The shares of all data-parallel ranks must add up to 1."""
     ids, lengths, mask = ragged(step)
     flat: dict[str, Array] = {
         "token_ids": ids,
@@ -72,7 +73,7 @@ def train(made: TorchBackend, step: int, lr: float = 1e-2) -> None:
     }
     rng = np.random.default_rng(step)
     advantages = rng.normal(size=len(ids)).astype(np.float32)
-    accumulate(made, LOSS, flat, advantages, np.full(len(ids), 1 / mask.sum(), np.float32))
+    accumulate(made, LOSS, flat, advantages, np.full(len(ids), share / mask.sum(), np.float32))
     made.step(step, adamw(step, lr=lr, weight_decay=0.01))
 
 

@@ -15,6 +15,7 @@ from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.loss import BatchLoss
 from services.policy_trainer.worker.losses.tokens import TokenData
+from shared.model.adapter import AdapterStart
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
 from shared.topology.models import Head
@@ -26,10 +27,14 @@ def adamw(step: int = 1, **options: Any) -> AdamW:
     return optimizer_numbers(Optimizer(**{"lr": 1e-3, **options}), step)
 
 
-def one_rank(folder: Path, dtype: str, *, max_tokens: int, head: Head = "language") -> TorchBackend:
+def one_rank(
+    folder: Path, dtype: str, *, max_tokens: int, head: Head = "language", adapter: AdapterStart | None = None
+) -> TorchBackend:
     """Return a backend on the CPU for the model in `folder`."""
     scratch = folder / "offloaded"
-    options = BackendOptions(max_tokens, threads=1, device="cpu", scratch=scratch, passes=FASTEST, head=head)
+    options = BackendOptions(
+        max_tokens, threads=1, device="cpu", scratch=scratch, passes=FASTEST, head=head, adapter=adapter
+    )
     return TorchBackend(folder, dtype, options, Layout(1).place(0))
 
 

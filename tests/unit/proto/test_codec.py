@@ -59,7 +59,7 @@ def test_well_formed_header_built_by_hand_is_accepted() -> None:
     ("fields", "match"),
     [
         ({"magic": b"HTTP"}, "magic b'HTTP'"),
-        ({"major": 2, "minor": 7}, r"protocol version 2\.7: this side speaks 1\.3"),
+        ({"major": 2, "minor": 7}, rf"protocol version 2\.7: this side speaks 1\.{envelope.MINOR};"),
         ({"flags": 8}, "flags 0x8"),
         ({"reserved": 1}, "flags"),
         ({"reserved2": 1}, "flags"),
@@ -87,9 +87,10 @@ def test_newer_major_version_is_reported_even_with_another_kind_of_checksum() ->
 
 
 def test_newer_minor_version_may_set_unknown_flags_and_fields() -> None:
-    assert codec.decode([header(minor=4, flags=0x4000, reserved=9, reserved2=9), b"\x80"]).envelope.minor == 4
-    body = msgpack.packb({"cursor": 4, "hint": {"a": [1, b"x", None]}})
     newer = envelope.MINOR + 1
+    decoded = codec.decode([header(minor=newer, flags=0x4000, reserved=9, reserved2=9), b"\x80"])
+    assert decoded.envelope.minor == newer
+    body = msgpack.packb({"cursor": 4, "hint": {"a": [1, b"x", None]}})
     decoded = codec.decode([header(minor=newer, type=GetInventory.TYPE, body=len(body), total=len(body)), body])
     assert decoded.body == GetInventory(cursor=4)
     longer = msgpack.packb({"tasks": [["train/0/0", 1, "new", 2.5]], "cursor": 0})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from proto.tensors import Array
-from services.reference.service import kl_sums
+from shared.credit import kl_sums
 
 
 def shards() -> tuple[dict[str, Array], Array]:

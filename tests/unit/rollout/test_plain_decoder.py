@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout.engines.passes import ModelPasses, PlainPasses, make_passes
 from shared.model import linear
+from shared.model.adapter import AdapterStart, adapt, adapters_of, adapters_off
 from shared.model.linear import MIN_PRODUCTS
 from shared.model.load import allow
 from shared.model.plain_decoder import PlainDecoder, is_plain
+from shared.topology.lora import Lora
 from shared.topology.passes import FASTEST, Passes
 
 SIZES = {
@@ -51,11 +53,23 @@ def model_of(kind: str, **settings: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def with_adapters(model: Any, *, scaled: bool) -> Any:
+    """Give every linear layer of `model`, the head included, an adapter that is not zero."""
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+    adapt(model, AdapterStart(Lora(rank=3, alpha=5.0, target_modules=layers), 1), scaled=scaled)
+    for layer in adapters_of(model).values():
+        layer.lora_B.data.normal_(std=0.1)
+    return model.requires_grad_(False)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("lengths", [[6, 6, 6], [3, 6, 1]])
+@pytest.mark.parametrize("adapted", [False, True])
 @torch.inference_mode()
-def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, lengths: list[int]) -> None:
+def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, lengths: list[int], adapted: bool) -> None:
     model = model_of(kind, **MODELS[kind])
+    if adapted:
+        with_adapters(model, scaled=True)
     assert is_plain(model)
     ids = torch.randint(0, 60, (3, 6))
     sides = [passes(model, 6 + 20) for passes in (ModelPasses, PlainPasses)]
@@ -71,6 +85,17 @@ def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, length
                 side.keep(kept)
         nexts = torch.randint(0, 60, (rows,))
         torch.testing.assert_close(*(side.go_on(nexts) for side in sides), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@torch.inference_mode()
+def test_an_adapter_that_is_off_leaves_the_bits_of_the_base(kind: str) -> None:
+    model, ids = model_of(kind, **MODELS[kind]), torch.randint(0, 60, (20,))
+    base = PlainDecoder(model).logprobs(ids)
+    with_adapters(model, scaled=False)
+    assert float((PlainDecoder(model).logprobs(ids) - base).abs().max()) > 0.1
+    with adapters_off(model):
+        assert torch.equal(PlainDecoder(model).logprobs(ids), base)
 
 
 @pytest.mark.parametrize("kind", MODELS)

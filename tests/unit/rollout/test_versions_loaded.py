@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,16 @@ import pytest
 import structlog
 
 from proto.messages import ErrorCode, WeightsRef
+from proto.tensors import Array
 from services.rollout.sampling.answers import PartialJournal
 from services.rollout.sampling.tasks import PreparedTasks
-from services.rollout.sampling.trajectory import Completion
+from services.rollout.sampling.trajectory import BlockVersions, Completion
 from services.rollout.weights.source import Arrays, LoadedWeights, LoadEntry
 from services.rollout.weights.transfer import TransferFailed
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.lease import Lease, LeaseLost
 from shared.rpc.errors import RpcError
-from tests.unit.rollout.told_engine import ref_of, weights_of
+from tests.unit.rollout.told_engine import ToldEngine, ref_of, weights_of
 from tests.unit.rollout.versions_rig import (
     FIRST,
     FRESH,
@@ -336,5 +337,54 @@ def test_weights_that_no_drilled_entry_can_load_are_not_fetched_during_sampling(
             await announced_at_step_3(made, tmp_path)
             assert made.sync.holds.step == FIRST
             assert not brought
+
+    asyncio.run(scenario())
+
+
+class RetainingEngine(ToldEngine):
+    """An engine that retains one version beside the newest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.retained: set[int] = set()
+
+    def retain(self, swaps: Collection[int]) -> bool:
+        self.retained = set(swaps)
+        return len(swaps) < 2
+
+
+def test_new_leases_get_newer_weights_beside_running_ones_and_a_third_version_waits() -> None:
+    async def scenario() -> None:
+        async with rig(RetainingEngine()) as made:
+            engine, versions = made.engine, made.versions
+            assert isinstance(engine, RetainingEngine)
+            first = made.begin(exact=False)
+            paused: list[bool] = []
+            score = engine.score
+
+            async def scored(token_ids: Array) -> Array:
+                paused.append(engine.is_held)
+                return await score(token_ids)
+
+            engine.score = scored  # type: ignore[method-assign]
+            async with asyncio.timeout(10), versions.bring(lease_of(FIRST + 1), exact=False) as second:
+                assert paused == [True]  # unproved weights never sample
+                assert not engine.is_held
+                assert (first.first, second.first) == (FIRST, FIRST + 1)
+                assert engine.retained == {first.began}
+
+                async def third() -> BlockVersions:
+                    async with versions.bring(lease_of(FIRST + 2), exact=False) as begun:
+                        return begun
+
+                waiting = asyncio.create_task(third())
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                assert not waiting.done()
+                assert made.sync.holds.step == FIRST + 1
+                made.end(first)
+                begun = await waiting
+                assert begun.first == FIRST + 2
+                assert engine.retained == {second.began}
 
     asyncio.run(scenario())

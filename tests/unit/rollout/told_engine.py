@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -108,6 +108,9 @@ class ToldEngine:
         self._loaded = float(weights["w"][0])
         self.swaps += 1
         self.progress += 1
+
+    def retain(self, swaps: Collection[int]) -> bool:
+        return not swaps
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         """Accept any weights, because there are no parameters to verify."""

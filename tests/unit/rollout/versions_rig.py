@@ -42,8 +42,8 @@ NOTED, FRESH = "train/0/0", "train/0/1"
 class Rig:
     """An engine that holds version FIRST, and the parts that load newer versions into it."""
 
-    def __init__(self) -> None:
-        self.engine = ToldEngine()
+    def __init__(self, engine: ToldEngine | None = None) -> None:
+        self.engine = engine or ToldEngine()
         self.sync = WeightsSync(self.engine, "rollout/0", lambda topic, values: None)
         self.told: list[str] = []
         service = SimpleNamespace(telemetry=TelemetrySender("rollout", 0, 1))
@@ -86,8 +86,8 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig() -> AsyncIterator[Rig]:
-    made = Rig()
+async def rig(engine: ToldEngine | None = None) -> AsyncIterator[Rig]:
+    made = Rig(engine)
     await made.sync.load(ref_of(FIRST), weights_of(FIRST))
     try:
         yield made

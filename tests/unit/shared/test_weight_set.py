@@ -8,7 +8,7 @@ import torch
 
 from proto.messages import TransferParameter, WeightsKind
 from shared.tensors_torch import to_numpy
-from shared.weights.weight_set import WeightSet
+from shared.weights.weight_set import Base, WeightSet
 
 TENSORS = {"b": torch.zeros(2, 3, dtype=torch.bfloat16), "a": torch.zeros((), dtype=torch.float32)}
 
@@ -17,7 +17,13 @@ def test_tensors_and_the_arrays_that_arrive_from_them_have_the_same_record() -> 
     published = WeightSet.of(TENSORS)
     assert published == WeightSet.of({name: to_numpy(tensor) for name, tensor in TENSORS.items()})
     assert published.parameters == [TransferParameter("b", "bfloat16", [2, 3]), TransferParameter("a", "float32", [])]
-    assert (published.kind, published.base, published.nbytes) == (WeightsKind.FULL, "", 16)
+    assert (published.kind, published.base, published.nbytes) == (WeightsKind.FULL, None, 16)
+    assert WeightSet.of(TENSORS, Base([1])).kind == WeightsKind.ADAPTER
+
+
+def test_the_name_of_a_base_depends_on_every_digest() -> None:
+    assert Base.of({"b": 2, "a": 1}) == Base([1, 2])
+    assert len({Base(digests).name for digests in ([1, 2], [2, 1], [1, 3], [1], [])}) == 5
 
 
 def test_digests_belong_to_the_sorted_names() -> None:

@@ -24,9 +24,11 @@ from services.policy_trainer.worker.checkpoint import SavedState
 from services.policy_trainer.worker.devices import parts_named
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
+from shared.checkpoint_files import AdapterNote, check_note
 from shared.colocation.devices import Part
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
+from shared.rundir import CHECKPOINT_PREFIX
 
 
 class StateCalls:
@@ -80,6 +82,8 @@ class StateCalls:
                 return lambda: loaded.load_state(state)
             reads = rank.place.rank == 0 or not self._several_hosts
             mine = await asyncio.to_thread(checkpoint.load, self._folder, request.step) if reads else None
+            if mine is not None and rank.place.rank == 0:  # only this rank knows the base
+                check_note(self._folder / f"{CHECKPOINT_PREFIX}{request.step}", mine.adapter, self._adapter())
 
             def load() -> None:
                 saved = checkpoint.broadcast(mine) if mine is None or self._several_hosts else mine
@@ -109,6 +113,11 @@ class StateCalls:
         self._rank.step, self._rank.dirty = step, False
         return WorkerReady(step=step, parameters=self._loaded.backend.parameters)
 
+    def _adapter(self) -> AdapterNote | None:
+        """Return what this run's checkpoints say of its adapter, if it trains one. Only rank 0 may call this."""
+        lora, base = self._rank.model.lora, self._loaded.backend.base
+        return None if lora is None or base is None else AdapterNote(base.name, lora.rank, lora.alpha)
+
     # ---- saving
 
     async def _save_checkpoint(self, request: SaveCheckpoint, call: Call) -> Saved | Deferred:
@@ -120,7 +129,9 @@ class StateCalls:
         if rank.place.rank != 0:
             return Saved(path="", seconds=0.0)
         earlier = loaded.earlier.tensors(request.step)
-        saved = SavedState(request.step, state.weights, state.optimizer, earlier, at_stop=request.at_stop)
+        saved = SavedState(
+            request.step, state.weights, state.optimizer, earlier, at_stop=request.at_stop, adapter=self._adapter()
+        )
         task = asyncio.create_task(self._save(saved, request, call))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from proto.messages import (
     WorkerRequest,
 )
 from proto.tensors import Array
+from services.policy_trainer.advantages import KL_SCALAR
 from services.policy_trainer.update import (
     ADVANTAGES,
     CREDIT_SCALE,
@@ -49,17 +51,21 @@ from services.policy_trainer.worker.losses.policy import own_policy_loss
 from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.sample_records import SampleRecords
 from services.policy_trainer.worker.samples import TOKEN_ADVANTAGES
+from shared.credit import KL_ESTIMATORS
 from shared.dataplane.client import TaskShards
+from shared.model.adapter import adapters_off
 from shared.ranks.group import GroupEnded
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.samples.text import Choice
-from shared.stages import CREDIT, PROXIMAL, TRAIN_ADVANTAGES, VALUE_AFTER, VALUE_LOSS, VALUES, Stage
+from shared.stages import CREDIT, PROXIMAL, REFERENCE, TRAIN_ADVANTAGES, VALUE_AFTER, VALUE_LOSS, VALUES, Stage
 from shared.topology.models import Head
 
 PUT_S = 120.0
-STAGES: Mapping[Head, Stage] = {"language": PROXIMAL, "value": VALUES}
-"""The stage whose shards a forward pass makes, by the head of the model."""
+_REF_KEY = REFERENCE.makes[0]
+STAGES: Mapping[Head, tuple[Stage, ...]] = {"language": (PROXIMAL, REFERENCE), "value": (VALUES,)}
+"""The stages whose shards a forward pass makes, by the head of the model. Only a model with an adapter makes those of
+the reference."""
 
 
 class TrainingCalls:
@@ -68,7 +74,8 @@ class TrainingCalls:
     def __init__(self, rank: Rank, loaded: Loaded, choice: Choice | None) -> None:
         """`choice` selects the tasks whose samples are recorded."""
         self._rank, self._loaded, self._backend = rank, loaded, loaded.backend
-        self._makes = STAGES[rank.model.head]
+        self._adapted = rank.model.lora is not None
+        self._stages = [stage for stage in STAGES[rank.model.head] if self._adapted or stage is not REFERENCE]
         self._own_loss = own_policy_loss(rank.model.loss)
         self._own_credit = credits.own_credit(rank.model.advantage)
         self._records = SampleRecords(choice, rank.data, rank.own_store)
@@ -85,31 +92,60 @@ class TrainingCalls:
         }
 
     async def _forward(self, request: Forward, _: Call) -> ForwardDone:
-        began, rank, (key,) = time.perf_counter(), self._rank, self._makes.makes
+        began, rank = time.perf_counter(), self._rank
 
         async def read() -> samples.BatchTokens:
-            if request.keys != [key]:
-                wanted = ", ".join(request.keys) or "nothing"
-                raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted}: only {key} can be computed")
-            if request.ends and self._makes is not VALUES:
-                raise RpcError(ErrorCode.BAD_REQUEST, f"forward of {rank.model.name} with ends: only a critic has them")
+            self._check(request)
             return await rank.reader.tokens(request)
 
         tokens = await rank.ready(request, read())
         flat, added = samples.with_ends(tokens) if request.ends else (tokens.flat, None)
-        work = partial(self._backend.forward, _sequences(flat), request.temperature)
+        sequences = _sequences(flat)
+
+        def work() -> dict[str, Array]:
+            return {key: self._pass(key, sequences, request.temperature) for key in request.keys}
+
         outputs = await rank.together("Forward", work)
-        scalars: dict[str, Array] = {}
+        counts, scalars = [task.samples for task in request.batch.tasks], dict[str, Array]()
         if added is not None:
-            counts = [task.samples for task in request.batch.tasks]
-            scalars[VALUE_AFTER] = samples.of_samples(tokens, counts, outputs[added])
-            outputs = outputs[~added]
+            for key, values in outputs.items():
+                scalars[VALUE_AFTER] = samples.of_samples(tokens, counts, values[added])
+                outputs[key] = values[~added]
+        if request.kl_estimator:
+            scalars[KL_SCALAR] = samples.sample_kls(tokens, counts, outputs[_REF_KEY], request.kl_estimator)
         ends = tokens.tokens_of_task.cumsum()
-        pieces = [{key: outputs[end - size : end]} for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
-        meta = await self._put(request, self._makes.name, (key,), pieces)
+        pieces = [
+            {key: values[end - size : end] for key, values in outputs.items()}
+            for end, size in zip(ends, tokens.tokens_of_task, strict=True)
+        ]
+        stage = next(stage for stage in self._stages if request.keys[0] in stage.makes)
+        meta = await self._put(request, stage.name, request.keys, pieces)
         if meta.tasks:
             meta = structs.replace(meta, scalars=scalars)
         return ForwardDone(meta=meta, seconds=time.perf_counter() - began)
+
+    def _check(self, request: Forward) -> None:
+        """Raise RpcError(bad_request) if the model cannot compute what is asked for."""
+        name, made = self._rank.model.name, [key for stage in self._stages for key in stage.makes]
+        wanted = ", ".join(request.keys) or "nothing"
+        if not request.keys or len(set(request.keys) & set(made)) < len(request.keys):
+            text = f"forward for {wanted}: only {' and '.join(made)} can be computed"
+            if _REF_KEY in request.keys and not self._adapted:
+                text += f", because {name} has no adapter (policy.lora) that could be off"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        if request.ends and VALUES not in self._stages:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"forward of {name} with ends: only a critic has them")
+        if request.kl_estimator and _REF_KEY not in request.keys:
+            text = f"forward for {wanted} with kl_estimator {request.kl_estimator}: it needs {_REF_KEY}"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        if request.kl_estimator not in ("", *KL_ESTIMATORS):
+            text = f"forward with kl_estimator {request.kl_estimator}: use {', '.join(KL_ESTIMATORS)}"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+
+    def _pass(self, key: str, sequences: Sequences, temperature: float) -> Array:
+        """Return what the model computes for `key`, float32 [T]. Every rank must call this."""
+        with adapters_off(self._backend.called) if key == _REF_KEY else contextlib.nullcontext():
+            return self._backend.forward(sequences, temperature)
 
     async def _put(
         self, request: Forward | Credit, stage: str, keys: Sequence[str], pieces: Sequence[Mapping[str, Array]]
@@ -169,15 +205,15 @@ class TrainingCalls:
         keeps = bool(recorded) and request.loss.anchor != "proximal" and rank.place.layout.cp == 1
 
         async def bind() -> tuple[samples.BatchTokens, BatchLoss]:
-            if (request.loss.name == VALUE_LOSS) != (self._makes is VALUES):
-                text = f"loss {request.loss.name}: {rank.model.name} computes {self._makes.makes[0]}"
+            if (request.loss.name == VALUE_LOSS) != (VALUES in self._stages):
+                text = f"loss {request.loss.name}: {rank.model.name} computes {self._stages[0].makes[0]}"
                 raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; send it to the model that has this loss")
             tokens = await rank.reader.tokens(request)
             counts = [task.samples for task in request.batch.tasks]
 
             def spread() -> BatchLoss:
                 advantages = np.zeros(len(tokens.flat["token_ids"]), np.float32)  # a critic learns the returns
-                if self._makes is not VALUES:
+                if VALUES not in self._stages:
                     advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
                 if CREDIT_SCALE in request.batch.scalars:
                     scale, shift = (

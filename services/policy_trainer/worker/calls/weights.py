@@ -6,15 +6,20 @@ import asyncio
 import time
 from pathlib import Path
 
+import structlog
+from torch import Tensor
+
 from proto.messages import Canary, ErrorCode, Publish, Published, Saved, SaveModel, WorkerRequest
-from services.policy_trainer.worker.backend import Backend, PublishedWeights
+from services.policy_trainer.worker.backend import Backend
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.weights.publish import Canaries, Staging, put_and_digested, put_weights, weights_ref
 from shared import model_folder
 from shared.dataplane.client import Receipt
+from shared.model.adapter import adapters_merged
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
+from shared.weights.drill import canary_error
 from shared.weights.weight_set import WeightSet
 
 
@@ -23,6 +28,7 @@ class WeightsCalls:
 
     def __init__(self, rank: Rank, loaded: Loaded) -> None:
         self._rank, self._loaded, self._staging = rank, loaded, Staging()
+        self._log = structlog.get_logger("worker")
 
     @property
     def runners(self) -> dict[type[WorkerRequest], Runner]:
@@ -48,7 +54,7 @@ class WeightsCalls:
 
         await rank.ready(request, may_publish())
         began = time.perf_counter()
-        weights = PublishedWeights({})
+        weights: dict[str, Tensor] = {}
         if version is not None:
             weights = version.weights
         elif not is_earlier:
@@ -57,7 +63,7 @@ class WeightsCalls:
             if not is_earlier:
                 await rank.together("Publish", canaries.current)
             return Published(seconds=time.perf_counter() - began)
-        put = asyncio.ensure_future(put_weights(rank.data, weights.tensors, request, self._staging))
+        put = asyncio.ensure_future(put_weights(rank.data, weights, request, self._staging))
         record = asyncio.ensure_future(asyncio.to_thread(canaries.weight_set, weights))
         try:
             canary = version.canary if version else await rank.together("Publish", canaries.current)
@@ -71,7 +77,7 @@ class WeightsCalls:
         self,
         request: Publish,
         call: Call,
-        weights: PublishedWeights,
+        weights: dict[str, Tensor],
         put: asyncio.Future[Receipt],
         record: asyncio.Future[WeightSet],
         canaries: Canaries,
@@ -87,14 +93,18 @@ class WeightsCalls:
             self._rank.refuse(request, call, error)
         else:
             if self._rank.sender is not None:
-                self._rank.sender.published(ref, weights.tensors)
+                self._rank.sender.published(ref, weights)
             call.reply(Published(ref=ref, seconds=time.perf_counter() - began))
 
     async def _save_model(self, request: SaveModel, _: Call) -> Saved:
         began, rank = time.perf_counter(), self._rank
         await rank.ready(request, asyncio.sleep(0))
-        target = Path(request.path)
+        target, lora, canaries = Path(request.path), rank.model.lora, self._loaded.canaries
         await rank.together("SaveModel", lambda: export(self._loaded.backend, rank.model.folder, target))
+        if lora is not None and lora.export_merged and canaries is not None:
+            error = await rank.together("SaveModel", lambda: merging_error(self._loaded.backend, canaries))
+            if rank.place.rank == 0:
+                self._log.info("adapter merged", path=request.path, logprob_error=error)
         return Saved(path=request.path, seconds=time.perf_counter() - began)
 
 
@@ -108,3 +118,12 @@ def export(backend: Backend, policy_dir: Path, target: Path) -> None:
     backend.export(model_folder.begin(target) if leads else target)
     if leads:
         model_folder.finish(policy_dir, target)
+
+
+def merging_error(backend: Backend, canaries: Canaries) -> float:
+    """Return the largest difference that merging the adapter makes to a log-prob of the canary, because the weights'
+    data type rounds what is added to them. Every rank must call this; rank 0's result is used."""
+    canary = canaries.current()
+    with adapters_merged(backend.called):
+        merged = canaries.current()
+    return canary_error(canary.logprobs, merged.logprobs, 1.0)

@@ -18,7 +18,6 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     PartShelves,
-    PublishedWeights,
     Sequences,
     TokenLoss,
     TrainingState,
@@ -36,6 +35,7 @@ from shared.model.logprobs import Entropy, Scores
 from shared.model.value_head import classifier_config
 from shared.ranks.layout import RankPlace
 from shared.tensors_torch import to_numpy
+from shared.weights.weight_set import Base
 
 
 class MegatronBackend:
@@ -59,6 +59,8 @@ class MegatronBackend:
         self.shelves = PartShelves(options.scratch, self._tensors)
         self._trained.set_weights(self._pieces.files)
         self._trained.drop_gradients()
+
+    base: Base | None = None
 
     @property
     def parameters(self) -> int:
@@ -164,9 +166,9 @@ class MegatronBackend:
         """Return the full weights on rank 0 and {} elsewhere."""
         return self._trained.weights()
 
-    def published(self) -> PublishedWeights:
+    def published(self) -> dict[str, Tensor]:
         """Return the full weights on rank 0."""
-        return PublishedWeights(self.weights())
+        return self.weights()
 
     @in_megatron
     def state(self) -> TrainingState:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Sequences
-from shared.model.load import load_model, named_weights
+from shared.model.adapter import adapters_of, is_adapted, trained_weights
 from shared.model.logprobs import token_logprobs
+from shared.rpc.errors import BadInput
 from shared.tensors_torch import to_numpy, to_torch
 from shared.weights.digests import as_int, digest_whole
 from shared.weights.drill import noise, noise_factors, noise_scale, perturb
@@ -50,20 +52,32 @@ class Drill:
 
 
 def make_drill(
-    model_dir: Path, dtype: str, text: Sequences, seed: int, *, tolerance: float, with_digests: bool
+    fresh: Callable[[], nn.Module],
+    text_of: Callable[[nn.Module], Sequences],
+    seed: int,
+    *,
+    tolerance: float,
+    with_digests: bool,
 ) -> Drill:
-    """Return the drill of a model. `tolerance` is the narrowest tolerance by which its log-probs may be judged."""
-    model = load_model(model_dir, dtype)
+    """Return the drill of a model. `tolerance` is the narrowest tolerance by which its log-probs may be judged.
+
+    `fresh()` returns the model with the weights with which an engine starts, and is called up to three times. The drill
+    changes the tensors of a version (`trained_weights`), which must be as engines hold them. Raises BadInput if the
+    model does not call a layer that has an adapter.
+    """
+    model = fresh()
+    text = text_of(model)
     began = time.perf_counter()
-    true_logprobs = _logprobs(model, text)
+    with _calls_every_adapter(model):
+        true_logprobs = _logprobs(model, text)
     expected_s = 3 * (time.perf_counter() - began)
-    factors = noise_factors(named_weights(model), [])
+    factors = noise_factors(trained_weights(model), [])
     if expected_s <= BACKWARD_LIMIT_S:
         scales = _perturb(model, seed, factors)
         for name, effect in _effects(model, text, seed, scales).items():
             factors[name] = min(max(SEEN * tolerance / max(effect, 1e-30), 1.0), MAX_FACTOR)
         del model
-        model = load_model(model_dir, dtype)
+        model = fresh()
     else:
         structlog.get_logger("drill").warning(
             "the drill's noise is not scaled: its backward pass would take too long",
@@ -73,10 +87,10 @@ def make_drill(
     _perturb(model, seed, factors)
     logprobs = _logprobs(model, text)
     if not np.isfinite(logprobs).all():  # float16 overflows above 65504
-        factors, model = noise_factors(factors, []), load_model(model_dir, dtype)
+        factors, model = noise_factors(factors, []), fresh()
         _perturb(model, seed, factors)
         logprobs = _logprobs(model, text)
-    weights = named_weights(model)
+    weights = trained_weights(model)
     return Drill(
         factors=[factors[name] for name in sorted(factors)] if max(factors.values(), default=1.0) > 1 else [],
         logprobs=logprobs,
@@ -89,7 +103,7 @@ def make_drill(
 def _perturb(model: nn.Module, seed: int, factors: dict[str, float]) -> dict[str, float]:
     """Add noise to the weights in place and return its standard deviation for each weight."""
     scales: dict[str, float] = {}
-    for name, tensor in named_weights(model).items():
+    for name, tensor in trained_weights(model).items():
         values = to_numpy(tensor)
         if tensor.is_floating_point() and tensor.numel():
             scales[name] = noise_scale(values) * factors[name]
@@ -107,9 +121,11 @@ def _effects(model: nn.Module, text: Sequences, seed: int, scales: dict[str, flo
         along = float(gradient.reshape(-1).float() @ torch.from_numpy(noise(name, weight.numel(), seed)))
         effects[name] = abs(along) * scales[name] / math.sqrt(tokens)
 
-    names = {tensor.data_ptr(): name for name, tensor in named_weights(model).items()}
+    names = {tensor.data_ptr(): name for name, tensor in trained_weights(model).items()}
     hooks: list[Any] = []
     for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         name = names[parameter.data_ptr()]
         hooks.append(
             cast(Any, parameter).register_post_accumulate_grad_hook(lambda weight, name=name: used(name, weight))
@@ -120,7 +136,30 @@ def _effects(model: nn.Module, text: Sequences, seed: int, scales: dict[str, flo
         (logprobs * torch.from_numpy(signs)).sum().backward()  # type: ignore[no-untyped-call]
     for hook in hooks:
         hook.remove()
+    if is_adapted(model):  # other parameters may have no part in the log-probs
+        _refuse_without_effect(name.rpartition(".")[0] for name in names.values() if name not in effects)
     return effects
+
+
+@contextmanager
+def _calls_every_adapter(model: nn.Module) -> Iterator[None]:
+    """Raise BadInput if the model does not call each layer with an adapter within the block. It may read the layer's
+    weight instead, which is that of the base."""
+    layers, called = adapters_of(model), set[str]()
+    hooks = [layer.register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name, layer in layers.items()]
+    yield
+    for hook in hooks:
+        hook.remove()
+    _refuse_without_effect(name for name in layers if name not in called)
+
+
+def _refuse_without_effect(layers: Iterable[str]) -> None:
+    """Raise BadInput for the first of `layers`."""
+    for name in layers:
+        raise BadInput(
+            f"policy.lora.target_modules: the model does not call {name} as a layer, so its adapter has no effect; "
+            "add it to exclude_modules"
+        )
 
 
 @torch.no_grad()

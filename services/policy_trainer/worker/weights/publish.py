@@ -12,22 +12,25 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from msgspec import structs
-from torch import Tensor
+from torch import Tensor, nn
 
 from proto.ids import make_task_id
 from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
-from services.policy_trainer.worker.backend import Backend, PublishedWeights, Sequences
+from services.policy_trainer.worker.backend import Backend, Sequences
 from services.policy_trainer.worker.weights.channels import SideStream
-from services.policy_trainer.worker.weights.drill import make_drill
+from services.policy_trainer.worker.weights.drill import Drill, make_drill
 from shared.colocation.shelf import LockedMemory
 from shared.dataplane.client import DataClient, Receipt, TaskShards
+from shared.model.load import load_model
+from shared.model.logprobs import vocabulary
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
 from shared.tensors_torch import to_numpy
@@ -54,9 +57,18 @@ _EARLIER_NAME = re.compile(r"(\d+)/(.+)")
 class Canaries:
     """The fixed token sequence of a run, and the run's start-up drill. Use this object only on the compute thread."""
 
-    def __init__(self, backend: Backend, model_dir: Path, dtype: str, seed: int, *, with_digests: bool) -> None:
-        """`seed` is the run's seed. Rank 0 creates the drill from the weights in the model directory. If `with_digests`
-        is true, every version is published with the digests of its weights."""
+    def __init__(
+        self,
+        backend: Backend,
+        model_dir: Path,
+        dtype: str,
+        seed: int,
+        *,
+        with_digests: bool,
+        drill: Drill | None = None,
+    ) -> None:
+        """`seed` is the run's seed. If `with_digests` is true, every version is published with the digests of its
+        weights. Rank 0 creates the drill from the weights in the model directory, unless it is given."""
         self._backend = backend
         self._text = _sequence(backend.vocab_size, seed, canary_length(backend.parameters, dtype))
         self._floor = FLOOR.get(dtype, 0.0)
@@ -66,15 +78,12 @@ class Canaries:
         self.drill: Canary | None = None
         self.drill_seed, self.drill_factors = seed + 1, list[float]()
         if backend.place.rank == 0:
-            # The drill runs once and uses all tokens whatever the size of the model, because it must detect each
-            # parameter.
-            text = _sequence(backend.vocab_size, seed, canary_length(0, dtype))
-            narrowest = self._floor or TOLERANCE
-            drill = make_drill(model_dir, dtype, text, seed + 1, tolerance=narrowest, with_digests=with_digests)
+            if drill is None:
+                drill = first_drill(lambda: load_model(model_dir, dtype), dtype, seed, with_digests=with_digests)
             if self._floor:
                 self._tolerance = canary_error(drill.true_logprobs, drill.logprobs, MEDIAN) / SIGNAL
             self.drill_factors = drill.factors
-            self.drill = self._canary(text, drill.logprobs, drill.digests)
+            self.drill = self._canary(_drill_text(backend.vocab_size, seed, dtype), drill.logprobs, drill.digests)
 
     def current(self) -> Canary:
         """Return the canary of the current weights. Every rank must call this; rank 0's result is used."""
@@ -85,16 +94,16 @@ class Canaries:
         """Return the canary of a version with known log-probs (from the second token onwards)."""
         return self._canary(self._text, logprobs, [])
 
-    def weight_set(self, weights: PublishedWeights) -> WeightSet:
+    def weight_set(self, weights: Mapping[str, Tensor]) -> WeightSet:
         """Return the record of a version, with digests unless engines use the arrays themselves.
 
         This may run on any thread. It reads all weights on the device where they are.
         """
-        record = WeightSet.of(weights.tensors, weights.kind, weights.base)
+        record = WeightSet.of(weights, self._backend.base)
         if not self._with_digests:
             return record
-        with self._stream.after_training(next(iter(weights.tensors.values())).device):
-            digests = digests_of(weights.tensors)
+        with self._stream.after_training(next(iter(weights.values())).device):
+            digests = digests_of(weights)
         return replace(record, digests=[digests[name] for name in sorted(digests)])
 
     def _canary(self, text: Sequences, logprobs: Array, digests: list[int]) -> Canary:
@@ -108,6 +117,20 @@ class Canaries:
         )
 
 
+def first_drill(fresh: Callable[[], nn.Module], dtype: str, seed: int, *, with_digests: bool) -> Drill:
+    """Return the drill of a run with this seed. `fresh()` returns the model as `make_drill` needs it."""
+
+    # The drill runs once and uses all tokens whatever the size of the model, because it must detect each parameter.
+    def text(model: nn.Module) -> Sequences:
+        return _drill_text(vocabulary(model), seed, dtype)
+
+    return make_drill(fresh, text, seed + 1, tolerance=FLOOR.get(dtype, TOLERANCE), with_digests=with_digests)
+
+
+def _drill_text(vocab_size: int, seed: int, dtype: str) -> Sequences:
+    return _sequence(vocab_size, seed, canary_length(0, dtype))
+
+
 def _sequence(vocab_size: int, seed: int, length: int) -> Sequences:
     mask = np.ones(length, np.uint8)
     mask[0] = 0  # the first token has no prediction
@@ -119,7 +142,7 @@ class EarlierVersion:
     """A policy version: its weights, on the CPU, and the log-probs with which their loading is
     verified."""
 
-    weights: PublishedWeights
+    weights: dict[str, Tensor]
     canary: Canary
 
 
@@ -133,24 +156,24 @@ class EarlierVersions:
     def get(self, step: int) -> EarlierVersion | None:
         return self._versions.get(step)
 
-    def record(self, step: int, weights: PublishedWeights, canary: Canary) -> None:
+    def record(self, step: int, weights: Mapping[str, Tensor], canary: Canary) -> None:
         """Store a copy of `weights` as version `step`.
 
         Drop versions from `step` onwards and those before `step - depth`.
         """
-        if weights.tensors:
-            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.tensors.items()}
+        if weights:
+            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
             self._versions = {
                 old: version for old, version in self._versions.items() if step - self.depth <= old < step
             }
-            self._versions[step] = EarlierVersion(replace(weights, tensors=copies), canary)
+            self._versions[step] = EarlierVersion(copies, canary)
 
     def tensors(self, step: int) -> dict[str, Tensor]:
         """Return the versions before `step` as tensors `<version>/<name>` and `<version>/canary`, for a checkpoint."""
         tensors: dict[str, Tensor] = {}
         for old, version in self._versions.items():
             if old < step:
-                tensors |= {f"{old}/{name}": tensor for name, tensor in version.weights.tensors.items()}
+                tensors |= {f"{old}/{name}": tensor for name, tensor in version.weights.items()}
                 tensors[f"{old}/{_CANARY}"] = torch.from_numpy(version.canary.logprobs.copy())
         return tensors
 
@@ -167,7 +190,7 @@ class EarlierVersions:
             if match is not None:
                 weights.setdefault(int(match[1]), {})[match[2]] = tensor
         self._versions = {
-            step: EarlierVersion(PublishedWeights(named), canaries.of(to_numpy(named.pop(_CANARY))))
+            step: EarlierVersion(named, canaries.of(to_numpy(named.pop(_CANARY))))
             for step, named in sorted(weights.items())
         }
 
@@ -252,5 +275,6 @@ def weights_ref(
         drill_seed=canaries.drill_seed,
         drill_factors=canaries.drill_factors,
         kind=record.kind,
-        base=record.base,
+        base="" if record.base is None else record.base.name,
+        base_digests=[] if record.base is None else list(record.base.digests),
     )

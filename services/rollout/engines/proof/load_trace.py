@@ -321,9 +321,12 @@ class _Names:
 
 
 def _leaf(name: str) -> tuple[str, str]:
-    """Return the last module in a parameter's name, and the kind of the parameter: `weight` or `bias`."""
+    """Return the last module in a parameter's name, and the kind of the parameter: `weight` or `bias`.
+
+    A layer that can have an adapter is inside a wrapper that has its name, which is the name that counts.
+    """
     path, _, kind = name.rpartition(".")
-    return path.rpartition(".")[2], kind
+    return path.removesuffix(".base_layer").rpartition(".")[2], kind
 
 
 def _numbers(name: str) -> list[str]:

@@ -41,6 +41,16 @@ def expected_weights(path: Path, dtype: str) -> WeightSet:
     return WeightSet.of(dict(tensors.values()))
 
 
+def base_digests(base: WeightSet, announced: Sequence[int]) -> dict[str, int]:
+    """Return by name the digests that were `announced` for `base` in the order of the sorted names.
+
+    Raises WeightsMismatch if their number differs.
+    """
+    if len(base.names) != len(announced):
+        raise WeightsMismatch(f"{len(announced)} digests announced for {len(base.names)} parameters")
+    return dict(zip(sorted(base.names), announced, strict=True))
+
+
 def fitting(expected: WeightSet, weights: Mapping[str, Array]) -> dict[str, Tensor]:
     """Return `weights` as tensors that share their memory, in the order of `expected`.
 

@@ -47,6 +47,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 HOSTS = ("placement.hosts={a: {}, b: {}}", "transport.listen=10.0.0.1")
 CRITIC = ("critic={optimizer: {lr: 1.0e-3}}", "algorithm.advantage={name: gae}")
+LORA = ("policy.lora={rank: 8}",)
 MEGATRON = (*CRITIC, "services.critic={backend: megatron}")
 OBSERVED: dict[str, tuple[str, ...]] = {
     "run.name": ("run.name=other",),
@@ -56,6 +57,9 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "run.deterministic": ("run.deterministic=true",),
     "policy.model": ("policy.model=./larger",),
     "policy.dtype": ("policy.dtype=float32",),
+    "policy.lora.rank": ("policy.lora.rank=16",),
+    "policy.lora.target_modules": (*LORA, "policy.lora.target_modules=[q_proj]"),
+    "policy.lora.exclude_modules": (*LORA, "policy.lora.exclude_modules=[q_proj]"),
     "data.train.source": ("data.train.source=builtin:addition",),
     "data.train.max_prompt_tokens": ("data.train.max_prompt_tokens=31",),
     "data.train.shuffle": ("data.train.shuffle=false",),
@@ -115,6 +119,7 @@ OBSERVED: dict[str, tuple[str, ...]] = {
 }
 BESIDE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((key for key in OBSERVED if "critic" in key), CRITIC),
+    **dict.fromkeys((key for key in OBSERVED if "lora" in key), LORA),
     "services.critic.host": (*CRITIC, *HOSTS, "services.policy-trainer={workers: 2, host: a}"),
     "services.critic.parallel.tp": MEGATRON,
     "services.critic.parallel.pp": MEGATRON,
@@ -249,6 +254,21 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "launch/host.py",
         "topology.policy.distribute",
         "integration/hosts/test_distribution.py::test_a_host_receives_the_files_from_home_and_its_topology_names_them",
+    ),
+    "policy.lora.alpha": (
+        "shared/topology/lora.py",
+        "self.alpha / self.rank",
+        "unit/shared/topology/test_lora.py::test_the_scale_of_an_adapter_is_alpha_over_rank",
+    ),
+    "policy.lora.adapter_path": (
+        "shared/topology/lora_checks.py",
+        "lora.adapter_path",
+        "unit/shared/topology/test_lora.py::test_an_adapter_of_another_rank_or_alpha_is_refused_with_both_values",
+    ),
+    "policy.lora.export_merged": (
+        "shared/model/adapter_files.py",
+        "lora.export_merged",
+        "unit/policy_trainer/test_adapter_export.py::test_an_export_without_a_merged_model_holds_only_the_adapter",
     ),
     "policy.passes.sequences": (
         "shared/model/logprobs.py",
@@ -555,6 +575,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(40)))
     config = {"max_position_embeddings": 64, "num_attention_heads": 4, "model_type": "llama"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    layers = {f"model.layers.0.self_attn.{name}_proj.weight": torch.zeros(4, 4) for name in "qk"}
+    save_file(layers, tmp_path / "model" / "layers.safetensors")
     shutil.copytree(tmp_path / "model", tmp_path / "larger")
     save_file({"more": torch.zeros(10, 10)}, tmp_path / "larger" / "more.safetensors")
     write(tmp_path, BASE.replace("memory: 1MiB", "memory: 8MiB"))

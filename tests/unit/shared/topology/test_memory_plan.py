@@ -14,19 +14,23 @@ from launch.commands.console import show_plan
 from launch.processes.plan import visible_gpus
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
+from shared.model.adapter import AdapterStart
 from shared.ranks.layout import Layout
 from shared.topology import Topology, load
-from shared.topology.capacity import parameter_counts
+from shared.topology.capacity import Parameters, parameter_counts
+from shared.topology.lora import Lora
 from shared.topology.memory_plan import (
     MemoryPlace,
     Phase,
     TrainingPart,
     by_place,
+    engine_bytes,
     gpus_that_fit,
     keeps_whole_gradients,
     memory_lines,
     peak,
     per_process,
+    rank_bytes,
     saved_bytes,
     training_parts,
     uses,
@@ -216,16 +220,16 @@ def test_a_critic_of_another_size_is_planned_with_its_own_number_of_parameters(
     given = on_gpus(one_and_a_half_b, "services.policy-trainer.gpus=1", "policy.passes={}", "critic.passes={}", *critic)
     counts = parameter_counts(given)
     assert counts == {
-        "policy": parameter_count(str(one_and_a_half_b)),
-        "critic": parameter_count(str(half_b)) + 896,  # these models' output layers are tied
+        "policy": Parameters(parameter_count(str(one_and_a_half_b))),
+        "critic": Parameters(parameter_count(str(half_b)) + 896),  # these models' output layers are tied
     }
     held = per_process(given, counts)
-    assert held["policy-trainer-worker", 0] == 18 * counts["policy"]
-    assert held["critic", 0] == 16 * counts["critic"]
+    assert held["policy-trainer-worker", 0] == 18 * counts["policy"].trained
+    assert held["critic", 0] == 16 * counts["critic"].trained
     every = {(use.key[0], use.what): use for use in uses(given, counts, visible_gpus(given), 1000)}
     assert ("policy-trainer-worker", "logits") in every
     assert not {("critic", "logits"), ("critic", "publishing")} & every.keys()
-    assert every["critic", "saving"].nbytes == 12 * counts["critic"]
+    assert every["critic", "saving"].nbytes == 12 * counts["critic"].trained
     assert every["critic", "weights"].place.gpu == "1"
     monkeypatch.setattr(preflight, "host_bytes", lambda: 1000 * GIB)
     monkeypatch.setattr(preflight, "gpu_bytes", lambda: {"0": 80 * GIB, "1": 6 * GIB, "2": 80 * GIB})
@@ -252,7 +256,8 @@ def test_a_model_that_cannot_fit_is_refused_with_its_size(
     assert found.errors == [
         "t.yaml: policy.model: its training takes 25.9 GiB of the memory of this machine, which has 24.0 GiB "
         "(policy-trainer-worker/0: weights 2.9 GiB, masters 5.8 GiB, gradients 5.8 GiB, optimizer 11.5 GiB), and 40.3 "
-        "GiB while it saves a checkpoint; 16.3 GiB more would fit; use a smaller model, or a machine with more memory"
+        "GiB while it saves a checkpoint; 16.3 GiB more would fit; use a smaller model, or a machine with more memory; "
+        "policy.lora: {rank: 32} would fit"
     ]
 
 
@@ -286,7 +291,7 @@ def test_a_gpu_that_is_too_small_is_reported_with_the_number_of_gpus_that_would_
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     [line] = refusals(on_gpus(one_and_a_half_b, "services.policy-trainer.gpus=1"))
     assert "25.9 GiB of the memory of GPU 1, which has 16.0 GiB" in line
-    assert line.endswith("; services.policy-trainer.gpus: 2 would fit")
+    assert line.endswith("; services.policy-trainer.gpus: 2 would fit; policy.lora: {rank: 32} would fit")
     monkeypatch.setattr(preflight, "gpu_bytes", lambda: {"0": 16 * GIB, "1": 16 * GIB, "2": 16 * GIB})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert refusals(on_gpus(one_and_a_half_b, "services.policy-trainer.gpus=2")) == []
@@ -296,8 +301,8 @@ def test_the_smallest_number_of_gpus_is_a_multiple_of_a_copys_ranks(one_and_a_ha
     megatron = "services.policy-trainer={backend: megatron, gpus: 2, parallel: {tp: 2}}"
     given = on_gpus(one_and_a_half_b, megatron)
     each, model = parameter_count(given.policy.model), given.policy_model
-    assert gpus_that_fit(model, each, math.ceil(each * (1 + 2 + 12 / 4)) + 4) == 4
-    assert gpus_that_fit(model, each, each * 3) is None  # tp alone divides weights and gradients
+    assert gpus_that_fit(model, Parameters(each), math.ceil(each * (1 + 2 + 12 / 4)) + 4) == 4
+    assert gpus_that_fit(model, Parameters(each), each * 3) is None  # tp alone divides weights and gradients
 
 
 def test_an_engine_whose_weights_exceed_vllms_share_of_a_gpu_is_refused_with_the_ranks_that_would_fit(
@@ -317,7 +322,7 @@ def test_an_engine_whose_weights_exceed_vllms_share_of_a_gpu_is_refused_with_the
 def test_the_copies_of_a_run_on_gpus_are_planned_where_they_are(half_b: Path) -> None:
     given = on_gpus(half_b, "services.policy-trainer.gpus=2", "services.rollout.engine=vllm")
     counts = parameter_counts(given)
-    parameters = counts["policy"]
+    parameters = counts["policy"].trained
     found = {(use.key, use.place.gpu, use.what): use.nbytes for use in uses(given, counts, visible_gpus(given))}
     first = ("policy-trainer-worker", 0)
     assert {what: nbytes for (key, gpu, what), nbytes in found.items() if key == first and not gpu} == {
@@ -393,3 +398,73 @@ def test_the_documented_formula_gives_the_planned_bytes(
     saved = next(row for row in rows if row and row[0] == "saving")
     assert saved[1] == ("weights, masters and moments: 14 with 16 bits, 12 with float32")
     assert saved_bytes(given.policy_model) == (14 if dtype == "bfloat16" else 12)
+
+
+RANK_32 = ("policy.dtype=bfloat16", "policy.lora={rank: 32}", "services.reference=null")
+
+
+def test_a_1_5b_adapter_of_rank_32_is_planned_within_24_gib(
+    one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = topology(one_and_a_half_b, *RANK_32)
+    counts = parameter_counts(given)
+    assert counts == {"policy": Parameters(trained=36_929_536, base=parameter_count(str(one_and_a_half_b)))}
+    parts = rank_bytes(given.policy_model, counts["policy"])
+    assert sum(parts.values()) - parts[TrainingPart.BASE] == 18 * counts["policy"].trained
+    assert {use.key[0] for use in uses(given, counts, {})} == {"policy-trainer-worker", "rollout"}
+    assert per_process(given, counts)["rollout", 0] == 2 * sum(counts["policy"])
+    assert most(given, Phase.CHECKPOINTS)[HOME] / GIB == pytest.approx(6.78, abs=0.01)
+    monkeypatch.setattr(preflight, "host_bytes", lambda: 24 * GIB)
+    assert refusals(given) == []
+    [line] = refusals(topology(one_and_a_half_b, "policy.dtype=bfloat16"))
+    assert line.endswith("; use a smaller model, or a machine with more memory; policy.lora: {rank: 32} would fit")
+    monkeypatch.setattr(preflight, "host_bytes", lambda: 6 * GIB)
+    [line] = refusals(topology(one_and_a_half_b, "policy.dtype=bfloat16"))
+    assert not line.endswith("policy.lora: {rank: 32} would fit")
+    [line] = refusals(given)
+    assert "base 2.9 GiB, weights 70.4 MiB, masters 140.9 MiB, gradients 140.9 MiB, optimizer 281.8 MiB" in line
+
+
+def test_megatron_is_not_advised_to_train_an_adapter(one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "host_bytes", lambda: 24 * GIB)
+    [line] = refusals(topology(one_and_a_half_b, "services.policy-trainer.backend=megatron", "policy.dtype=bfloat16"))
+    assert line.endswith("or a machine with more memory")
+
+
+def test_ranks_divide_the_base_and_the_state_of_its_adapter(one_and_a_half_b: Path) -> None:
+    given = topology(one_and_a_half_b, *RANK_32, "services.policy-trainer.workers=2")
+    counts = parameter_counts(given)["policy"]
+    parts = rank_bytes(given.policy_model, counts)
+    assert parts[TrainingPart.BASE] == counts.base
+    assert sum(parts.values()) == counts.base + 8 * counts.trained
+
+
+def test_vllm_has_slots_for_the_versions_of_an_adapter_padded_to_a_rank_that_it_supports(half_b: Path) -> None:
+    engine = ("services.rollout.engine=vllm", "services.reference=null", "policy.dtype=bfloat16")
+    for rank, padded in ((8, 8), (9, 16), (65, 128)):
+        given = topology(half_b, *engine, f"policy.lora={{rank: {rank}}}")
+        counts = parameter_counts(given)["policy"]
+        assert engine_bytes(given, counts) == 2 * (counts.base + 3 * counts.trained * padded // rank)
+
+
+def test_the_calculated_parts_of_an_adapters_rank_equal_those_that_the_backend_holds(tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        make_model("qwen3", head_dim=16).to(getattr(__import__("torch"), dtype)).save_pretrained(tmp_path)
+        start = AdapterStart(Lora(rank=4), 0)
+        options = BackendOptions(
+            max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded", passes=FASTEST, adapter=start
+        )
+        backend = TorchBackend(tmp_path, dtype, options, Layout(1).place(0))
+        gradient(backend)
+        gradients = sum(each.grad.nbytes for each in backend._trained.masters.values() if each.grad is not None)
+        backend.step(1, adamw())
+        held = sum(each.nbytes for each in [*backend.model.parameters(), *backend._trained.own_masters()])
+        held += sum(
+            each.nbytes for state in backend._optimizer.state.values() for each in state.values() if each.numel() > 1
+        )
+        given = topology(tmp_path, f"policy.dtype={dtype}", "policy.lora={rank: 4}")
+        counts = parameter_counts(given)["policy"]
+        assert held + gradients == sum(rank_bytes(given.policy_model, counts).values())
+        state = backend.state()
+        saved = [each for each in (*state.weights.values(), *state.optimizer.values()) if each.numel() > 1]
+        assert sum(each.nbytes for each in saved) == counts.trained * saved_bytes(given.policy_model)

@@ -15,6 +15,7 @@ from shared.topology import Topology, load
 from shared.topology.fields import Section
 from shared.topology.load import value_at
 from tests.unit.shared.topology.small_topology import BASE, write
+from tests.unit.shared.topology.test_lora import adapter
 
 VLLM = "services.rollout.engine=vllm"
 HOSTS = ("placement.hosts={a: {}, b: {}}", "transport.listen=10.0.0.1")
@@ -27,6 +28,8 @@ WEB = "monitor.web={token: ./token, operator_token: ./other}"
 
 GIVEN: dict[str, tuple[str, ...]] = {
     "policy.passes": (PASSES,),
+    "policy.lora": ("policy.lora={rank: 8}",),
+    "policy.lora.adapter_path": ("policy.lora={rank: 8, adapter_path: ./adapter}",),
     "data.train.max_prompt_tokens": (),
     "data.eval.*.max_new_tokens": ("data.eval.held.max_new_tokens=5",),
     "data.eval.*.rows": ("data.eval.held.rows=2",),
@@ -169,6 +172,7 @@ def test_every_key_that_may_be_null_is_listed() -> None:
 def test_null_removes_the_value_that_a_resolved_topology_gives(key: str, folder: Path) -> None:
     path = write(folder, BASE.replace("memory: 1MiB", "memory: 16MiB"))
     shutil.copytree(folder / "model", folder / "other")
+    adapter(folder, r=8)
     given = load(path, GIVEN[key])
     place = (*key.replace("*", "held").split("."),)
     assert value_at(given.document(), place) is not None

@@ -516,16 +516,17 @@ def test_room_is_required_for_the_versions_that_slow_leases_and_engines_keep_ali
 ) -> None:
     topology = load(write(folder), [*overrides, "services.batch-store.memory=8MiB"])
     assert weight_versions(topology) == versions
-    needed = worst_case_bytes(topology, 32, weight_bytes(str(folder / "model"), "bfloat16"))
+    needed = worst_case_bytes(topology, 32, weight_bytes(topology.policy_model))
     [line] = problems(write(folder), *overrides, f"services.batch-store.memory={needed - 1}")
     assert f" {versions} weight versions of " in line
     assert f"set at least {needed} (" in line
 
 
 def test_error_for_too_little_memory_names_a_sufficient_size(folder: Path) -> None:
-    weights = weight_bytes(str(folder / "model"), "bfloat16")
+    topology = load(write(folder))
+    weights = weight_bytes(topology.policy_model)
     assert 2 * WEIGHTS < weights < 2 * WEIGHTS + 5000
-    needed = worst_case_bytes(load(write(folder)), 32, weights)
+    needed = worst_case_bytes(topology, 32, weights)
     [line] = problems(write(folder), f"services.batch-store.memory={needed - 1}")
     assert line.startswith(f"--set services.batch-store.memory={needed - 1}: services.batch-store.memory: ")
     assert f"set at least {needed} (" in line

@@ -401,7 +401,7 @@ def test_plan_of_the_qwen7b_example_has_the_derived_ranks(folder: Path) -> None:
     plan = topology.services_plan()
     assert [spec.host for spec in plan if spec.service == "batch-store"] == ["a", "b"]
     # A put goes into one store, so each store must be able to hold everything that can be live.
-    weights = weight_bytes(topology.policy.model, topology.policy.dtype)
+    weights = weight_bytes(topology.policy_model)
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
     small = [*files, f"services.batch-store.memory={needed // 2 + 1}", "services.batch-store.spill_limit=1"]
     with pytest.raises(TopologyError, match=f"set at least {needed} "):

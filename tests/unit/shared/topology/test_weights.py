@@ -75,7 +75,7 @@ def test_a_time_limit_too_short_to_send_a_version_is_refused_with_a_sufficient_o
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = [route("nccl"), *ON_GPUS, "services.rollout.instances=4", "services.rollout.gpus=1"]
-    monkeypatch.setattr(service_checks, "weight_bytes", lambda model, dtype: 15_231_233_024)
+    monkeypatch.setattr(service_checks, "weight_bytes", lambda model: 15_231_233_024)
     [line] = problems(write(folder), *chosen)
     assert "services.rollout.transfer_s: 20 is too short for 15.2 GB to 4 engines by nccl at 2 GB/s" in line
     assert "set at least 31, and lease.lease_s to at least 46" in line
