@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from launch.checks import adapter, critic, functions, model_proof, rewards
+from launch.checks import adapter, critic, functions, model_proof, rewards, schedule
 from launch.checks.findings import Findings
 from launch.processes.plan import gpus_described, gpus_wanted, own_gpus, visible_gpus
 from services.tracker.exporter import REMEDY, missing
@@ -478,6 +478,7 @@ CHECKS: tuple[Check, ...] = (
     rewards.check_fields,
     rewards.check_calls,
     adapter.check_rate,
+    schedule.check_schedule,
     _check_snapshots,
     _check_gpus,
     _check_compiler,

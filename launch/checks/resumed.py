@@ -101,6 +101,8 @@ def _compared(path: Path, topology: Topology) -> tuple[Topology, Topology, list[
         if name not in passes or not topology.run.deterministic:
             then[name]["passes"] = now[name]["passes"]  # see PASSES
     fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
+    if topology.run.deterministic and topology.schedules_follow_length:
+        fixed = (*fixed, "run.steps")
     differ = [name for key in fixed for name in _different(key, _value(then, key), _value(now, key))]
     if old.needs_reference != topology.needs_reference and not any(key.startswith("algorithm.kl") for key in differ):
         differ.append("algorithm.kl")

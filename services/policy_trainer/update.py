@@ -173,17 +173,44 @@ def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int)
     return np.asarray(weights, dtype=np.float32)
 
 
-def optimizer_numbers(options: Optimizer, step: int) -> AdamW:
-    """Return the numbers of an update of a model in training step `step`, counted from 1 from the first step in which
-    the model is updated.
+def learning_rate(options: Optimizer, step: int) -> float:
+    """Return the learning rate of training step `step`, counted from 1 from the first step in which the model is
+    updated. It is 0 before step 1.
 
-    The learning rate rises linearly from lr / warmup_steps at step 1 to lr at warmup_steps, and is then constant. It is
-    0 before step 1.
+    The rate rises linearly from lr / w at step 1 to lr at step w = warmup_steps. It then stays there, or falls to
+    min_lr, which it has from step D = decay_steps. With p = (step - w) / (D - w):
+
+    | schedule | learning rate |
+    |---|---|
+    | constant | lr |
+    | linear | lr - p (lr - min_lr) |
+    | cosine | min_lr + (lr - min_lr) (1 + cos(pi p)) / 2 (SGDR, arXiv 1608.03983, equation 5) |
+
+    The curves are those of `transformers.get_scheduler`, which counts from 0: its update at `step` has the rate of
+    `step` - 1. Raises ValueError for a schedule without an end.
     """
-    warmup = min(1.0, max(step, 0) / options.warmup_steps) if options.warmup_steps else float(step > 0)
+    warmup, end = options.warmup_steps, options.decay_steps
+    if step < 1:
+        return 0.0
+    if step <= warmup:
+        return options.lr * (step / warmup)
+    if options.schedule == "constant":
+        return options.lr
+    if end is None:
+        raise ValueError(f"schedule {options.schedule} has no decay_steps; use Optimizer.over")
+    if step >= end:
+        return options.min_lr
+    done, fall = (step - warmup) / (end - warmup), options.lr - options.min_lr
+    if options.schedule == "linear":
+        return options.lr - done * fall
+    return options.min_lr + fall * (1.0 + math.cos(math.pi * done)) / 2.0
+
+
+def optimizer_numbers(options: Optimizer, step: int) -> AdamW:
+    """Return the numbers of an update of a model in training step `step`, counted as in `learning_rate`."""
     beta1, beta2 = options.betas
     return AdamW(
-        lr=options.lr * warmup,
+        lr=learning_rate(options, step),
         beta1=beta1,
         beta2=beta2,
         eps=options.eps,

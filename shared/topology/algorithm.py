@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from shared.topology.fields import Count, Dtype, ModelFolder, Pair, Section, not_one_of
 from shared.topology.passes import Passes
@@ -235,6 +235,38 @@ class Optimizer(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay, 0 or more")
     clip_norm: float = Field(default=1.0, gt=0, description="norm to which the gradient is clipped; must be above 0")
     warmup_steps: int = Field(default=0, ge=0, description="training steps of linear warm-up, 0 or more")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="how the learning rate falls after warm-up"
+    )
+    min_lr: float = Field(default=0.0, ge=0, description="learning rate at which a linear or cosine schedule ends")
+    decay_steps: Count | None = Field(
+        default=None,
+        description="training step, counted from the model's first update, from which the rate is min_lr; default: one "
+        "step after the last of run.steps",
+    )
+
+    @model_validator(mode="after")
+    def _one_curve(self) -> Optimizer:
+        if self.schedule == "constant":
+            if self.min_lr or self.decay_steps is not None:
+                given = "min_lr" if self.min_lr else "decay_steps"
+                raise ValueError(f"{given} has no effect with schedule constant; remove it, or use linear or cosine")
+        elif self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr ({self.lr:g}); use at most lr")
+        elif self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            limit = f"warmup_steps ({self.warmup_steps})"
+            raise ValueError(f"decay_steps {self.decay_steps} is not above {limit}, which it includes; use more")
+        return self
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the learning rate of a step depends on the length of the run."""
+        return self.schedule != "constant" and self.decay_steps is None
+
+    def over(self, steps: int) -> Optimizer:
+        """Return these options for a model that is updated in `steps` training steps. Its schedule ends one step later,
+        so that the last update still moves the weights, unless `decay_steps` says where it ends."""
+        return self.model_copy(update={"decay_steps": steps + 1}) if self.follows_length else self
 
 
 class Critic(Section):

@@ -303,6 +303,12 @@ class Topology(Section):
         return self.algorithm.loss.anchor == "proximal" and not self.algorithm.ratio_is_one
 
     @property
+    def schedules_follow_length(self) -> bool:
+        """Whether a learning rate of the run depends on `run.steps`."""
+        options = [self.optimizer, *([] if self.critic is None else [self.critic.optimizer])]
+        return any(one.follows_length for one in options)
+
+    @property
     def trained(self) -> tuple[TrainedModel, ...]:
         """The models that the run trains."""
         rollout, service = self.services.rollout, WORKERS[POLICY]
@@ -312,6 +318,7 @@ class Topology(Section):
             mapped=rollout.engine == "transformers" and rollout.device == "cpu" and rollout.weights == "shards",
             earlier=self.staleness if self.run.deterministic else 0,
         )
+        frozen = 0 if self.critic is None else self.critic.warmup_steps
         policy = TrainedModel(
             name=POLICY,
             service=service,
@@ -321,12 +328,12 @@ class Topology(Section):
             passes=self.policy.passes,
             head="language",
             lora=self.policy.lora,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer.over(self.run.steps - frozen),
             loss=self.algorithm.loss,
             advantage=self.algorithm.advantage,
             mini_batch_tasks=self.algorithm.mini_batch_tasks,
             num_iterations=self.algorithm.num_iterations,
-            frozen_steps=0 if self.critic is None else self.critic.warmup_steps,
+            frozen_steps=frozen,
             publishes=publication,
             seed=self.run.seed,
             deterministic=self.run.deterministic,
@@ -350,7 +357,7 @@ class Topology(Section):
                 passes=critic.passes,
                 head="value",
                 lora=None,
-                optimizer=critic.optimizer,
+                optimizer=critic.optimizer.over(self.run.steps),
                 loss=Loss(),
                 advantage=Advantage(),
                 mini_batch_tasks=critic.mini_batch_tasks or policy.mini_batch_tasks,

@@ -118,6 +118,29 @@ def test_the_page_on_resuming_lists_the_keys_that_are_fixed() -> None:
     assert set(re.findall(r"`([^`]+)`", deterministic)) == {*resumed.FIXED_BITS, *resumed.PASSES}
 
 
+@pytest.mark.parametrize("deterministic", ["true", "false"])
+def test_the_length_of_a_deterministic_run_is_fixed_if_a_learning_rate_follows_it(
+    deterministic: str, tmp_path: Path
+) -> None:
+    falling = (f"run.deterministic={deterministic}", "optimizer.schedule=linear")
+    file, path = begin(tmp_path, *falling)
+    assert resume(file, path, *falling).run.steps == 3
+    if deterministic == "false":
+        assert resume(file, path, *falling, "run.steps=4").run.steps == 4
+        return
+    with pytest.raises(RpcError, match=r"different values of run\.steps; resume it with"):
+        resume(file, path, *falling, "run.steps=4")
+    for option in ("schedule=cosine", "min_lr=0.0001", "decay_steps=9"):
+        with pytest.raises(RpcError, match=rf"different values of optimizer\.{option.partition('=')[0]}"):
+            resume(file, path, *falling, f"optimizer.{option}")
+
+
+def test_the_length_of_a_deterministic_run_may_change_if_decay_steps_is_given(tmp_path: Path) -> None:
+    given = ("run.deterministic=true", "optimizer={lr: 1.0e-3, schedule: linear, decay_steps: 9}")
+    file, path = begin(tmp_path, *given)
+    assert resume(file, path, *given, "run.steps=4").run.steps == 4
+
+
 def test_another_number_of_rollouts_keeps_the_tasks_per_lease(tmp_path: Path) -> None:
     file, path = begin(tmp_path)
     assert load(file).services.rollout.block_tasks == 3

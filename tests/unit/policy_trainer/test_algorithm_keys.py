@@ -434,6 +434,9 @@ CRITIC_CHANGES: dict[str, tuple[str, ...]] = {
     "optimizer.weight_decay": ("0.5",),
     "optimizer.clip_norm": ("0.5",),
     "optimizer.warmup_steps": ("10",),
+    "optimizer.schedule": ("linear", "cosine"),
+    "optimizer.min_lr": ("5.0e-4",),
+    "optimizer.decay_steps": ("7",),
 }
 """Other values for the keys of a critic that a training step uses."""
 
@@ -442,8 +445,10 @@ CRITIC_CHANGES: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("key", CRITIC_CHANGES)
 def test_every_key_of_a_critic_has_an_effect(key: str, folder: Path) -> None:
     path = write(folder, TOPOLOGY)
-    expected = trained(load(path, CRITIC_OF_ONE), folder)
-    assert expected == trained(load(path, CRITIC_OF_ONE), folder)
+    falling = ["critic.optimizer.schedule=linear"] if key in ("optimizer.min_lr", "optimizer.decay_steps") else []
+    base = [*CRITIC_OF_ONE, *falling]
+    expected = trained(load(path, base), folder)
+    assert expected == trained(load(path, base), folder)
     for value in CRITIC_CHANGES[key]:
-        changed = trained(load(path, [*CRITIC_OF_ONE, f"critic.{key}={value}"]), folder)
+        changed = trained(load(path, [*base, f"critic.{key}={value}"]), folder)
         assert changed[3:] != expected[3:] if key != "warmup_steps" else changed[1:3] != expected[1:3]

@@ -12,8 +12,12 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
+import torch
 from msgspec import structs
+from transformers import get_scheduler
 
+from launch.checks.findings import Findings
+from launch.checks.schedule import check_schedule
 from proto.messages import (
     Ack,
     BatchMeta,
@@ -31,12 +35,12 @@ from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.driver import Driver
 from services.policy_trainer.resume import ResumePoint, committed_rates, resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
-from services.policy_trainer.update import optimizer_numbers
+from services.policy_trainer.update import learning_rate, optimizer_numbers
 from services.policy_trainer.worker.calls.training import check_optimizer
 from shared.ranks.layout import Layout
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
-from shared.topology import load
+from shared.topology import Topology, TopologyError, load
 from shared.topology.algorithm import Optimizer
 from shared.topology.models import POLICY
 from tests.unit.policy_trainer.training import adamw
@@ -49,6 +53,101 @@ def test_warm_up_is_linear_and_then_constant() -> None:
     options = Optimizer(lr=1e-2, warmup_steps=4)
     rates = [optimizer_numbers(options, step).lr for step in (1, 2, 4, 9)]
     assert rates == pytest.approx([2.5e-3, 5e-3, 1e-2, 1e-2])
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.25])
+def test_linear_and_cosine_schedules_fall_from_the_end_of_warm_up_to_the_floor(floor: float) -> None:
+    linear, cosine = (
+        Optimizer(lr=1.0, warmup_steps=10, schedule=name, min_lr=floor, decay_steps=110)
+        for name in ("linear", "cosine")
+    )
+    for options in (linear, cosine):
+        rates = [learning_rate(options, step) for step in (0, 1, 10, 60, 110, 1000)]
+        assert rates == pytest.approx([0.0, 0.1, 1.0, (1 + floor) / 2, floor, floor])
+        assert learning_rate(options, 109) > floor == learning_rate(options, 110)
+    assert learning_rate(linear, 35) == pytest.approx(1 - 0.25 * (1 - floor))
+    assert learning_rate(cosine, 35) == pytest.approx(floor + (1 - floor) * (1 + math.sqrt(0.5)) / 2)
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+@pytest.mark.parametrize(
+    ("peer", "schedule", "floor"),
+    [
+        ("linear", "linear", 0.0),
+        ("cosine", "cosine", 0.0),
+        ("cosine_with_min_lr", "cosine", 0.3),
+        ("constant_with_warmup", "constant", 0.0),
+    ],
+)
+def test_an_update_has_the_rate_that_transformers_gives_to_the_next_one(
+    peer: str, schedule: Any, floor: float, warmup: int
+) -> None:
+    end = None if schedule == "constant" else 50
+    options = Optimizer(lr=2.0, warmup_steps=warmup, schedule=schedule, min_lr=floor, decay_steps=end)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    more = {"scheduler_specific_kwargs": {"min_lr": floor}} if floor else {}
+    scheduler = get_scheduler(peer, optimizer, num_warmup_steps=warmup, num_training_steps=50, **more)
+    rates = []
+    for _ in range(50):
+        optimizer.step()
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    assert [learning_rate(options, step) for step in range(1, 51)] == pytest.approx(rates, abs=1e-12)
+
+
+def test_a_schedule_without_an_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="schedule linear has no decay_steps"):
+        learning_rate(Optimizer(lr=1.0, schedule="linear"), 1)
+
+
+def topology_with(folder: Path, *overrides: str) -> Topology:
+    file = edited(make(folder), "  kl:\n    coef: 0.001\n", "")
+    return load(file, ["services.batch-store.memory=8MiB", *overrides])
+
+
+def test_schedules_end_one_step_after_the_last_update_and_the_policy_starts_when_it_is_first_updated(
+    tmp_path: Path,
+) -> None:
+    critic = "critic={optimizer: {lr: 2.0e-3, schedule: linear}, warmup_steps: 2}"
+    policy, other = topology_with(
+        tmp_path, "run.steps=10", "optimizer={lr: 1.0, schedule: linear}", "algorithm.advantage.name=gae", critic
+    ).trained
+    assert [learning_rate(policy.optimizer, step - policy.frozen_steps) for step in (2, 3, 10, 11)] == pytest.approx(
+        [0.0, 8 / 9, 1 / 9, 0.0]
+    )
+    assert [learning_rate(other.optimizer, step) for step in (1, 10, 11)] == pytest.approx([20e-3 / 11, 2e-3 / 11, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{lr: 1.0, min_lr: 0.5}", "min_lr has no effect with schedule constant; remove it, or use linear or cosine"),
+        ("{lr: 1.0, decay_steps: 5}", "decay_steps has no effect with schedule constant; remove it"),
+        ("{lr: 1.0, schedule: linear, min_lr: 2.0}", r"min_lr 2 is above lr \(1\); use at most lr"),
+        (
+            "{lr: 1.0, schedule: cosine, warmup_steps: 9, decay_steps: 9}",
+            r"decay_steps 9 is not above warmup_steps \(9\), which it includes; use more",
+        ),
+    ],
+)
+def test_options_of_a_schedule_that_contradict_each_other_are_refused(given: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match=rf"optimizer: .*{message}"):
+        topology_with(tmp_path, f"optimizer={given}")
+
+
+def test_a_start_warns_about_updates_with_a_rate_of_0(tmp_path: Path) -> None:
+    def warnings(*overrides: str) -> list[str]:
+        findings = Findings("t.yaml")
+        check_schedule(load(tmp_path / "t.yaml", ["run.steps=10", *overrides]), findings)
+        return findings.warnings
+
+    topology_with(tmp_path)
+    assert warnings("optimizer={lr: 1.0, schedule: linear, decay_steps: 4}") == [
+        "t.yaml: optimizer.decay_steps: 4 is below the 10 steps that update the policy, and the rest have a rate of 0; "
+        "use 11, or set optimizer.min_lr"
+    ]
+    assert warnings("optimizer={lr: 1.0, schedule: linear, decay_steps: 4, min_lr: 0.1}") == []
+    assert warnings("optimizer={lr: 1.0, schedule: cosine}") == []
 
 
 def point(version: int, committed: int, waiting_rates: Mapping[str, float] = MappingProxyType({})) -> ResumePoint:

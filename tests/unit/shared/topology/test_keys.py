@@ -143,6 +143,7 @@ REFUSED = {
     "services.rollout.parallel.cp": "services.rollout.parallel.cp=2",
 }
 
+SCHEDULE = ("schedule", "min_lr", "decay_steps")
 OPTIMIZER: dict[str, object] = {
     "lr": 2e-3,
     "betas": (0.5, 0.9),
@@ -537,8 +538,16 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
             "mini_batch_tasks": "model.mini_batch_tasks",
             "num_iterations": "model.num_iterations",
             "warmup_steps": "model.frozen_steps",
-            **{f"optimizer.{name}": "self.models[name].optimizer" for name in (*OPTIMIZER, "name")},
+            **{f"optimizer.{name}": "self.models[name].optimizer" for name in (*OPTIMIZER, *SCHEDULE, "name")},
         }.items()
+    },
+    **{
+        f"optimizer.{name}": (
+            f"{TRAINER}/update.py",
+            f"options.{name}",
+            "unit/policy_trainer/test_learning_rate.py::test_linear_and_cosine_schedules_fall_from_the_end_of_warm_up_to_the_floor",
+        )
+        for name in SCHEDULE
     },
     "optimizer.name": (
         "shared/topology/algorithm.py",

@@ -53,6 +53,11 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "algorithm.kl.refresh_every": (KL, "checkpoint.every=5", "run.steps=20"),
     "algorithm.filter_zero_variance": ("algorithm.filter_zero_variance={}",),
     "algorithm.overlong_penalty": ("algorithm.overlong_penalty={tokens: 4}",),
+    "optimizer.decay_steps": ("optimizer={lr: 1.0e-3, schedule: linear, decay_steps: 9}",),
+    "critic.optimizer.decay_steps": (
+        "critic={optimizer: {lr: 1.0e-3, schedule: linear, decay_steps: 9}}",
+        CRITIC[1],
+    ),
     "critic": CRITIC,
     "critic.model": (*CRITIC, "critic.model=./other"),
     "critic.dtype": (*CRITIC, "critic.dtype=float32"),
