@@ -20,8 +20,8 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """What the manifest says of an adapter, whose base the checkpoint does not hold. `base` names the base's weights
-    (`shared.weights.weight_set.Base`)."""
+    """A manifest's description of an adapter. The checkpoint does not contain the adapter's base; `base` names its
+    weights (`shared.weights.weight_set.Base`)."""
 
     base: str
     rank: int

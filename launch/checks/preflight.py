@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.util
 import os
 import resource
@@ -291,10 +292,12 @@ def _check_model_memory(topology: Topology, findings: Findings) -> None:
     except (OSError, ValueError):
         return  # Another check reports it, or the model is not here yet.
     places = memory_plan.by_place(memory_plan.uses(topology, elements, visible, vocabulary(topology.policy.model)))
-    room, adapted = room_of(topology, places), adapter.instead(topology, visible)
+    room, instead = room_of(topology, places), functools.cache(lambda: adapter.instead(topology, visible))
     for place, uses in places.items():
         if place in room:
-            errors = memory_plan.too_large(topology, elements, place, uses, room[place], adapted.get(place, ()))
+            errors = memory_plan.too_large(
+                topology, elements, place, uses, room[place], lambda place: instead().get(place, ())
+            )
             findings.error(*errors)
 
 

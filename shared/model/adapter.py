@@ -10,13 +10,13 @@ exactly these bits, and so do the trainer's passes.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -265,27 +265,23 @@ def scales_of(model: nn.Module) -> dict[str, float]:
     return {f"{name}.{B}": layer.scale for name, layer in adapters_of(model).items() if layer.scale != 1.0}
 
 
-@contextlib.contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def adapters_off(model: nn.Module) -> AbstractContextManager[None]:
     """Compute the base model within the block."""
-    layers = adapters_of(model).values()
-    for layer in layers:
-        layer.applies = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.applies = True
+    return _switched(model, "applies", to=False)
 
 
-@contextlib.contextmanager
-def adapters_merged(model: nn.Module) -> Iterator[None]:
+def adapters_merged(model: nn.Module) -> AbstractContextManager[None]:
     """Compute the model that an export with merged weights holds within the block. No weight changes."""
+    return _switched(model, "merges", to=True)
+
+
+@contextmanager
+def _switched(model: nn.Module, switch: Literal["applies", "merges"], *, to: bool) -> Iterator[None]:
     layers = adapters_of(model).values()
     for layer in layers:
-        layer.merges = True
+        setattr(layer, switch, to)
     try:
         yield
     finally:
         for layer in layers:
-            layer.merges = False
+            setattr(layer, switch, not to)

@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -23,16 +22,16 @@ from safetensors.numpy import load_file, save_file
 
 from proto import dtypes
 from proto.tensors import Array
+from shared import safetensors_file
 from shared.rpc.errors import BadInput
+from shared.safetensors_file import CODES, Entry
 from shared.topology import hub, model_files
 from shared.topology.lora import CONFIG, FOLDER, TENSORS, Lora, differences
 from shared.topology.model_files import Stored
 
 A, B = "lora_A", "lora_B"
 _BEFORE, _AFTER = "base_model.model.", ".weight"
-_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_CODES = {name: code for code, name in _FLOATS.items()}
-_ALIGNMENT = 8
+_FLOATS = {code: name for name, code in CODES.items()}
 
 
 def export(folder: Path, source: Path, lora: Lora, dtype: str, tensors: Mapping[str, Array]) -> None:
@@ -180,19 +179,19 @@ def _write_tensors(file: Path, stored: Mapping[str, Stored], dtype: str, values:
             return dtypes.by_name(dtype).itemsize
         return (tensor.end - tensor.start) // max(1, math.prod(tensor.shape))
 
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end, names = 0, sorted(stored, key=width, reverse=True)  # so that every tensor is aligned to its elements
-    for name in names:
-        begin, end = end, end + math.prod(stored[name].shape) * width(name)
-        code = _CODES[dtype] if stored[name].dtype in _FLOATS else stored[name].dtype
-        header[name] = {"dtype": code, "shape": stored[name].shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    # The widest come first, so that every tensor is aligned to its elements.
+    entries = {
+        name: Entry(
+            CODES[dtype] if stored[name].dtype in _FLOATS else stored[name].dtype,
+            stored[name].shape,
+            math.prod(stored[name].shape) * width(name),
+        )
+        for name in sorted(stored, key=width, reverse=True)
+    }
     with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(_ALIGNMENT, "little") + text)
-        for name in names:
-            stream.write(np.ascontiguousarray(values(name)).reshape(-1).view(np.uint8).data)
-    return end
+        return safetensors_file.write(
+            stream, entries, lambda name: np.ascontiguousarray(values(name)).reshape(-1).view(np.uint8).data
+        )
 
 
 def _values(tensor: Stored) -> Array:

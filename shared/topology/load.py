@@ -169,11 +169,7 @@ _CHANGES_DISTRIBUTION = "would change the distribution that the log-probs of tra
 _CHANGING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _REFUSED: dict[Path, str] = {
     **{("sampling", name): _CHANGES_DISTRIBUTION for name in _CHANGING},
-    (
-        POLICY,
-        "lora",
-        "dropout",
-    ): "would have no counterpart in the engines, which have no dropout; remove it",
+    (POLICY, "lora", "dropout"): "would have no counterpart in the engines, which have no dropout; remove it",
     (CRITIC, "lora"): "is not supported: all weights of a critic are trained, also with policy.lora; remove it",
 }
 _KINDS = {

@@ -89,7 +89,7 @@ def vllm_rank(rank: int) -> int:
 
 
 class AdapterPlan(msgspec.Struct, frozen=True):
-    """What an adapter consists of."""
+    """The layers and parameters of an adapter that a run would train."""
 
     refused: str = ""
     """Why the model cannot have the adapter, or an empty string."""
@@ -119,7 +119,7 @@ def _counted(layers: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What `adapter_config.json` says about an adapter. `base` is the name or path of the model under it, or empty."""
+    """The contents of `adapter_config.json`. `base` is the name or path of the model under the adapter, or empty."""
 
     rank: int
     alpha: float

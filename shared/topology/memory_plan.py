@@ -12,7 +12,7 @@ but the reference has no adapters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -370,10 +370,10 @@ def too_large(
     place: MemoryPlace,
     uses: Sequence[Use],
     limit: int,
-    with_adapter: Sequence[Use] = (),
+    with_adapter: Callable[[MemoryPlace], Sequence[Use]] = lambda _: (),
 ) -> Iterator[str]:
     """Yield an error, with what would fit, if the memory of `place` is smaller than what its processes hold.
-    `with_adapter` is what they would hold if the policy had the adapter `HINT`, if it can have one.
+    `with_adapter(place)` is what they would hold if the policy had the adapter `HINT`, or nothing if it can have none.
 
     Copies that exist only at the start are not counted, because the system can take back pages of files.
     """
@@ -410,7 +410,8 @@ def too_large(
     elif saves > steps:
         text += f", and {format_size(saves)} while {saves_it} a checkpoint"
     remedy = _that_fits(topology, elements, place, uses, limit, most)
-    if with_adapter and peak(with_adapter, _STARTED).nbytes <= limit:
+    adapted = with_adapter(place)
+    if adapted and peak(adapted, _STARTED).nbytes <= limit:
         remedy += f"; policy.lora: {{rank: {HINT.rank}}} would fit"
     yield f"{' and '.join(models)}: {text}; {remedy}"
 

@@ -57,7 +57,7 @@ class Verdict(msgspec.Struct, frozen=True):
     cpu_s: float | None = None
     """The processor time that the proof took, or None if the verdict was known."""
     adapter: AdapterPlan | None = None
-    """What the model's adapter consists of, or None if it has none."""
+    """The plan of the model's adapter, or None for a model without one."""
 
     @property
     def passes(self) -> Passes:

@@ -44,7 +44,7 @@ def save_random_of(folder: Path, mib: int) -> None:
 
 
 QWEN2_1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
-"""What distinguishes the shape of Qwen2-1.5B from that of Qwen2-0.5B."""
+"""The sizes of Qwen2-1.5B that differ from those of Qwen2-0.5B."""
 
 
 def save_random_qwen2(folder: Path, **sizes: int) -> None:

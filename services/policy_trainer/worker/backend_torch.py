@@ -151,7 +151,7 @@ class TorchBackend:
 
     @property
     def parameters(self) -> int:
-        return self._trained.parameters
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def model(self) -> nn.Module:

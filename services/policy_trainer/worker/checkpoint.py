@@ -50,7 +50,7 @@ class SavedState:
     at_stop: bool = False
     """Whether the checkpoint was saved because the run was stopping, outside the regular interval."""
     adapter: AdapterNote | None = None
-    """What the weights are, if they are an adapter."""
+    """The adapter that the weights belong to; None for all weights of a model."""
 
 
 def _write(partial: Path, state: SavedState) -> None:

@@ -87,11 +87,6 @@ class Replica:
         """Return `value`, a scalar computed over all masters, as a number."""
         return float(value)
 
-    @property
-    def parameters(self) -> int:
-        """Number of elements in all parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
     def own_masters(self) -> list[Tensor]:
         """Return the masters that are separate tensors."""
         return [self.masters[name] for name in sorted(self.separate)]

@@ -172,11 +172,6 @@ class Shards:
         this."""
         return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
-    @property
-    def parameters(self) -> int:
-        """Number of elements in all parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
     def own_masters(self) -> list[Tensor]:
         """Return an empty list, because the pieces are the masters."""
         return []

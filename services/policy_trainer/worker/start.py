@@ -15,9 +15,9 @@ from services.policy_trainer.worker.calls.weights import WeightsCalls
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.weights.drill import Drill
-from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions, first_drill
+from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions, adapter_drill
 from shared.inputs import check_model
-from shared.model.adapter import AdapterStart, begin_again
+from shared.model.adapter import AdapterStart
 from shared.model.load import require_deterministic_algorithms
 from shared.ranks.layout import RankPlace
 from shared.ranks.meeting import Meeting
@@ -36,14 +36,7 @@ def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, 
     drills: list[Drill] = []
 
     def drill(adapted: nn.Module, start: AdapterStart) -> None:
-        """Make the drill with the model itself, because a second copy of the base might not fit into memory."""
-
-        def fresh() -> nn.Module:
-            begin_again(adapted, start, scaled=True)
-            return adapted
-
-        drills.append(first_drill(fresh, model.dtype, model.seed, with_digests=with_digests))
-        begin_again(adapted, start, scaled=False)
+        drills.append(adapter_drill(adapted, start, model.dtype, with_digests=with_digests))
 
     backend = make_backend(rank.run, model, rank.place, meeting, drill)
     backend.called.register_forward_hook(lambda *_: rank.advance())

@@ -33,7 +33,7 @@ from services.rollout.engines.slots import SlotTable, Stopped
 from shared.colocation.devices import WEIGHTS, Parts
 from shared.colocation.shelf import Released, give_back, own_storages, release, restore
 from shared.model import cpu
-from shared.model.adapter import AdapterStart, adapt, adapters_of, base_weights, first_adapters, trained_weights
+from shared.model.adapter import AdapterStart, adapt, adapters_of, base_weights, first_adapters, is_adapter
 from shared.model.load import allow, load_model, named_weights, require_deterministic_algorithms, weight_holders
 from shared.model.logprobs import token_logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
@@ -227,8 +227,8 @@ class TransformersEngine:
 
     def _version_holders(self) -> dict[str, list[torch.Tensor]]:
         """Return the parameters or buffers that hold each tensor of a version."""
-        version = trained_weights(self._model)
-        return {name: tied for name, tied in weight_holders(self._model).items() if name in version}
+        adapted = self._adapter is not None
+        return {name: tied for name, tied in weight_holders(self._model).items() if is_adapter(name) == adapted}
 
     # `compute.Stepper`
 

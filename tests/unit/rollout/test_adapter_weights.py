@@ -19,7 +19,7 @@ from proto.tensors import Array
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.weights.drill import make_drill
-from services.policy_trainer.worker.weights.publish import Canaries, first_drill
+from services.policy_trainer.worker.weights.publish import Canaries, adapter_drill
 from services.reference.frozen import FrozenTorch
 from services.reference.scorer import FrozenScorer
 from services.rollout.engine import WeightsMismatch
@@ -31,7 +31,6 @@ from shared.model.adapter import (
     adapt,
     adapters_of,
     base_weights,
-    begin_again,
     first_adapters,
     is_adapted,
     scales_of,
@@ -65,12 +64,7 @@ class Trainer:
         drills = []
 
         def on_adapted(model: torch.nn.Module, start: AdapterStart) -> None:
-            def fresh() -> torch.nn.Module:
-                begin_again(model, start, scaled=True)
-                return model
-
-            drills.append(first_drill(fresh, dtype, SEED, with_digests=True))
-            begin_again(model, start, scaled=False)
+            drills.append(adapter_drill(model, start, dtype, with_digests=True))
 
         options = BackendOptions(
             max_tokens=4096,

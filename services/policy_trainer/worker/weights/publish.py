@@ -29,6 +29,7 @@ from services.policy_trainer.worker.weights.channels import SideStream
 from services.policy_trainer.worker.weights.drill import Drill, make_drill
 from shared.colocation.shelf import LockedMemory
 from shared.dataplane.client import DataClient, Receipt, TaskShards
+from shared.model.adapter import AdapterStart, begin_again
 from shared.model.load import load_model
 from shared.model.logprobs import vocabulary
 from shared.rpc.errors import RpcError
@@ -125,6 +126,22 @@ def first_drill(fresh: Callable[[], nn.Module], dtype: str, seed: int, *, with_d
         return _drill_text(vocabulary(model), seed, dtype)
 
     return make_drill(fresh, text, seed + 1, tolerance=FLOOR.get(dtype, TOLERANCE), with_digests=with_digests)
+
+
+def adapter_drill(model: nn.Module, start: AdapterStart, dtype: str, *, with_digests: bool) -> Drill:
+    """Return the drill of a run that trains an adapter.
+
+    It is made with `model` itself, because a second copy of the base might not fit into memory. `model` is whole, and
+    has its first adapter before and after.
+    """
+
+    def fresh() -> nn.Module:
+        begin_again(model, start, scaled=True)
+        return model
+
+    drill = first_drill(fresh, dtype, start.seed, with_digests=with_digests)
+    begin_again(model, start, scaled=False)
+    return drill
 
 
 def _drill_text(vocab_size: int, seed: int, dtype: str) -> Sequences:

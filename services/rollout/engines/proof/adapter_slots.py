@@ -47,7 +47,7 @@ def slot_proof(
     faults: list[str] = []
     digests: list[tuple[WeightPart, Tensor]] = []
     rests: list[tuple[str, Tensor]] = []
-    """What must be zero, as the fault if it is not and the number of elements that are not."""
+    """Faults, each with the number of elements that are not zero but must be."""
     for path, layer in layers.items():
         names = fused.get(path, [path])
         arrays = list(zip(_arrays(layer.lora_a_stacked), _arrays(layer.lora_b_stacked), strict=True))

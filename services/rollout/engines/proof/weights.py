@@ -3,7 +3,6 @@ weights."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
@@ -18,16 +17,10 @@ from torch import Tensor
 from proto.tensors import Array
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines.proof.load_trace import Proof, WeightPart
+from shared import safetensors_file
+from shared.safetensors_file import Entry
 from shared.tensors_torch import to_torch
 from shared.weights.weight_set import WeightSet, shown
-
-_ALIGNMENT = 8
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
 
 
 def expected_weights(path: Path, dtype: str) -> WeightSet:
@@ -119,15 +112,8 @@ def folder_file(tensors: Mapping[str, Tensor], folder: Path) -> Iterator[str]:
 
 
 def _write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
-    header: dict[str, dict[str, object]] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for tensor in tensors.values():
-        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    file.flush()
+    codes = {name: safetensors_file.CODES[str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()}
+    entries = {name: Entry(codes[name], tensor.shape, tensor.nbytes) for name, tensor in tensors.items()}
+    safetensors_file.write(
+        file, entries, lambda name: tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data
+    )
