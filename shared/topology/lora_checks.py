@@ -6,8 +6,11 @@ A check yields `(path, message)`, as in `checks`.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from shared.topology.document import Found
-from shared.topology.lora import Lora, differences
+from shared.topology.lora import TENSORS, Lora, differences
+from shared.topology.model_files import file_shapes
 from shared.topology.models import POLICY
 from shared.topology.schema import Topology
 
@@ -43,5 +46,9 @@ def _beginning(lora: Lora, folder: str) -> Found:
     except (OSError, ValueError) as error:
         yield (*_PATH, "adapter_path"), str(error)
         return
+    try:
+        file_shapes(Path(folder) / TENSORS)
+    except (OSError, ValueError) as error:
+        yield (*_PATH, "adapter_path"), f"{error}; save the adapter again"
     for key, text in differ.items():
         yield (*_PATH, key), f"{text}; use that, or another adapter_path"

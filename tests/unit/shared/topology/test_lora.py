@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from shared.model.adapter import AdapterStart, adapt, targets_of, trained_weights
 from shared.model.load import empty_model
@@ -54,11 +57,11 @@ def refused(folder: Path, *overrides: str) -> str:
 
 
 def adapter(folder: Path, **config: Any) -> Path:
-    """Write an adapter with this configuration, and return its folder. Its tensors are not read here."""
+    """Write an adapter with this configuration, and return its folder. Its tensors are only read when it is loaded."""
     made = folder / "adapter"
     made.mkdir()
     (made / CONFIG).write_text(json.dumps(PLAIN | config))
-    (made / TENSORS).touch()
+    save_file({"a": np.zeros(8, np.float32)}, made / TENSORS)
     return made
 
 
@@ -187,6 +190,15 @@ def test_an_adapter_of_another_rank_or_alpha_is_refused_with_both_values(folder:
     assert loaded(folder, given, "policy.lora.rank=16").policy.lora is not None
     line = refused(folder, given, "policy.lora.rank=16", "policy.lora.alpha=8.0")
     assert f"policy.lora.alpha: 8, but the adapter in {path} has 32; use that" in line
+
+
+@pytest.mark.parametrize(("size", "text"), [(5, "is not a safetensors file: unreadable header"), (80, "has 80 bytes")])
+def test_an_adapter_that_was_cut_off_is_refused_before_a_start(folder: Path, size: int, text: str) -> None:
+    path = adapter(folder)
+    os.truncate(path / TENSORS, size)
+    line = refused(folder, f"policy.lora.adapter_path={path}")
+    assert f"policy.lora.adapter_path: {path / TENSORS} {text}" in line
+    assert line.endswith("; save the adapter again")
 
 
 def test_other_hosts_fetch_the_adapter_with_which_training_begins(folder: Path, tmp_path: Path) -> None:
