@@ -144,7 +144,8 @@ def restart(
 def drain(
     context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
 ) -> None:
-    """Stop a rollout or reference once it has finished its leases. It stays down until restart or scale starts it."""
+    """Stop a rollout, reference or teacher once it has finished its leases. It stays down until restart or scale starts
+    it."""
     run = _run(context)
     keys = select(name, _supervised_keys(run))
     service, instance = parse_service_name(name)
@@ -154,7 +155,7 @@ def drain(
 @app.command()
 def scale(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="rollout or reference")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="rollout, reference or teacher")],
     instances: Annotated[int, typer.Argument(metavar="N", help="number of instances, 1 or more")],
     as_json: Json = False,
 ) -> None:
@@ -239,7 +240,7 @@ def plot(
     runs: Annotated[list[Path] | None, typer.Argument(metavar="[RUN]...", help="run directories")] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option("--metric", metavar="NAME", help="metric or pattern, such as eval/*/accuracy; may be repeated"),
+        typer.Option("--metric", metavar="NAME", help="metric or pattern, such as eval/*/reward; may be repeated"),
     ] = None,
 ) -> None:
     """Write a page with the curves of one or more runs, whether they have ended or are still in progress."""

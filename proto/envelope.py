@@ -12,7 +12,7 @@ from proto.limits import Limits
 
 MAGIC = b"RLBS"
 MAJOR = 1
-MINOR = 4
+MINOR = 6
 SIZE = 64
 
 FLAG_REPLY = 1

@@ -41,9 +41,18 @@ def kl_sums(estimator: str, shards: Mapping[str, Array], ref: Array, samples: in
     `shards` has the arrays `KL_KEYS`, `loss_mask` and `lengths`, and `ref` (float32 [T]) is the reference's log-probs.
     Raises ValueError like `token_kl`.
     """
+    return sample_sums(shards, token_kl(estimator, shards["rollout_logprobs"], ref), samples).astype(np.float32)
+
+
+def sample_sums(shards: Mapping[str, Array], values: Array, samples: int) -> Array:
+    """Return float64 [samples]: per sample, the sum of `values` [T] over the tokens whose `loss_mask` is not 0.
+
+    `shards` has the arrays `sample_index`, `loss_mask` and `lengths`.
+    """
     sample = np.repeat(shards["sample_index"], shards["lengths"])
-    masked = np.where(shards["loss_mask"] != 0, token_kl(estimator, shards["rollout_logprobs"], ref), 0.0)
-    return np.bincount(sample, weights=masked, minlength=samples).astype(np.float32)
+    masked = np.where(shards["loss_mask"] != 0, values.astype(np.float64), 0.0)
+    sums: Array = np.bincount(sample, weights=masked, minlength=samples)
+    return sums
 
 
 @dataclass(frozen=True)
@@ -59,9 +68,13 @@ class CreditTask:
     token_rewards: Array
     """float64 [T]: rewards where they occur. The reward of a turn is at the last sampled token of the turn. The rest of
     the sample's reward is at the last trained token of *every* sequence of the sample. With `algorithm.kl` in the
-    reward, each trained token also has its -coef * KL."""
+    reward, each trained token also has its -coef * KL, and with `algorithm.distill` its -coef * the difference to the
+    teacher."""
     kl: Array | None
     """float64 [T]: the KL to the reference at trained tokens and 0 elsewhere, or None if the reward has no KL."""
+    teacher_kl: Array | None
+    """float64 [T]: the engine's log-prob less the teacher's at trained tokens and 0 elsewhere, or None unless
+    `algorithm.distill` has kl: reverse."""
     mask: Array
     """bool [T]: the trained tokens. Tokens of prompts, tools and masked samples are not among them."""
     lengths: Array

@@ -424,11 +424,14 @@ def run_path(path: Path) -> Path:
 
 
 def check_new(path: Path) -> None:
-    """Raise RpcError(bad_request) if no new run can be created in `path`: it holds one, or sockets have no room."""
+    """Raise RpcError(bad_request) if no new run can be created in `path`: it holds one, or a model, whose files a run
+    checks, or sockets have no room."""
     if (path / "run.json").exists():
         raise RpcError(
             ErrorCode.BAD_REQUEST, f"run directory {path}: holds a run already; choose another or use --resume"
         )
+    if (path / "config.json").exists():
+        raise RpcError(ErrorCode.BAD_REQUEST, f"run directory {path}: holds a model (config.json); choose another")
     _check_sockets(Path(tempfile.gettempdir(), f"{SHM_PREFIX}{'x' * _RANDOM_CHARACTERS}"))
 
 

@@ -13,7 +13,8 @@ class Sample:
     `row` is the task's row in the data set. `messages` are the prompt's messages followed by the assistant's answer (a
     raw-text prompt counts as one user message). `completion` is the text after the prompt, without special tokens, and
     `token_ids` are the sampled tokens, including the EOS. `finish_reason` is `stop` or `length`, `turns` counts the
-    assistant's turns, and `state` belongs to the workflow.
+    assistant's turns, and `state` belongs to the workflow. `source` is the name of the row's source in
+    `data.train.sources`, empty for a training set with a single source and for evaluations.
     """
 
     task_id: str
@@ -24,6 +25,7 @@ class Sample:
     finish_reason: str
     turns: int = 1
     state: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 def messages_of(row: dict[str, Any], completion: str) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ recorder writes, and the tables of stages and keys in proto/SPEC.md. A new key n
 stage one more: its entry in `GRAPH`.
 
 Shards are ragged and never padded: a task of S sequences has T tokens in total, prompts included. A key of `width` W
-above 1 has shards of shape [T, W], not flat ones.
+above 1 has shards of shape [T, W], not flat ones. Keys that only trained tokens have are [n, W], in the order of the
+tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +35,17 @@ TEXT_TOKEN_BYTES = 16
 TEXT_SAMPLE_BYTES = 1024
 """The text of a recorded task may take up this many bytes per token and per sample."""
 
+SCORE, REFERENCE_SCORE = "score", "reference_score"
+"""Scalars that losses of pairs compare, float64: the sum of the model's outputs over the trained tokens of a sample, of
+the policy and of the reference."""
 REFERENCE_SCALAR = "reference_step"
 """Scalar with the policy version of the reference, present with `algorithm.kl.refresh_every`."""
 
 
 VALUE_LOSS = "value"
 """Name of the loss of a critic (`LossSpec.name`)."""
+LINEAR_LOSS = "linear"
+"""Name of the loss that is linear in the model's outputs. The driver computes its coefficients (losses of pairs)."""
 
 
 class Per(StrEnum):
@@ -48,6 +54,8 @@ class Per(StrEnum):
     TOKEN = "T"  # noqa: S105  # no secret
     SEQUENCE = "S"
     SAMPLE = "samples"
+    TRAINED = "n"
+    """Trained tokens, whose `loss_mask` is 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,8 @@ class Key:
     meaning: str
     """One sentence for proto/SPEC.md."""
     width: int = 1
+    """Numbers of each, or 0 in the declaration of a key whose width the topology decides (`width_of`)."""
+    width_of: Callable[[Topology], int] | None = None
     when: Callable[[Topology], bool] = lambda _: True
     """Whether the tasks of a run have this key."""
     in_loss: Callable[[LossSpec], bool] = lambda _: False
@@ -70,7 +80,7 @@ class Key:
     @property
     def row(self) -> tuple[int, ...]:
         """The dimensions of a shard after the first: () or (width,)."""
-        return (self.width,) if self.width > 1 else ()
+        return (self.width,) if self.width != 1 else ()
 
     @property
     def nbytes(self) -> int:
@@ -143,13 +153,39 @@ REFERENCE = Stage(
     ),
     by_trainer=lambda topology: topology.reference_by_trainer,
     refreshed=True,
-    scalars=frozenset(["kl", REFERENCE_SCALAR]),
+    scalars=frozenset(["kl", REFERENCE_SCORE, REFERENCE_SCALAR]),
 )
 """With an adapter and no service `reference`, the trainer runs this stage like `proximal`, with the adapter off.
 
 Scalar `kl` exists only if the KL term is part of the reward. It is summed over the sample's tokens and computed from
-`rollout_logprobs`. Scalar `reference_step` exists only if the reference is refreshed. It is the step of the version
-that scored the sample, or 0 for the initial model."""
+`rollout_logprobs`. Scalar `reference_score` exists only for losses of pairs. Scalar `reference_step` exists only if the
+reference is refreshed. It is the step of the version that scored the sample, or 0 for the initial model."""
+_of_topk = partial(
+    Key,
+    per=Per.TRAINED,
+    width=0,
+    width_of=lambda topology: topology.algorithm.distilled_tokens,
+    when=lambda topology: topology.teacher is not None and topology.algorithm.distilled_tokens > 0,
+    in_loss=lambda loss: loss.distill_top_k > 0,
+)
+"""A key of `algorithm.distill.top_k` numbers for each trained token."""
+TEACHER = Stage(
+    "teacher",
+    "teacher",
+    needs=_MODEL_NEEDS,
+    keys=(
+        Key(
+            "teacher_logprobs",
+            "float32",
+            Per.TOKEN,
+            "the teacher's log-prob from logits / `teacher.temperature`, 0 where `loss_mask` is 0",
+            when=lambda topology: topology.teacher is not None and not topology.algorithm.distilled_tokens,
+            in_loss=lambda loss: loss.distill_coef > 0 and not loss.distill_top_k,
+        ),
+        _of_topk("teacher_ids", "int32", meaning="the ids of the teacher's likeliest tokens, the likeliest first"),
+        _of_topk("teacher_topk", "float32", meaning="the teacher's log-probs of these ids"),
+    ),
+)
 PROXIMAL = Stage(
     "proximal",
     "policy-trainer",
@@ -246,13 +282,18 @@ RECORD = Stage(
 """What the trainer puts for the recorder, and only for the tasks whose samples are recorded."""
 SAMPLE_ADVANTAGES, TRAIN_LOGPROBS, TRAIN_ADVANTAGES = RECORD.makes
 
-GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, VALUES, PROXIMAL, CREDIT)
+GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, TEACHER, VALUES, PROXIMAL, CREDIT)
 """The stages of a training task in topological order, with all keys that any topology has."""
 
 
 def text_limit_bytes(tokens: int, samples: int) -> int:
     """Return the maximum bytes of the text of a task with `tokens` tokens (including prompts) and `samples` samples."""
     return TEXT_TOKEN_BYTES * tokens + TEXT_SAMPLE_BYTES * samples
+
+
+def stage_named(name: str) -> Stage:
+    """Return the stage of a training task with this name."""
+    return next(stage for stage in GRAPH if stage.name == name)
 
 
 def declared() -> dict[str, Key]:
@@ -262,7 +303,11 @@ def declared() -> dict[str, Key]:
 
 def with_keys_of(stage: Stage, topology: Topology) -> Stage:
     """Return `stage` as the tasks of `topology` pass it: with the keys that they have, and leased or not."""
-    keys = tuple(key for key in stage.keys if key.when(topology))
+    keys = tuple(
+        key if key.width_of is None else replace(key, width=key.width_of(topology))
+        for key in stage.keys
+        if key.when(topology)
+    )
     return replace(stage, keys=keys, leased=stage.leased and not stage.by_trainer(topology))
 
 

@@ -10,7 +10,7 @@ from shared.topology import Topology, lora_checks, memory_plan
 from shared.topology.capacity import DTYPE_BYTES, parameter_counts
 from shared.topology.memory_plan import Key, MemoryPlace, Use
 from shared.topology.model_files import vocabulary
-from shared.topology.models import TrainedModel
+from shared.topology.models import FrozenModel, TrainedModel
 from shared.topology.passes import Verdict
 
 LOW_RATE = 2e-4
@@ -26,7 +26,7 @@ def check_rate(topology: Topology, findings: Findings) -> None:
         findings.warn(f"optimizer.lr: {message}; docs/lora.md says what was measured")
 
 
-def notes(topology: Topology, proof: Verdict, model: TrainedModel) -> list[str]:
+def notes(topology: Topology, proof: Verdict, model: TrainedModel | FrozenModel) -> list[str]:
     """Return lines that tell what is trained, sent and left out, or [] for a model without an adapter. Raises the
     errors of `parameter_counts`."""
     if proof.adapter is None:

@@ -1,4 +1,4 @@
-"""Checks, before a start, that the model of the critic fits the policy's tokens and that its value head can be used."""
+"""Checks, before a start, that the model of the critic fits the policy's tokens, and that value heads can be used."""
 
 from __future__ import annotations
 
@@ -35,6 +35,15 @@ def check_critic(topology: Topology, findings: Findings) -> None:
             findings.error(f"{where}: {problem}")
 
 
+def check_head(topology: Topology, findings: Findings) -> None:
+    """Check the value head of the folder with which a reward model begins."""
+    for model in topology.trained:
+        if model.head == "value" and model.name != CRITIC:
+            with contextlib.suppress(OSError, ValueError):  # Another check reports it, or the model is not here yet.
+                if problem := head_problem(str(model.folder)):
+                    findings.error(f"{model.name}.model: {model.folder}: {problem}")
+
+
 def head_problem(model: str) -> str:
     """Return, on one line, why the value head in the folder cannot be used, and a remedy; or an empty string, also if
     there is no head. Raises the errors of `stored_tensors`."""
@@ -42,8 +51,8 @@ def head_problem(model: str) -> str:
     weight, bias = tensors.get(VALUE_WEIGHT), tensors.get(VALUE_BIAS)
     if weight is not None and weight.shape[:-1] != (1,):
         return (
-            f"{VALUE_WEIGHT} has shape {list(weight.shape)}, but a critic has one value per token ([1, hidden size]); "
-            "use a model with num_labels 1"
+            f"{VALUE_WEIGHT} has shape {list(weight.shape)}, but a value head has one value per token "
+            "([1, hidden size]); use a model with num_labels 1"
         )
     if bias is None:
         return ""
@@ -52,4 +61,4 @@ def head_problem(model: str) -> str:
     stored[width - 1 :: width] &= 0x7F  # without the sign, which -0.0 has
     if not stored.any():
         return ""
-    return f"{VALUE_BIAS} is not zero, but the critic's head has no bias; use a model whose head has none"
+    return f"{VALUE_BIAS} is not zero, but a value head has no bias here; use a model whose head has none"

@@ -23,18 +23,19 @@ from launch.processes.programs import ROOT, child_environment
 from shared.topology import Topology
 from shared.topology.capacity import max_sample_tokens
 from shared.topology.model_files import AnswerEnds
-from shared.topology.models import TrainedModel
+from shared.topology.models import FrozenModel, TrainedModel
 from shared.topology.passes import Verdict, exceeds
 
 T = TypeVar("T")
+Model = TrainedModel | FrozenModel
 LIMIT_CPU_S, LIMIT_S, LIMIT_BYTES = 30, 300.0, 2 * 1024**3
 """Limits of the process: seconds of processor time, seconds, and bytes of private memory."""
 _NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of config.json on which no result depends."""
 
 
-def prove(topology: Topology, model: TrainedModel) -> Verdict:
-    """Return the proof for a trained model of the topology. Raises OSError or ValueError if its config.json cannot be
+def prove(topology: Topology, model: Model) -> Verdict:
+    """Return the proof for a model of the topology. Raises OSError or ValueError if its config.json cannot be
     read."""
     config = json.loads((model.folder / "config.json").read_bytes())
     longest = _longest(topology)
@@ -57,14 +58,15 @@ def prove(topology: Topology, model: TrainedModel) -> Verdict:
     return verdict
 
 
-def problems(proof: Verdict, model: TrainedModel) -> list[str]:
-    """Return the reasons why a run cannot train the model, or not with the passes that the topology names."""
+def problems(proof: Verdict, model: Model) -> list[str]:
+    """Return the reasons why a run cannot use the model, or not with the passes that the topology names."""
     name, wanted = model.name, model.passes
+    use = "trained" if isinstance(model, TrainedModel) else "scored with"
     if proof.adapter is not None and proof.adapter.refused:
         return [proof.adapter.refused]
     if proof.refused:
         return [
-            f"{name}.model: {proof.model} cannot be trained: {proof.refused}; use another model or, if its attention "
+            f"{name}.model: {proof.model} cannot be {use}: {proof.refused}; use another model or, if its attention "
             "changes beyond a length, keep samples below it (data.train.max_prompt_tokens, sampling.max_new_tokens)"
         ]
     return [
@@ -85,12 +87,12 @@ def _longest(topology: Topology) -> int | None:
     return None if prompt is None and topology.workflow is None else max_sample_tokens(topology, prompt or 0)
 
 
-def _lora(model: TrainedModel) -> dict[str, Any] | None:
+def _lora(model: Model) -> dict[str, Any] | None:
     """Return the settings of the model's adapter on which its layers depend."""
     return None if model.lora is None else model.lora.model_dump(include={"rank", "target_modules", "exclude_modules"})
 
 
-def _key(config: dict[str, Any], longest: int | None, model: TrainedModel) -> str:
+def _key(config: dict[str, Any], longest: int | None, model: Model) -> str:
     settings = {name: value for name, value in config.items() if name not in _NAMES}
     code = hashlib.sha256()
     for file in sorted((ROOT / "shared" / "model").glob("*.py")):

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from launch.checks import adapter, critic, functions, model_proof, rewards, schedule
+from launch.checks import adapter, critic, distill, functions, model_proof, rewards, schedule
+from launch.checks import sources as source_checks
 from launch.checks.findings import Findings
 from launch.processes.plan import gpus_described, gpus_wanted, own_gpus, visible_gpus
 from services.tracker.exporter import REMEDY, missing
@@ -69,7 +70,7 @@ def prove(topology: Topology, findings: Findings) -> Topology:
     """
     passes: dict[str, Passes] = {}
     proofs: dict[tuple[Path, str], Verdict] = {}
-    for model in topology.trained:
+    for model in topology.own_models:
         proved = (model.folder, model.settings.device)
         try:
             proof = proofs[proved] if proved in proofs else model_proof.prove(topology, model)
@@ -117,10 +118,10 @@ def shm_root(topology: Topology) -> Path:
 
 def sources(topology: Topology) -> dict[str, str]:
     """Return every data source, by the key that names it. A hub data set that is not in the cache is left out."""
-    sources = {"data.train.source": topology.data.train.source}
-    sources |= {f"data.eval.{name}.source": section.source for name, section in topology.data.eval.items()}
     return {
-        key: source for key, source in sources.items() if hub.source_name(source) is None or hub.source_files(source)
+        key: source
+        for key, source in topology.data.sources.items()
+        if hub.source_name(source) is None or hub.source_files(source)
     }
 
 
@@ -138,8 +139,9 @@ def _check_rows(topology: Topology, source: str, key: str, begun: RowDigests | N
     if begun is not None and most is None and len(rows) > begun.rows:
         findings.added[key] = len(rows) - begun.rows
     if evaluated is None and longest is not None and topology.data.train.max_prompt_tokens is None:
+        nbytes = longest.nbytes + topology.data.train_sources[key].system_bytes
         with contextlib.suppress(OSError, ValueError):  # Another check reports it, or the model is not here yet.
-            if problem := rows_problem(topology, longest.nbytes, rows.place(longest.row)):
+            if problem := rows_problem(topology, nbytes, rows.place(longest.row)):
                 findings.error(problem)
     if not bad:
         return
@@ -182,13 +184,13 @@ def _check_ends(topology: Topology, findings: Findings) -> None:
         findings.error(f"policy.model: {error}")
         return
     findings.notes.append(f"sampling       ends at the tokens {', '.join(map(str, ends)) or '(none)'}")
-    if topology.algorithm.loss.name != "cross_entropy" or not model_files.has_tokenizer(model):
+    if not topology.algorithm.loss.from_rows or not model_files.has_tokenizer(model):
         return
     answers = model_proof.answer_ends(Path(model))
     if isinstance(answers, str):
         findings.error(f"policy.model: {answers}")
         return
-    trained = {key: source for key, source in sources(topology).items() if key == "data.train.source"}
+    trained = {key: source for key, source in sources(topology).items() if key in topology.data.train_sources}
     for prompt in (list, str):
         if not (where := _first_row(trained, prompt)):
             continue
@@ -471,6 +473,8 @@ MODEL_CHECKS: tuple[Check, ...] = (
     _check_model_files,
     _check_tied_weights,
     critic.check_critic,
+    critic.check_head,
+    distill.check_teacher,
 )
 """Checks of the models' folders, on every machine that has some of its own."""
 HOST_CHECKS: tuple[Check, ...] = (_check_functions, _check_engine, _check_memory, _check_allocator)
@@ -478,6 +482,8 @@ HOST_CHECKS: tuple[Check, ...] = (_check_functions, _check_engine, _check_memory
 CHECKS: tuple[Check, ...] = (
     *HOST_CHECKS,
     *MODEL_CHECKS,
+    source_checks.check_prompts,
+    source_checks.check_answers,
     rewards.check_fields,
     rewards.check_calls,
     adapter.check_rate,

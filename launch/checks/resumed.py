@@ -23,7 +23,7 @@ from shared.topology.load import value_at
 
 DERIVED = "services.rollout.block_tasks"
 """A fixed key whose default depends on keys that may change. If it is not written, a resumed run keeps its value."""
-PASSES = frozenset({"policy.passes", "critic.passes"})
+PASSES = frozenset({"policy.passes", "critic.passes", "teacher.passes"})
 """Keys of fixed sections that are fixed only in deterministic mode, because other passes change nothing but the last
 bits."""
 FIXED = (
@@ -31,6 +31,7 @@ FIXED = (
     "run.deterministic",
     "policy",
     "critic",
+    "teacher",
     "data.train",
     "data.eval.*.source",
     "data.eval.*.rows",
@@ -54,6 +55,7 @@ FIXED_BITS = (
     "services.policy-trainer",
     "services.critic",
     "services.reference",
+    "services.teacher",
     "services.rollout.threads",
 )
 """Keys that are also fixed in deterministic mode, because the bits of the result depend on them."""
@@ -93,18 +95,22 @@ def _compared(path: Path, topology: Topology) -> tuple[Topology, Topology, list[
     """Return the topology with which the run in `path` began, `topology` with its passes, and the fixed keys that
     differ."""
     old = load_resolved(RunDir.open(path).topology)
-    passes = {model.name: model.passes for model in old.trained if model.passes is not None}
-    given = {model.name for model in topology.trained if model.passes is not None}
+    passes = {model.name: model.passes for model in old.own_models if model.passes is not None}
+    given = {model.name for model in topology.own_models if model.passes is not None}
     topology = topology.with_passes({name: own for name, own in passes.items() if name not in given})
     then, now = old.document(), topology.document()
-    for name in {model.name for model in old.trained} & {model.name for model in topology.trained}:
+    for name in {model.name for model in old.own_models} & {model.name for model in topology.own_models}:
         if name not in passes or not topology.run.deterministic:
             then[name]["passes"] = now[name]["passes"]  # see PASSES
     fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED
     if topology.run.deterministic and topology.schedules_follow_length:
         fixed = (*fixed, "run.steps")
     differ = [name for key in fixed for name in _different(key, _value(then, key), _value(now, key))]
-    if old.needs_reference != topology.needs_reference and not any(key.startswith("algorithm.kl") for key in differ):
+    kinds = [(each.algorithm.loss.from_rows, each.algorithm.loss.compares) for each in (old, topology)]
+    references = [each.needs_reference for each in (old, topology)]
+    if kinds[0] != kinds[1] or (old.algorithm.loss.compares and references[0] != references[1]):
+        differ = list(dict.fromkeys([*differ, "algorithm.loss.name"]))
+    elif old.needs_reference != topology.needs_reference and not any(key.startswith("algorithm.kl") for key in differ):
         differ.append("algorithm.kl")
     elif old.reference_by_trainer != topology.reference_by_trainer and "policy.lora" not in differ:
         differ.append("services.reference")

@@ -146,7 +146,7 @@ def _sources(topology: Topology, findings: Findings) -> Iterator[_SourceRows]:
         section = topology.data.eval.get(name)
         if section is not None:
             yield _SourceRows(key, name, source, section.rows or len(source), section.samples)
-        elif not topology.run.evaluate:
+        elif not topology.run.evaluate and not topology.algorithm.loss.from_rows:  # otherwise nothing is scored
             yield _SourceRows(key, TRAIN, source, len(source), topology.algorithm.group_size)
 
 

@@ -22,8 +22,8 @@ from launch.viewers.progress import (
     Repeats,
     Screen,
     Troubles,
-    accuracy_lines,
     duration,
+    evaluation_lines,
     rewind_text,
     starting_text,
 )
@@ -40,9 +40,9 @@ from shared.topology import Topology, memory_plan, snapshot_bytes
 from shared.topology.capacity import parameter_counts
 from shared.topology.fields import format_size
 from shared.topology.lora import FOLDER as ADAPTER_FOLDER
-from shared.topology.lora import Lora
 from shared.topology.memory_plan import by_place, memory_lines, uses
 from shared.topology.model_files import vocabulary
+from shared.topology.schema import Policy
 
 STATUS_DEADLINE_S = 2.0
 POLL_S = 1.0
@@ -96,8 +96,9 @@ def failure_lines(run: RunDir, ended: RunEnded) -> list[str]:
     return [f"the run failed: {ended.cause}", *(f"    {line}" for line in more)]
 
 
-def _export_lines(run: RunDir, lora: Lora | None) -> list[str]:
+def _export_lines(run: RunDir, policy: Policy) -> list[str]:
     """Return lines that name what was exported, and how to load it."""
+    lora, model = policy.lora, "CausalLM" if policy.head == "language" else "SequenceClassification"
     adapter = run.export / ADAPTER_FOLDER
     if lora is not None and not lora.export_merged:
         return [
@@ -106,7 +107,7 @@ def _export_lines(run: RunDir, lora: Lora | None) -> list[str]:
         ]
     return [
         f"model      {run.export}",
-        f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")',
+        f'load it    transformers.AutoModelFor{model}.from_pretrained("{run.export}")',
         *([] if lora is None else [f"adapter    {adapter}"]),
     ]
 
@@ -210,7 +211,7 @@ class Console:
             lost = f"steps {saved + 1}-{metrics.step}" if metrics.step > saved + 1 else f"step {metrics.step}"
             print(f"{lost} not saved, so --resume goes back to step {saved}", file=sys.stderr)
         evaluates, lora = topology.run.evaluate, topology.policy.lora
-        for line in evaluation.table(topology, metrics.last) if evaluates else accuracy_lines(metrics):
+        for line in evaluation.table(topology, metrics.last) if evaluates else evaluation_lines(metrics):
             print(line)
         print(f"wall time  {duration(wall_s)}")
         print(f"run        {run.path}")
@@ -218,7 +219,7 @@ class Console:
         if ended.outcome == RunOutcome.DONE and evaluates:
             print(f"evaluated  {(lora and lora.adapter_path) or topology.policy.model}")
         elif ended.outcome == RunOutcome.DONE:
-            for line in _export_lines(run, lora):
+            for line in _export_lines(run, topology.policy):
                 print(line)
             for model in topology.trained[1:]:
                 print(f"{model.name:<10} {model.exported(run.path)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from proto.messages import ErrorCode
 from shared import model_folder
 from shared.checkpoint_files import MODEL, STATE, AdapterNote, check_note, note_of, verify
+from shared.evaluation import ACCURACY, PART, REWARD, draws
 from shared.names import EVALUATION_PREFIX
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps
@@ -16,7 +17,7 @@ from shared.topology import Topology, model_files
 from shared.topology.lora import CONFIG as ADAPTER_CONFIG
 from shared.topology.lora import FOLDER as ADAPTER_FOLDER
 from shared.topology.lora import Lora
-from shared.topology.models import CRITIC, REFERENCE
+from shared.topology.models import CRITIC, FROZEN
 
 MODEL_FOLDER = "model"
 """Folder in the run directory with the weights of an evaluated checkpoint."""
@@ -29,14 +30,15 @@ def without_training(topology: Topology) -> Topology:
 
     The trainer is kept, because it publishes the weights and proves that the engines have loaded them.
     """
-    colocated = tuple(name for name in topology.placement.colocate if name not in (REFERENCE, CRITIC))
+    colocated = tuple(name for name in topology.placement.colocate if name not in (*FROZEN, CRITIC))
     changes = {
         "run": topology.run.model_copy(
             update={"evaluate": True, "name": f"{EVALUATION_PREFIX}{topology.run.name}"[:_MOST_NAME_CHARS]}
         ),
-        "algorithm": topology.algorithm.model_copy(update={"kl": None}),
+        "algorithm": topology.algorithm.model_copy(update={"kl": None, "distill": None}),
         "critic": None,
-        "services": topology.services.model_copy(update={"reference": None, "critic": None}),
+        "teacher": None,
+        "services": topology.services.model_copy(update=dict.fromkeys((*FROZEN, CRITIC))),
         "checkpoint": topology.checkpoint.model_copy(update={"memory_every": None}),
         "placement": topology.placement.model_copy(update={"colocate": colocated if len(colocated) > 1 else ()}),
     }
@@ -146,16 +148,34 @@ def _differences(own: Mapping[str, list[int]], expected: Mapping[str, list[int]]
 
 
 def table(topology: Topology, row: Mapping[str, float]) -> list[str]:
-    """Return the results of each evaluation set in `row`, a row of metrics.jsonl, as lines of a table."""
-    lines = [("set", "rows", "samples", "accuracy", "avg@k", "pass@k", "dropped")]
+    """Return the results of each evaluation set in `row`, a row of metrics.jsonl, as lines of a table.
+
+    Mean rewards are called accuracies if those of all sets are. Below the table are the pass@k of fewer samples than a
+    row has, and the means of named rewards.
+    """
+    results = {name: _results(row, f"eval/{name}/") for name in topology.data.eval}
+    label = REWARD if any(ACCURACY not in values for values in results.values() if REWARD in values) else ACCURACY
+    lines, below = [("set", "rows", "samples", label, "avg@k", "pass@k", "dropped")], []
     for name, section in topology.data.eval.items():
-        values = {key.removeprefix(f"eval/{name}/"): value for key, value in row.items()}
-        scores = ("accuracy", f"avg@{section.samples}", f"pass@{section.samples}")
-        shown = [f"{values[score]:.3f}" if score in values else "-" for score in scores]
+        values, samples = results[name], section.samples
+        shown = [
+            f"{values[score]:.3f}" if score in values else "-" for score in (label, f"avg@{samples}", f"pass@{samples}")
+        ]
         counts = [f"{values.get(count, 0):.0f}" for count in ("rows_scored", "rows_dropped")]
-        lines.append((name, counts[0], str(section.samples), shown[0], shown[1], shown[2], counts[1]))
+        lines.append((name, counts[0], str(samples), shown[0], shown[1], shown[2], counts[1]))
+        more = [
+            *(f"pass@{k}" for k in draws(samples)[:-1]),
+            *(score for score in sorted(values) if score.startswith(PART)),
+        ]
+        given = [f"{score.removeprefix(PART)} {values[score]:.3f}" for score in more if score in values]
+        below += [f"{name}: {', '.join(given)}"] if given else []
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    made = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return made + below
+
+
+def _results(row: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
 
 
 def best_lines(run: RunDir) -> list[str]:

@@ -2,7 +2,7 @@
 
 Services that do not take turns never share a GPU, and no service gets a GPU that the machine lacks. A process numbers
 the GPUs that it sees from 0; the values assigned here are those of CUDA_VISIBLE_DEVICES. A rank of the trainer or of
-the reference sees one GPU, and an engine sees all of its `services.rollout.gpus`. Thus no process can use another
+a frozen model sees one GPU, and an engine sees all of its `services.rollout.gpus`. Thus no process can use another
 process's GPU, whether by mistake or through a library that always opens the first GPU.
 """
 
@@ -19,7 +19,7 @@ from shared.data.source import nearest
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name, service_name
 from shared.topology import Topology
-from shared.topology.models import DEVICE_SERVICE, POLICY, WORKERS
+from shared.topology.models import DEVICE_SERVICE, FROZEN, POLICY, REFERENCE, WORKERS
 from shared.topology.services import Transport
 
 Key = tuple[str, int]
@@ -39,7 +39,7 @@ OPTIONAL = frozenset({"exporter", "recorder", "tracker", "web"})
 
 DRAIN_ORDER = (
     (DRIVER,),
-    ("rollout", "reference"),
+    ("rollout", *FROZEN),
     tuple(WORKERS.values()),
     ("exporter", "recorder", "web"),
     ("tracker",),
@@ -56,7 +56,7 @@ ROLLING_ORDER = (
     "web",
     "tracker",
     "rollout",
-    "reference",
+    *FROZEN,
     *WORKERS.values(),
     DRIVER,
     "batch-store",
@@ -67,7 +67,7 @@ ROLLING_ORDER = (
 EVERYTHING = "all"
 """Stands for every process of a run."""
 
-LEASING = ("rollout", "reference")
+LEASING = ("rollout", *FROZEN)
 """Services that lease tasks: they can be drained and can have any number of instances."""
 
 
@@ -98,6 +98,8 @@ def command_of(service: str) -> list[str]:
     for model, worker in WORKERS.items():
         if service == worker:
             return ["services.policy_trainer.worker", *(["--model", model] if model != POLICY else [])]
+    if service in FROZEN:
+        return ["services.reference", *(["--model", service] if service != REFERENCE else [])]
     return [f"services.{service.replace('-', '_')}"]
 
 

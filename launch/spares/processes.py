@@ -245,7 +245,7 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
     if not topology.run.spares:
         return []
     model = (*_TRANSFORMERS, *chain(*map(_modeling, topology.model_folders())))
-    reference, engine = topology.services.reference, topology.services.rollout.engine
+    engine = topology.services.rollout.engine
     imports = {
         trained.service: (
             "services.policy_trainer.worker.service",
@@ -254,9 +254,9 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
         )
         for trained in topology.trained
     }
-    if reference is not None:
-        backend = "frozen" if reference.backend == "torch" else "frozen_megatron"
-        imports["reference"] = (
+    for frozen in topology.frozen:
+        backend = {"torch": "frozen", "megatron": "frozen_megatron"}.get(frozen.settings.backend, "frozen_server")
+        imports[frozen.service] = (
             "services.reference.service",
             "services.reference.scoring",
             "services.reference.scorer",

@@ -181,7 +181,7 @@ class OperatorRequests:
 def resize(file: Path, service: str, instances: int) -> dict[Key, Resources]:
     """Return what each of the `instances` of a service is given, and write the number into the run's topology `file`.
 
-    The topology has no key for the number of references on CPUs, so --resume does not start the additional ones.
+    The topology has no key for the number of frozen models on CPUs, so --resume does not start the additional ones.
     Raises a one-line RpcError(bad_request) and writes nothing if the run cannot have this number.
     """
     now = load(file)
@@ -218,7 +218,7 @@ def resize(file: Path, service: str, instances: int) -> dict[Key, Resources]:
 def _check(topology: Topology, service: str, instances: int) -> None:
     """Raise RpcError(bad_request) if the service cannot be scaled in this run, or cannot have this number of
     instances."""
-    scalable = [name for name in LEASING if name != "reference" or topology.services.reference is not None]
+    scalable = [name for name in LEASING if name in topology.services.placed]
     if service not in scalable:
         text = f"{service} cannot be scaled: in this run only {', '.join(scalable)} can"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
@@ -237,8 +237,7 @@ def _setting(topology: Topology, service: str, instances: int) -> str:
     """Return the override that sets the number, or an empty string if the topology has no key for it."""
     if service == "rollout":
         return f"services.rollout.instances={instances}"
-    reference = topology.services.reference
-    return f"services.reference.gpus={instances}" if reference is not None and reference.gpus else ""
+    return f"services.{service}.gpus={instances}" if topology.services.placed[service].gpus else ""
 
 
 def _refused(service: str, instances: int, why: str) -> RpcError:

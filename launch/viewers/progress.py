@@ -81,10 +81,18 @@ class Metrics:
         return self._files.view.curves.last
 
     @property
-    def accuracy(self) -> dict[str, list[Point]]:
-        """The accuracies of each evaluation set with their steps, oldest first."""
-        curves, pattern = self._files.view.curves, re.compile("eval/(.+)/accuracy")
-        return {match[1]: curves.points(match[0]) for match in map(pattern.fullmatch, curves.names) if match}
+    def evaluations(self) -> dict[str, tuple[str, list[Point]]]:
+        """What the mean rewards of each evaluation set are called, and these with their steps, oldest first.
+
+        They are accuracies if every reward was 0 or 1.
+        """
+        curves, pattern = self._files.view.curves, re.compile("eval/([^/]+)/(?:reward|accuracy)")
+        found: dict[str, tuple[str, list[Point]]] = {}
+        for name in dict.fromkeys(match[1] for match in map(pattern.fullmatch, curves.names) if match):
+            accuracies = curves.points(f"eval/{name}/accuracy")
+            rewards = curves.points(f"eval/{name}/reward") or accuracies
+            found[name] = ("accuracy" if accuracies == rewards else "reward", rewards)
+        return found
 
     @property
     def step(self) -> int:
@@ -109,9 +117,13 @@ class Metrics:
         eta = self.eta_s()
         if eta is not None:
             parts.append(f"ETA {duration(eta)}")
-        if "reward/mean" in self.last:
+        if "preference/loss" in self.last:
+            parts.append(f"loss {self.last['preference/loss']:.3f}  preferred {self.last['preference/accuracy']:.3f}")
+        elif "reward/mean" in self.last:
             parts.append(f"reward {self.last['reward/mean']:.3f}")
-        newest = {name: points[-1] for name, points in self.accuracy.items()}
+        elif "loss/policy" in self.last:  # supervised fine-tuning has no rewards
+            parts.append(f"loss {self.last['loss/policy']:.3f}")
+        newest = {name: points[-1] for name, (_, points) in self.evaluations.items()}
         parts += [f"{name} {value:.3f} ({step:g})" for name, (step, value) in newest.items()]
         for key, form in (
             ("throughput/tokens_per_s", "{:,.0f} tok/s"),
@@ -263,14 +275,14 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-def accuracy_lines(metrics: Metrics) -> list[str]:
+def evaluation_lines(metrics: Metrics) -> list[str]:
     """Return the first and last evaluation of each set, one line per set."""
     lines = []
-    for name, points in metrics.accuracy.items():
+    for name, (label, points) in metrics.evaluations.items():
         (first_step, first), (step, value) = points[0], points[-1]
         if first_step == step:
-            lines.append(f"accuracy   {name}: {value:.3f} (step {step:g})")
+            lines.append(f"{label:<10} {name}: {value:.3f} (step {step:g})")
         else:
             change = f"{first:.3f} (step {first_step:g}) -> {value:.3f} (step {step:g}), {value - first:+.3f}"
-            lines.append(f"accuracy   {name}: {change}")
+            lines.append(f"{label:<10} {name}: {change}")
     return lines

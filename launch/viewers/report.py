@@ -62,7 +62,7 @@ def write_in_time(run: RunDir, limit_s: float = AT_END_S) -> str:
 def plot(folders: Sequence[Path], wanted: Sequence[str], out: Path) -> list[str]:
     """Write a page with the curves of runs to `out`. Return the metrics of the charts.
 
-    Without `wanted` (names, or patterns such as `eval/*/accuracy`), the charts are those of the page. Raises OSError,
+    Without `wanted` (names, or patterns such as `eval/*/reward`), the charts are those of the page. Raises OSError,
     and RpcError(bad_request) if a folder has no metrics or no run has a wanted metric.
     """
     names: dict[str, None] = {}

@@ -56,7 +56,7 @@ class TroubleKind(StrEnum):
 
     REWARDS = "rewards"  # reward functions are failing, until all samples of a lease are scored without a failure
     WORKFLOWS = "workflows"  # workflows are failing, until all samples of a lease succeed
-    JUDGE = "judge"  # a judge is not responding, so rewards are waiting and nothing is leased
+    JUDGE = "judge"  # a judge or a teacher's server is not responding, so its work waits and nothing is leased
     OVERRIDDEN = "overridden"  # an agent asked for sampling settings that differ from the topology's
     TRACKER = "tracker"  # an experiment tracker is not accepting the run's steps, so they wait in metrics.jsonl
 

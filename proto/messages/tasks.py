@@ -69,7 +69,7 @@ class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
     fence: int
     store: str  # name of the store that holds the version
     nbytes: int  # size of all weights in bytes
-    canary: Canary  # canary for this version
+    canary: Canary  # canary for this version; without tokens if no engine samples with it: it then has no weights
     drill: Canary  # canary for the start-up drill, which loads a perturbed copy of the model directory's weights
     drill_seed: int  # seed of that perturbation
     drill_factors: list[float] = []

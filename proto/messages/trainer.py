@@ -13,8 +13,9 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The loss as named functions and numbers, which workers apply to every token. An option set to 0 or "" is off."""
 
     name: str
-    """Name of a builtin loss of policies, the import path in the topology from which workers load one, or "value", the
-    loss of critics, which has no other options than those of the next three fields."""
+    """Name of a builtin loss of policies, the import path in the topology from which workers load one, "value", the
+    loss of critics, which has no other options than those of the next three fields, or "linear", which has none: the
+    loss of a token is its advantage times the negative output of the model."""
     clip_low: float
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; with "value", the value to
     [old - clip_low, old + clip_high]."""
@@ -26,6 +27,8 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     tis_cap: float = 0.0  # cap of the truncated importance weight exp(prox - rollout)
     kl_estimator: str = ""  # "k1", "k2" or "k3"
     kl_coef: float = 0.0  # factor of the KL term
+    distill_coef: float = 0.0  # factor of the difference to the teacher, by which advantages of tokens are lowered
+    distill_top_k: int = 0  # above 0: factor of a term instead: the KL(teacher || policy) over the teacher's top k
     entropy_coef: float = 0.0  # factor of the entropy bonus
     dual_clip: float = 0.0  # bound on the ratio where the advantage is negative (ppo_clip)
     clamp: str = ""  # "upper" or "both": sides on which the ratio is clamped (cispo)
@@ -48,6 +51,7 @@ class CreditSpec(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap: bool = False  # what follows a truncated sample is its `value_after`, not 0 (gae)
     kl_estimator: str = ""  # "k1", "k2" or "k3": estimator of the KL in the rewards of tokens; "": no KL
     kl_coef: float = 0.0  # each trained token's reward is lowered by this times its KL
+    distill_coef: float = 0.0  # and by this times rollout_logprobs - teacher_logprobs
 
 
 class AdamW(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,8 +98,9 @@ class ForwardDone(Message, frozen=True, kw_only=True):
     """The results are in the stores, under the fences of the tasks."""
 
     meta: BatchMeta
-    """The tasks, with one new entry in `parts`. `scalars` holds `value_after` if `Forward.ends` is true, and `kl` if
-    `Forward.kl_estimator` is not empty, both float32 [samples]."""
+    """The tasks, with one new entry in `parts`, or none if `Forward.sums` is true. `scalars` holds `value_after` if
+    `Forward.ends` is true, and `kl` if `Forward.kl_estimator` is not empty, both float32 [samples]; and if
+    `Forward.sums` is true `score` and, of `ref_logprobs`, `reference_score`, float64 [samples]."""
     seconds: float
 
 
@@ -116,6 +121,8 @@ class Forward(WorkerRequest, frozen=True, kw_only=True):
     kl_estimator: str = ""
     """Also return the KL to the reference of each sample with this estimator (k1, k2 or k3); empty: do not. It needs
     `ref_logprobs` among `keys`."""
+    sums: bool = False
+    """Return the sums of the results over the trained tokens of each sample, and put no shards."""
 
 
 @message(104)
@@ -343,9 +350,9 @@ class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
 
 @message(108, reply=Ack)
 class ScoreTogether(Request, frozen=True, kw_only=True):
-    """The reference rank that holds the lease asks the ranks with the other parts of the same model to score a batch
-    together. These ranks fetch the shards that stage `reference` needs, load the version, and meet in round `score
-    <number>`. The answer is deferred until they are done. They put no shards.
+    """The rank of a frozen model that holds the lease asks the ranks with the other parts of the same model to score a
+    batch together. These ranks fetch the shards that the model's stage needs, load the version, and meet in round
+    `score <number>`. The answer is deferred until they are done. They put no shards.
     """
 
     generation: int  # generation of the group (`Meet`)

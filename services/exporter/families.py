@@ -1,7 +1,7 @@
 """Turns the monitor's last values into Prometheus metrics, following the Prometheus naming rules. It does no I/O.
 
 A name begins with `rlbus_` and ends with its unit (`_seconds`, `_bytes`, `_ratio`); counters end with `_total`. The
-variable parts of our names (`eval/<set>/accuracy`) become labels. Units and help texts are those in docs/metrics.md and
+variable parts of our names (`eval/<set>/reward`) become labels. Units and help texts are those in docs/metrics.md and
 docs/telemetry.md (`names.json`). The number of series per metric is limited, because users choose some labels.
 """
 

@@ -114,6 +114,8 @@ class Estimator:
                     f"advantage {options.name} returned {advantages.dtype} {list(advantages.shape)}; it must return "
                     f"{len(values)} numbers"
                 )
+        elif options.name == "none":
+            advantages = np.zeros_like(values)
         elif options.name == "grpo":
             advantages = grpo(values, groups, std_epsilon=options.std_epsilon if options.scale == "std" else None)
         elif options.name == "dr_grpo":

@@ -23,6 +23,7 @@ _SHOWN_TASKS = 64
 _REMEDIES = {
     "rewards": "make the reward function return a finite number",
     "advantages": "check algorithm.advantage.name and the size of the rewards",
+    "scores": "look for extreme log-probs or values, or lower optimizer.lr",
 }
 
 
@@ -81,7 +82,7 @@ def check_batch(batch: StepTasks) -> None:
         )
 
 
-def check_finite(batch: StepTasks, what: Literal["rewards", "advantages"], values: Array) -> None:
+def check_finite(batch: StepTasks, what: Literal["rewards", "advantages", "scores"], values: Array) -> None:
     """Raise RpcError(bad_data) naming the tasks of `batch` that have a non-finite value in `values`, float [samples].
 
     `what` the values are selects the remedy in the message.

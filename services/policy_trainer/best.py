@@ -33,8 +33,8 @@ class BestCheckpoint:
         """`metric` is `topology.checkpoint.keep_best`, a metric of an evaluation set."""
         self._scheduler = scheduler
         self._metric = metric
-        self._prefix = metric.rpartition("/")[0]
-        self._every = topology.data.eval[self._prefix.partition("/")[2]].every
+        name = metric.split("/")[1]
+        self._prefix, self._every = f"eval/{name}", topology.data.eval[name].every
         self._last_step = topology.run.last_step
         self._run = run
         self._policy = topology.policy
@@ -70,6 +70,9 @@ class BestCheckpoint:
                 await earlier
         results = (await self._scheduler.wait_evals(step)).metrics
         rank = (results.get(f"{self._prefix}/rows_scored", 0.0), results.get(self._metric, math.nan))
+        if rank[0] and self._metric not in results:
+            remedy = "only rewards of 0 and 1 have an accuracy; name eval/<set>/reward, or a reward that is given"
+            self._log.warning(f"checkpoint.keep_best: no {self._metric} in the evaluation: {remedy}", step=step)
         if math.isfinite(rank[1]) and rank > self._rank and await self._exported(step, results):
             self._best, self._rank = step, rank
         self.undecided.remove(step)

@@ -121,13 +121,21 @@ class WorkerDispatch:
         return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
     def forward(
-        self, batch: Batch, keys: Sequence[str], temperature: float = 1.0, *, ends: bool = False, kl_estimator: str = ""
+        self,
+        batch: Batch,
+        keys: Sequence[str],
+        temperature: float = 1.0,
+        *,
+        ends: bool = False,
+        kl_estimator: str = "",
+        sums: bool = False,
     ) -> Awaitable[messages.ForwardDone]:
         """Compute a number per token and key with the current weights and put the numbers into the stores as shards,
         which the answer describes as a batch.
 
         `keys` are those of `messages.Forward`; log-probs are computed from logits / `temperature`. With `ends`, the
-        answer has the scalar `value_after`, and with `kl_estimator`, `kl`. The shards are stored under their key with a
+        answer has the scalar `value_after`, and with `kl_estimator`, `kl`. With `sums`, it has only the sums of the
+        numbers of each sample, as scalars, and no shards. The shards are stored under their key with a
         revision unique to this call; shards from a later call take their place.
         """
         request = messages.Forward(
@@ -138,6 +146,7 @@ class WorkerDispatch:
             temperature=temperature,
             ends=ends,
             kl_estimator=kl_estimator,
+            sums=sums,
         )
         return self._submit(request, messages.ForwardDone)
 

@@ -20,6 +20,7 @@ from services.policy_trainer.advantages import Estimator, shaped, turn_scale
 from services.policy_trainer.bad_data import BadSteps, check_batch, check_finite
 from services.policy_trainer.checkpoints import SnapshotPace
 from services.policy_trainer.metrics import ModelMetrics, StepMetrics
+from services.policy_trainer.preferences import PAIR_SAMPLES, compare
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import SchedulerCalls, StepTasks
@@ -33,6 +34,7 @@ from services.policy_trainer.update import (
     TRUNCATED,
     WEIGHTS,
     credit_spec,
+    linear_spec,
     loss_spec,
     optimizer_numbers,
     sample_weights,
@@ -42,14 +44,16 @@ from services.policy_trainer.update import (
 )
 from shared.batch import Batch
 from shared.rpc.errors import BadInput, RpcError
-from shared.stages import PROXIMAL, REFERENCE, VALUES
+from shared.stages import PROXIMAL, REFERENCE, REFERENCE_SCORE, SCORE, VALUES
 from shared.topology.models import CRITIC, POLICY, Head, TrainedModel
 from shared.topology.schema import Topology
 
 T = TypeVar("T")
-READ: Mapping[Head, Sequence[str]] = {"language": (ADVANTAGES, CREDIT_SCALE, CREDIT_SHIFT), "value": ()}
-"""Names of the per-sample scalars that `forward_backward` reads, if they exist, besides the weights, by the head of the
-model."""
+READ = (ADVANTAGES, CREDIT_SCALE, CREDIT_SHIFT)
+"""Names of the per-sample scalars that `forward_backward` reads, if they exist, besides the weights. A critic reads
+none."""
+SCORED: Mapping[Head, tuple[str, ...]] = {"language": PROXIMAL.makes, "value": VALUES.makes}
+"""The outputs whose sums losses of pairs compare, by the head of the model."""
 
 
 class Driver:
@@ -76,7 +80,7 @@ class Driver:
         """
         self.topology = topology
         self.models = {model.name: model for model in topology.trained}
-        self.losses = {POLICY: loss_spec(topology)}
+        self.losses = {POLICY: linear_spec() if topology.algorithm.loss.compares else loss_spec(topology)}
         if topology.critic is not None:
             self.losses[CRITIC] = value_spec(topology.critic.value_clip)
         self.estimator = Estimator(topology.algorithm.advantage)
@@ -102,7 +106,7 @@ class Driver:
         self.publisher.begin(version, checkpoint_now=checkpoint_now)
         while version < self.topology.run.last_step:
             began = time.perf_counter()
-            metrics = StepMetrics(step=version + 1)
+            metrics = StepMetrics(version + 1, scored=not self.topology.algorithm.loss.from_rows)
             batch = await self.publisher.watch(unless(self.stop, self.scheduler.next_batch(metrics.step)))
             if batch is None:
                 return await self.publisher.stop(version)
@@ -126,7 +130,7 @@ class Driver:
         checkpoint_now = self.resumed.checkpoint_now
         for step in range(self.resumed.version + 1, self.resumed.committed + 1):
             began = time.perf_counter()
-            metrics = StepMetrics(step=step)
+            metrics = StepMetrics(step, scored=not self.topology.algorithm.loss.from_rows)
             batch = await self.scheduler.next_batch(step)
             metrics.wait_batch_s = time.perf_counter() - began
             await self.step(batch, metrics)
@@ -170,7 +174,9 @@ class Driver:
         tasks = await self.forward(batch.tasks, trained, metrics)
         loss_tokens = trained_tokens(algorithm.overlong, tasks.scalars)
         tasks = tasks.with_scalars({**tasks.scalars, LOSS_TOKENS: loss_tokens})
-        if algorithm.advantage.per_token:
+        if algorithm.loss.compares:
+            tasks = self.compare(batch, tasks, metrics)
+        elif algorithm.advantage.per_token:
             tasks = await self.credit(batch, tasks, metrics)
         else:
             tasks = tasks.with_scalars({ADVANTAGES: self.advantages(batch, tasks), LOSS_TOKENS: loss_tokens})
@@ -185,13 +191,15 @@ class Driver:
             ends = topology.algorithm.advantage.truncated == "bootstrap"
             passes[CRITIC] = self.workers[CRITIC].forward(given, VALUES.makes, ends=ends)
         keys = PROXIMAL.makes if topology.needs_proximal and POLICY in trained else ()
-        estimator = ""
+        estimator, sums = "", topology.algorithm.loss.compares
+        if sums:
+            keys = SCORED[self.models[POLICY].head]
         if topology.reference_by_trainer and (POLICY in trained or reward_kl is not None):
             keys += REFERENCE.makes
             estimator = "" if reward_kl is None else reward_kl.estimator
         if keys:
             temperature = self.losses[POLICY].temperature
-            passes[POLICY] = self.workers[POLICY].forward(given, keys, temperature, kl_estimator=estimator)
+            passes[POLICY] = self.workers[POLICY].forward(given, keys, temperature, kl_estimator=estimator, sums=sums)
         for name, done in zip(passes, await together(list(passes.values())), strict=True):
             tasks = tasks.union(Batch(done.meta))
             metrics.add_forward(name, done)
@@ -202,13 +210,31 @@ class Driver:
         made: list[Batch] = []
         for part in tasks.split(model.mini_batch_tasks):
             weights = sample_weights(
-                self.topology.algorithm.loss.aggregation,
+                "none" if self.topology.algorithm.loss.compares else self.topology.algorithm.loss.aggregation,
                 part.scalars[LOSS_TOKENS],
                 max_new_tokens=self.topology.sampling.max_new_tokens,
             )
-            read = {name: part.scalars[name] for name in READ[model.head] if name in part.scalars}
+            read = {name: part.scalars[name] for name in READ if name in part.scalars and model.name != CRITIC}
             made.append(part.with_scalars({**read, WEIGHTS: weights}))
         return made * model.num_iterations
+
+    def compare(self, batch: StepTasks, tasks: Batch, metrics: StepMetrics) -> Batch:
+        """Return `tasks` with the advantages of a loss that compares the two answers of each row.
+
+        Raises RpcError like `advantages`.
+        """
+        loss, scalars = self.topology.algorithm.loss, tasks.scalars
+        check_finite(batch, "scores", scalars[SCORE])
+        try:
+            if any(task.samples != PAIR_SAMPLES for task in tasks.tasks):
+                raise ValueError("a task has not exactly a chosen and a rejected answer")
+            compared = compare(loss, scalars[SCORE], scalars.get(REFERENCE_SCORE), scalars[LOSS_TOKENS])
+        except ValueError as error:
+            raise BadInput(f"step {batch.answer.step} refused, weights untouched: {error}") from error
+        advantages = compared.advantages.astype(np.float32)
+        check_finite(batch, "advantages", advantages)
+        metrics.add_compared(compared)
+        return tasks.with_scalars({ADVANTAGES: advantages, LOSS_TOKENS: scalars[LOSS_TOKENS]})
 
     async def credit(self, batch: StepTasks, tasks: Batch, metrics: StepMetrics) -> Batch:
         """Return `tasks` with the advantages that workers have computed for every token, and their whitening.

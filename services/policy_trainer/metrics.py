@@ -14,7 +14,8 @@ import numpy as np
 from proto.messages import CreditDone, DropReason, ForwardBackwardDone, ForwardDone, OptimStepDone, StepBatch
 from proto.tensors import Array
 from services.policy_trainer.advantages import KL_SCALAR
-from services.policy_trainer.update import ERROR, RETURN, moments
+from services.policy_trainer.preferences import Compared
+from services.policy_trainer.update import ERROR, FROM_TEACHER, RETURN, moments
 from shared.stages import REFERENCE_SCALAR
 from shared.topology.models import CRITIC, POLICY
 
@@ -25,13 +26,15 @@ SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS, SYNC_SENT = "sync_error", "sync_bytes", "s
 SUMS = (
     *("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version"),
     *("engine_tokens", "engine", "engine_max", "lag_tokens", "lag"),
+    *("teacher_kl", "teacher_gap_max", "teacher_mass"),
     *("weighed", "weight", "weight_squared", "weight_max", "rollout_k1", "rollout_k3"),
 )
 """A worker's sums over its tokens that count in the loss: 1, W * policy loss, W * KL, entropy, 1 if the ratio was
 clipped, 1 if a ratio mask excluded the token, the log-prob mismatch with the rollout (and its maximum, see
 `worker.loss`), and the version that sampled the token. The mismatch is also kept separately for tokens sampled by the
-version being trained and by earlier versions. The names in the last row belong to importance weights
-(`worker.losses.mismatch.importance_sums`)."""
+version being trained and by earlier versions. `teacher_kl` and `teacher_gap_max` compare the anchor's log-probs with a
+teacher's (`worker.losses.divergence.distilled`), and `teacher_mass` is the probability of a teacher's top k. The names
+in the last row belong to importance weights (`worker.losses.mismatch.importance_sums`)."""
 FAILED = frozenset(DropReason) - {DropReason.FILTERED, DropReason.STALE}
 """Drop reasons that indicate a fixable problem."""
 _NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length", "truncated")})
@@ -94,13 +97,15 @@ class StepMetrics:
     """
 
     step: int
+    scored: bool = True
+    """Whether the samples have rewards. Those of supervised fine-tuning have none."""
     wait_batch_s: float = 0.0
     publish_s: float = 0.0
     checkpoint_s: float = 0.0
     models: dict[str, ModelMetrics] = field(default_factory=lambda: {POLICY: ModelMetrics()})
     """The measurements of each trained model, by its name."""
     credit: dict[str, float] = field(default_factory=dict)
-    """Metrics of advantages per token and of a KL in the reward, if the trainer computes them."""
+    """Metrics of advantages per token, of a KL in the reward and of preferences, if the trainer computes them."""
 
     @property
     def policy(self) -> ModelMetrics:
@@ -116,6 +121,14 @@ class StepMetrics:
         self.models[model].forward_s += done.seconds
         self.credit |= _kl_row(done.meta.scalars)
 
+    def add_compared(self, compared: Compared) -> None:
+        """Add the results of a loss that compares answers."""
+        self.credit |= {
+            "preference/loss": compared.loss,
+            "preference/margin": compared.margin,
+            "preference/accuracy": compared.accuracy,
+        }
+
     def add_credit(self, done: CreditDone) -> None:
         """Add the statistics of the step's advantages per token, from before they are whitened, and of the values of a
         critic."""
@@ -125,6 +138,8 @@ class StepMetrics:
             "advantage/std": math.sqrt(variance),
             "time/credit": done.seconds,
         }
+        if f"{FROM_TEACHER}mean" in done.statistics:
+            self.credit["teacher/kl"] = moments(done.statistics, FROM_TEACHER)[1]
         if f"{RETURN}mean" in done.statistics:
             _, returned, of_returns = moments(done.statistics, RETURN)
             _, error, of_errors = moments(done.statistics, ERROR)
@@ -134,7 +149,7 @@ class StepMetrics:
 
     def row(self, batch: StepBatch, *, step_s: float) -> dict[str, float]:
         """Return the flat row with the documented keys of metrics.jsonl. `step_s` is the time since the last commit."""
-        row, samples = batch_row(batch), sum(task.samples for task in batch.batch.tasks)
+        row, samples = batch_row(batch, scored=self.scored), sum(task.samples for task in batch.batch.tasks)
         updates = [update for model in self.models.values() for update in model.updates]
         row |= {
             "time/step": step_s,
@@ -156,18 +171,27 @@ class StepMetrics:
         policy = self.policy
         sums, tokens = dict.fromkeys(SUMS, 0.0) | policy.sums, policy.tokens
         row = policy.row(POLICY) | {
-            "loss/policy": sums["policy"] / policy.count,
-            "policy/entropy": sums["entropy"] / tokens,
-            "policy/masked_fraction": sums["masked"] / tokens,
             "rollout/staleness_mean": self.step - 1 - sums["version"] / tokens if sums["tokens"] else 0.0,
             "dispatch/imbalance": policy.imbalance,
             "time/forward_backward": policy.forward_s + policy.forward_backward_s,
             "time/optim": policy.optim_s,
         }
+        if "linear" in policy.sums:
+            del row[f"{POLICY}/clip_fraction"]  # this loss has no ratio
+        else:
+            row["loss/policy"] = sums["policy"] / policy.count
+            row["policy/entropy"] = sums["entropy"] / tokens
+            row["policy/masked_fraction"] = sums["masked"] / tokens
         # Metrics that were not measured are left out: the KL without a reference, and the mismatch of tokens that no
         # engine sampled.
         if "kl" in policy.sums:
             row["loss/kl"] = sums["kl"] / policy.count
+        if "teacher_kl" in policy.sums:
+            row["teacher/kl"] = sums["teacher_kl"] / tokens
+        if "teacher_gap_max" in policy.sums:
+            row["teacher/gap_max"] = sums["teacher_gap_max"]
+        if "teacher_mass" in policy.sums:
+            row["teacher/mass"] = sums["teacher_mass"] / tokens
         if "mismatch" in policy.sums:
             row["rollout/logprob_mismatch"] = sums["mismatch"] / tokens
             row["rollout/logprob_mismatch_max"] = sums["mismatch_max"]
@@ -215,8 +239,9 @@ def _importance(sums: Mapping[str, float]) -> dict[str, float]:
     return row | {"rollout/is_capped_fraction": sums["capped"] / tokens} if "capped" in sums else row
 
 
-def batch_row(batch: StepBatch) -> dict[str, float]:
-    """Return the metrics of the batch alone. For a step trained by an earlier driver, no other metrics are known."""
+def batch_row(batch: StepBatch, *, scored: bool = True) -> dict[str, float]:
+    """Return the metrics of the batch alone: without those of rewards unless `scored`. For a step trained by an earlier
+    driver, no other metrics are known."""
     scalars = _NO_SAMPLES | batch.scalars
     rewards = scalars["reward"]
     row = {
@@ -246,7 +271,7 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
     row |= _kl_row(scalars)
     if REFERENCE_SCALAR in scalars:
         row["reference/version"] = _mean(scalars[REFERENCE_SCALAR])
-    return row
+    return row if scored else {name: value for name, value in row.items() if not name.startswith("reward/")}
 
 
 def _kl_row(scalars: Mapping[str, Array]) -> dict[str, float]:

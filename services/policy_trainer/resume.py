@@ -51,20 +51,21 @@ async def resume(
     *,
     rate_of: Callable[[int], float],
     whole_rows: bool = False,
+    scored: bool = True,
 ) -> ResumePoint:
     """Bring the workers into agreement with the journal.
 
     `checkpoints` are the steps of all checkpoints on disk, announced or not. `rate_of` returns the learning rate that
-    this life of the run uses for a step. `whole_rows` means that a step whose sums
-    are gone is replayed instead of committed (in deterministic mode, which reproduces the rows as well). Raises
-    RpcError if another driver has taken over or nothing can be loaded.
+    this life of the run uses for a step. `whole_rows` means that a step whose sums are gone is replayed instead of
+    committed (in deterministic mode, which reproduces the rows as well), and `scored` that the samples have rewards.
+    Raises RpcError if another driver has taken over or nothing can be loaded.
     """
     log = structlog.get_logger("driver")
     info = await scheduler.run_info()
     state = await workers.take_over(info.drivers)
     if not state.dirty and state.step == info.open_step == info.committed_step + 1 and not whole_rows:
         # The workers took the step, but the driver died before its commit, so the sums for its row are lost.
-        row = batch_row((await scheduler.next_batch(info.open_step)).answer)
+        row = batch_row((await scheduler.next_batch(info.open_step)).answer, scored=scored)
         # The workers are older than the driver, so they took the step in this life. A replay repeats its rate.
         await scheduler.commit(info.open_step, row | {"policy/lr": rate_of(info.open_step)})
         info = await scheduler.run_info()

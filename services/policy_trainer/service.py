@@ -130,6 +130,7 @@ class PolicyTrainerService(Service):
             checkpoints.steps(),
             rate_of=lambda step: optimizer_numbers(policy.optimizer, step - policy.frozen_steps).lr,
             whole_rows=topology.run.deterministic,
+            scored=not topology.algorithm.loss.from_rows,
         )
         # A checkpoint is begun only once its step is committed, so later steps were rolled back.
         await asyncio.to_thread(checkpoints.discard_after, resumed.committed)
@@ -177,7 +178,8 @@ class PolicyTrainerService(Service):
         step: dict[str, float | str] = {"step": row["policy/version"]}
         self.telemetry.part("commit", max(0.0, waited_s + trained_s - row["time/step"]), step)
         self.telemetry.part("train", trained_s, {**step, "tasks": self._trained[1]})
-        self.telemetry.part("step", waited_s + trained_s, {**step, "reward": row["reward/mean"]})
+        reward = {"reward": row["reward/mean"]} if "reward/mean" in row else {}
+        self.telemetry.part("step", waited_s + trained_s, {**step, **reward})
 
     def _show_batch(self, batch: StepBatch, waited_s: float) -> None:
         self.telemetry.span("batch", waited_s, {"step": float(batch.step)}, of="scheduler/0")

@@ -16,7 +16,7 @@ import numpy as np
 from proto.messages import AdamW, CreditSpec, LossSpec
 from proto.tensors import Array
 from services.policy_trainer.advantages import WHITEN_EPSILON
-from shared.stages import VALUE_LOSS, VALUES
+from shared.stages import LINEAR_LOSS, VALUE_LOSS, VALUES
 from shared.topology.algorithm import Optimizer
 from shared.topology.schema import Topology
 
@@ -29,8 +29,9 @@ SHAPED, LOSS_TOKENS, TRUNCATED = "shaped", "loss_tokens", "truncated"
 STATISTICS = ("count", "mean", "squares")
 """Names of the statistics of the advantages of a task's tokens (`CreditDone`). Those of other numbers of the same
 tokens have a prefix."""
-RETURN, ERROR = "return_", "error_"
-"""Prefixes of the statistics of the returns, and of the returns minus the values."""
+RETURN, ERROR, FROM_TEACHER = "return_", "error_", "teacher_"
+"""Prefixes of the statistics of the returns, of the returns minus the values, and of the log-probs minus the
+teacher's."""
 
 
 def loss_spec(topology: Topology) -> LossSpec:
@@ -42,6 +43,7 @@ def loss_spec(topology: Topology) -> LossSpec:
     algorithm = topology.algorithm
     loss, kl, mask = algorithm.loss, algorithm.kl, algorithm.loss.ratio_mask
     in_loss = kl is not None and kl.place == "loss" and kl.coef > 0
+    in_rewards = algorithm.distills_in_rewards
     clip_low, clip_high = loss.clip or (0.0, 0.0)
     gate_positive, gate_negative = loss.temperatures or (0.0, 0.0)
     return LossSpec(
@@ -53,6 +55,8 @@ def loss_spec(topology: Topology) -> LossSpec:
         tis_cap=loss.tis_cap or 0.0,
         kl_estimator=kl.estimator if kl is not None and in_loss else "",
         kl_coef=kl.coef if kl is not None and in_loss else 0.0,
+        distill_coef=algorithm.distill.coef if algorithm.distill is not None and not in_rewards else 0.0,
+        distill_top_k=algorithm.distilled_tokens,
         entropy_coef=algorithm.entropy_coef,
         dual_clip=loss.dual_clip or 0.0,
         clamp=loss.clamp or "",
@@ -64,6 +68,11 @@ def loss_spec(topology: Topology) -> LossSpec:
     )
 
 
+def linear_spec() -> LossSpec:
+    """Return the loss whose gradient is that of the sum of A * output, with the opposite sign."""
+    return LossSpec(name=LINEAR_LOSS, clip_low=0.0, clip_high=0.0, anchor="rollout", temperature=1.0)
+
+
 def value_spec(clip: float | None) -> LossSpec:
     """Return the loss of a critic. `clip` is `critic.value_clip`."""
     bound = clip or 0.0
@@ -73,7 +82,7 @@ def value_spec(clip: float | None) -> LossSpec:
 def credit_spec(topology: Topology, turn_scale: float) -> CreditSpec:
     """Return how workers compute advantages per token. `turn_scale` is the factor for the rewards of turns."""
     advantage, kl = topology.algorithm.advantage, topology.algorithm.reward_kl
-    lam = 1.0 if advantage.lam is None else advantage.lam
+    lam, distill = 1.0 if advantage.lam is None else advantage.lam, topology.algorithm.distill
     return CreditSpec(
         name=advantage.name,
         gamma=1.0 if advantage.gamma is None else advantage.gamma,
@@ -84,13 +93,14 @@ def credit_spec(topology: Topology, turn_scale: float) -> CreditSpec:
         turn_scale=turn_scale,
         kl_estimator="" if kl is None else kl.estimator,
         kl_coef=0.0 if kl is None else kl.coef,
+        distill_coef=distill.coef if distill is not None and topology.algorithm.distills_in_rewards else 0.0,
     )
 
 
-def statistics_of(values: bool) -> tuple[str, ...]:
-    """Return the names of the statistics that `CreditDone` holds, with or without the values of a critic."""
-    more = [f"{prefix}{name}" for prefix in (RETURN, ERROR) for name in STATISTICS[1:]]
-    return (*STATISTICS, *(more if values else ()))
+def statistics_of(spec: CreditSpec) -> tuple[str, ...]:
+    """Return the names of the statistics that `CreditDone` holds."""
+    prefixes = ((RETURN, ERROR) if spec.values else ()) + ((FROM_TEACHER,) if spec.distill_coef else ())
+    return (*STATISTICS, *(f"{prefix}{name}" for prefix in prefixes for name in STATISTICS[1:]))
 
 
 def moments(statistics: Mapping[str, Array], prefix: str = "") -> tuple[float, float, float]:
@@ -152,6 +162,7 @@ def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int)
     | seq_mean_token_mean | 1 / (n_i B) (DeepSeekMath, arXiv 2402.03300, equation 3) |
     | seq_mean_token_sum | 1 / B |
     | dr_grpo | 1 / (M L) (arXiv 2503.20783, section 3.2) |
+    | none | 1, for advantages that are derivatives of the whole loss (`preferences`) |
 
     Raises ValueError for any other name.
     """
@@ -166,6 +177,8 @@ def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int)
         weights = filled / sequences
     elif aggregation == "dr_grpo":
         weights = filled / (max(len(counts), 1) * max_new_tokens)
+    elif aggregation == "none":
+        weights = filled
     else:
         raise ValueError(
             f"aggregation {aggregation!r}: use token_mean, seq_mean_token_mean, seq_mean_token_sum or dr_grpo"

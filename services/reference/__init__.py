@@ -1,1 +1,1 @@
-"""The reference actor scores tokens with a frozen model."""
+"""The actors of the reference and of the teacher score tokens with a frozen model."""

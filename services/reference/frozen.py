@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from proto.tensors import Array
 from shared.model.adapter import AdapterStart, adapt, trained_weights
 from shared.model.load import allow, load_model
 from shared.model.logprobs import score
+from shared.model.picks import Likeliest
 from shared.ranks.process_group import own_device
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.passes import Passes
@@ -38,6 +40,20 @@ class Frozen(Protocol):
         """Return the log-probs, float32 [T], identical on all ranks and 0 where the mask is 0.
 
         `on_part` is called once per micro-batch.
+        """
+        ...
+
+    def likeliest(
+        self,
+        token_ids: Array,
+        lengths: Array,
+        loss_mask: Array,
+        temperature: float,
+        wanted: Likeliest,
+        on_part: Callable[[], None],
+    ) -> tuple[Array, Array]:
+        """Return the ids, int32 [n, k], and log-probs, float32 [n, k], of the likeliest tokens at each token whose mask
+        is 1, the likeliest first. Raises RpcError(bad_request) if the model cannot say them.
         """
         ...
 
@@ -96,6 +112,26 @@ class FrozenTorch:
             logprobs[part.tokens] = part.outputs.float()
             on_part()
         return to_numpy(logprobs)
+
+    @torch.inference_mode()
+    def likeliest(
+        self,
+        token_ids: Array,
+        lengths: Array,
+        loss_mask: Array,
+        temperature: float,
+        wanted: Likeliest,
+        on_part: Callable[[], None],
+    ) -> tuple[Array, Array]:
+        place = torch.from_numpy(np.cumsum(loss_mask, dtype=np.int64) - 1).to(self._device)
+        shape = (int(np.count_nonzero(loss_mask)), wanted.count)
+        ids, logprobs = (torch.zeros(shape, dtype=dtype, device=self._device) for dtype in (torch.int32, torch.float32))
+        for part in score(self._model[0], token_ids, lengths, loss_mask, temperature, self._max_tokens, others=wanted):
+            if part.others is not None and part.other_ids is not None:
+                ids[place[part.tokens]] = part.other_ids.int()
+                logprobs[place[part.tokens]] = part.others.float()
+            on_part()
+        return to_numpy(ids), to_numpy(logprobs)
 
     def tensors(self) -> list[Tensor]:
         return [*self._model[0].parameters(), *self._model[0].buffers()] if self._model else []

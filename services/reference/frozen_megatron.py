@@ -11,10 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from proto.messages import ErrorCode
 from proto.tensors import Array
 from shared.megatron.cpu_shims import in_megatron
 from shared.megatron.pieces import Pieces
+from shared.model.picks import Likeliest
 from shared.ranks.layout import RankPlace
+from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 
 
@@ -49,6 +52,18 @@ class FrozenMegatron:
             return to_numpy(self._pieces.outputs(token_ids, lengths, loss_mask, temperature))
         finally:
             hook.remove()
+
+    def likeliest(
+        self,
+        token_ids: Array,
+        lengths: Array,
+        loss_mask: Array,
+        temperature: float,
+        wanted: Likeliest,
+        on_part: Callable[[], None],
+    ) -> tuple[Array, Array]:
+        text = "the ranks of backend megatron share the vocabulary, and none knows the likeliest tokens; use torch"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
 
     def tensors(self) -> list[Tensor]:
         return [*self._pieces.model.parameters(), *self._pieces.model.buffers()]

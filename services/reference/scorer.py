@@ -22,6 +22,7 @@ from shared.colocation.shelf import Shelf, own_storages
 from shared.lease import LeaseLost
 from shared.model import cpu
 from shared.model.load import mismatched_weights, require_deterministic_algorithms
+from shared.model.picks import Likeliest
 from shared.rpc.errors import RpcError
 from shared.weights.drill import canary_error
 
@@ -42,13 +43,14 @@ class FrozenScorer:
         deterministic: bool = False,
         scratch: Path | None = None,
         ranks: int = 1,
+        likeliest: Likeliest | None = None,
     ) -> None:
         """`make` creates the model on the compute thread. `source` is the model's directory, named in error messages.
 
         `temperature` is the sampling temperature of training. If `deterministic` is true, the same tasks in the same
         order give bit-identical results. Weights that leave a GPU are moved to host memory, and weights that leave a
         CPU are moved to the file `scratch`. If `scratch` is None, the weights never leave the device. `ranks` is the
-        number of ranks that share the model.
+        number of ranks that share the model. With `likeliest`, it scores these tokens in place of the sampled ones.
         """
         self._make = make
         self._source = source
@@ -56,6 +58,7 @@ class FrozenScorer:
         self._temperature = temperature
         self._deterministic = deterministic
         self._alone = ranks == 1
+        self._likeliest = likeliest
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._made: list[Frozen] = []  # filled by `start`
         self._shelf = None if scratch is None else Shelf(scratch, "frozen")
@@ -79,8 +82,9 @@ class FrozenScorer:
             return 0.0
         return await self._on_compute(lambda: self._take(ref, weights))
 
-    async def score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
-        """Return each task's log-probs, float32 [T], 0 where the mask is 0. All tasks are scored as one batch.
+    async def score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[tuple[Array, ...]]:
+        """Return each task's arrays: its log-probs, float32 [T], 0 where the mask is 0, or the results of
+        `Frozen.likeliest`. All tasks are scored as one batch.
 
         Each task has `token_ids`, `lengths` and `loss_mask`. Once `cancel` is set, raises LeaseLost at the next
         micro-batch or, if there are other ranks, at the end of the batch.
@@ -159,7 +163,7 @@ class FrozenScorer:
     def _count(self) -> None:
         self.progress += 1
 
-    def _score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
+    def _score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[tuple[Array, ...]]:
         joined = {key: np.concatenate([task[key] for task in tasks]) for key in ("token_ids", "lengths", "loss_mask")}
 
         def on_part() -> None:
@@ -167,10 +171,13 @@ class FrozenScorer:
             if self._alone and cancel.is_set():  # if there are other ranks, no rank may leave a collective
                 raise LeaseLost("the block was abandoned between two micro-batches")
 
-        logprobs = self._model.logprobs(
-            joined["token_ids"], joined["lengths"], joined["loss_mask"], self._temperature, on_part
-        )
+        given = (joined["token_ids"], joined["lengths"], joined["loss_mask"], self._temperature)
+        if self._likeliest is None:
+            arrays: tuple[Array, ...] = (self._model.logprobs(*given, on_part),)
+            sizes = [len(task["token_ids"]) for task in tasks]
+        else:
+            arrays = self._model.likeliest(*given, self._likeliest, on_part)
+            sizes = [int(np.count_nonzero(task["loss_mask"])) for task in tasks]
         if cancel.is_set():
             raise LeaseLost("the block was abandoned while it was being scored")
-        ends = np.cumsum([len(task["token_ids"]) for task in tasks])[:-1]
-        return np.split(logprobs, ends)
+        return list(zip(*(np.split(array, np.cumsum(sizes)[:-1]) for array in arrays), strict=True))

@@ -17,8 +17,7 @@ from proto.tensors import Array
 from services.reference.scorer import BEGINNING, FrozenScorer
 from shared.actor.service import Service
 from shared.batch import fetch_weights
-from shared.colocation.devices import REFERENCE as WEIGHTS
-from shared.colocation.devices import Parts
+from shared.colocation.devices import PARTS_OF
 from shared.colocation.turns import Turns
 from shared.dataplane.client import DataClient
 from shared.dataplane.stream import OnProgress, ignore_progress
@@ -27,7 +26,8 @@ from shared.ranks.group import Group, GroupEnded
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
-from shared.stages import REFERENCE
+from shared.stages import stage_named
+from shared.topology.models import FrozenModel
 
 T = TypeVar("T")
 Weights = Mapping[str, Array]
@@ -38,7 +38,6 @@ TOGETHER_S = 3600.0
 """Maximum seconds that a block may take, including the turns of other processes on shared devices."""
 DATA_CALL_S = 30.0
 WEIGHTS_CALL_S = 300.0
-_PARTS: Parts = frozenset({WEIGHTS})
 
 
 class Scoring:
@@ -48,6 +47,7 @@ class Scoring:
     def __init__(
         self,
         service: Service,
+        model: FrozenModel,
         scorer: FrozenScorer,
         data: DataClient,
         turns: Turns,
@@ -60,6 +60,8 @@ class Scoring:
         """
         self.turns = turns
         self._service = service
+        self._parts = PARTS_OF[model.service]
+        self._needs = stage_named(model.stage).needs
         self._scorer = scorer
         self._data = data
         self._group = group
@@ -71,8 +73,8 @@ class Scoring:
 
     async def lead(
         self, lease: Lease, leases: LeaseBook, shards: Sequence[dict[str, Array]]
-    ) -> tuple[list[Array], float]:
-        """Return the log-probs of each task in the lease, float32 [T], and how long scoring took, in seconds.
+    ) -> tuple[list[tuple[Array, ...]], float]:
+        """Return the arrays of each task in the lease (`FrozenScorer.score`), and how long scoring took, in seconds.
 
         Raises LeaseLost or GroupEnded. Raises RpcError(conflict) if the trainer and the reference disagree on the
         version.
@@ -94,10 +96,11 @@ class Scoring:
         except GroupEnded:
             raise
         except RpcError as error:
-            if not self._others or error.code == ErrorCode.CONFLICT:
+            if error.code == ErrorCode.CONFLICT or (not self._others and error.code != ErrorCode.BAD_DATA):
                 raise
-            await leases.hand_back(lease, f"not scored: {error}")
-            raise LeaseLost(f"another rank could not score the block: {error}") from None
+            await leases.hand_back(lease, f"not scored: {error}", untouched=error.code == ErrorCode.BAD_DATA)
+            who = "another rank" if self._others else "the server"
+            raise LeaseLost(f"{who} could not score the block: {error}") from None
         finally:
             for call in following:
                 call.cancel()
@@ -128,7 +131,7 @@ class Scoring:
         ref = request.weights
 
         async def prepare() -> tuple[Sequence[dict[str, Array]], Weights | None]:
-            shards = await self._data.fetch(request.batch, REFERENCE.needs, deadline_s=DATA_CALL_S)
+            shards = await self._data.fetch(request.batch, self._needs, deadline_s=DATA_CALL_S)
             return shards, await self._weights(ref, lambda get: get(ignore_progress))
 
         shards, weights = await self._ready(request, prepare())
@@ -153,7 +156,7 @@ class Scoring:
         return prepared
 
     async def _acquire_devices(self) -> None:
-        await self.turns.acquire(_PARTS)
+        await self.turns.acquire(self._parts)
         await self._scorer.come_back()
 
     async def _weights(
@@ -174,7 +177,7 @@ class Scoring:
         weights: Weights | None,
         shards: Sequence[dict[str, Array]],
         cancel: threading.Event,
-    ) -> tuple[list[Array], float]:
+    ) -> tuple[list[tuple[Array, ...]], float]:
         """Load version `ref` if necessary, verify it with the canary, then score."""
         if self._scorer.version != _wanted(ref):
             error = await self._scorer.init_model(ref, weights)
@@ -184,8 +187,8 @@ class Scoring:
                     "weights", {"lineage": ref.lineage, "step": ref.step, "canary_error": error}
                 )
         began = time.perf_counter()
-        logprobs = await self._scorer.score(shards, cancel)
-        return logprobs, time.perf_counter() - began
+        arrays = await self._scorer.score(shards, cancel)
+        return arrays, time.perf_counter() - began
 
 
 def _wanted(ref: WeightsRef | None) -> tuple[int, int]:

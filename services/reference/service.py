@@ -1,11 +1,13 @@
-"""The reference actor leases rolled-out tasks, scores their tokens with the frozen model, and puts `ref_logprobs`.
+"""A frozen model's actor leases rolled-out tasks, scores their tokens with the model, and puts their log-probs.
 
-It scores at the temperature at which the tokens were sampled, with the version named in the lease.
+It serves the reference and the teacher. What the two do differently is in the record of the model (`FrozenModel`) and
+of its stage. The version with which tokens are scored is named in the lease.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,15 +15,15 @@ import msgspec
 import numpy as np
 
 from proto import messages
-from proto.messages import Heartbeat, Outcome, TaskResult
+from proto.messages import Heartbeat, Outcome, TaskResult, Trouble, TroubleKind, WaitKind, WaitRow
 from proto.tensors import Array
+from services.reference.away import Away
 from shared import topology as topologies
 from shared.actor.own_store import own_store, own_store_stays
 from shared.actor.service import Service
-from shared.colocation.devices import REFERENCE as WEIGHTS
-from shared.colocation.devices import Parts
+from shared.colocation.devices import PARTS_OF, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
-from shared.credit import KL_KEYS, kl_sums
+from shared.credit import KL_KEYS, kl_sums, sample_sums
 from shared.dataplane.client import DataClient, TaskShards
 from shared.inputs import check_model
 from shared.lease import Lease, LeaseBook
@@ -32,8 +34,9 @@ from shared.ranks.meeting import Meeting, join
 from shared.rpc.errors import BadInput
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
-from shared.stages import REFERENCE, REFERENCE_SCALAR
-from shared.topology.models import FrozenModel
+from shared.stages import REFERENCE_SCALAR, REFERENCE_SCORE, stage_named, with_keys_of
+from shared.topology.models import REFERENCE, TEACHER, FrozenModel
+from shared.topology.reward import RewardRetry
 
 if TYPE_CHECKING:
     from services.reference.frozen import Frozen
@@ -42,9 +45,11 @@ if TYPE_CHECKING:
 
 MAX_BLOCK_TASKS = 64
 DATA_CALL_S = 30.0
-_MAKES = REFERENCE.makes[0]
-_WEIGHTS: Parts = frozenset({WEIGHTS})
+TEXT_CHARS = 900
+"""Maximum length of the text of a trouble."""
 Shards = list[dict[str, Array]]
+Scored = tuple[list[tuple[Array, ...]], float]
+"""The arrays of each task, and how long scoring took, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class ReferenceService(Service):
     Each lease names the version to score with, so a restarted process needs no saved state.
     """
 
-    NAME: ClassVar[str] = "reference"
+    NAME: ClassVar[str] = REFERENCE
+    REMEDY: ClassVar[str] = "set algorithm.kl.coef above 0, or use loss dpo or ipo"
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         """Raises BadInput if the run has no such model."""
@@ -70,7 +76,7 @@ class ReferenceService(Service):
         topology = topologies.load_resolved(run.topology)
         models = [model for model in topology.frozen if model.service == self.NAME]
         if not models:
-            raise BadInput("reference: the topology has no services.reference; set algorithm.kl.coef above 0")
+            raise BadInput(f"{self.NAME}: the topology has no services.{self.NAME}; {self.REMEDY}")
         self._model = models[0]
         self.telemetry.traced_share = topology.monitor.traced_share
         self._data = DataClient(self.client, reports=True, plain=not topology.transport.encrypt_bulk)
@@ -86,6 +92,9 @@ class ReferenceService(Service):
         )
         hosts = [spec.host for spec in topology.services_plan() if spec.service == self.NAME]
         self._hosts = hosts[self._first : self._first + ranks] or [None]
+        self._makes = with_keys_of(stage_named(self._model.stage), topology).makes
+        self._away = Away(topology.reward.retry.limit_s)
+        self._retry = topology.reward.retry
         self._asked: Asked = asyncio.Queue()
         self._started: Started | None = None
         self.mailbox.handle(messages.DrainService, self._retire)
@@ -103,7 +112,9 @@ class ReferenceService(Service):
 
     async def _load(self, meeting: Meeting) -> Started:
         # Imports take seconds. They run off the loop, so that the mailbox can still answer in the meantime.
-        scorer = await asyncio.to_thread(make_scorer, self.run, self.instance, self._model, self._group, meeting)
+        scorer = await asyncio.to_thread(
+            make_scorer, self.run, self.instance, self._model, self._group, meeting, self._retry, self._away
+        )
         from services.reference.scoring import Scoring
 
         self.progress = lambda: scorer.progress
@@ -113,16 +124,18 @@ class ReferenceService(Service):
             return parts
 
         turns: Turns = take_turns(self, leave) if self._model.shares_devices else OwnDevices()
-        await turns.acquire(_WEIGHTS)
+        await turns.acquire(PARTS_OF[self.NAME])
         await self._group.together("load", scorer.start())
         turns.done()
         store = await own_store(self)
         if self._group.rank:
-            return Started(scorer, Scoring(self, scorer, self._data, turns, self._group, (), store), None)
+            return Started(scorer, Scoring(self, self._model, scorer, self._data, turns, self._group, (), store), None)
         others = [self.client(self.NAME, self._first + rank) for rank in range(1, self._group.world_size)]
-        scoring = Scoring(self, scorer, self._data, turns, self._group, others, store)
+        scoring = Scoring(self, self._model, scorer, self._data, turns, self._group, others, store)
         self.keep(own_store_stays(self, store))
-        return Started(scorer, scoring, ReferenceWorker(self, self._model, scorer, self._data, scoring, store))
+        return Started(
+            scorer, scoring, ReferenceWorker(self, self._model, self._makes, scorer, self._data, scoring, store)
+        )
 
     def _retire(self, _: messages.DrainService, call: Call) -> messages.Ack:
         if self._worker is not None:
@@ -157,11 +170,33 @@ class ReferenceService(Service):
         if self._worker is None:
             return beat
         self._worker.rest()  # nothing else ends a turn whose lease is lost before it is scored
-        return msgspec.structs.replace(beat, leases=self._worker.leases.progress())
+        silence, over = self._away.silence, self._away.over()
+        troubles: list[Trouble] = []
+        if self._model.server is not None:
+            for lease in self._worker.leases.uncomputed:
+                lease.untouched = silence is not None  # its tasks are not to blame for a server that is away
+        if silence is not None:
+            text = over or f"the teacher's server is not responding; leases wait for it: {silence.error}"
+            troubles.append(Trouble(TroubleKind.JUDGE, text[:TEXT_CHARS], bool(over)))
+        return msgspec.structs.replace(beat, leases=self._worker.leases.progress(), troubles=troubles)
+
+    async def open_waits(self) -> list[WaitRow]:
+        silence = self._away.silence
+        if silence is None:
+            return []
+        text = f"the teacher's server is not responding ({silence.tries} tries): {silence.error}"
+        return [WaitRow(WaitKind.OUTAGE, text, self._away.since_s(silence), self._away.limit_s)]
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
         if self._worker is not None:
             self._worker.leases.lost(lease_ids)
+
+
+class TeacherService(ReferenceService):
+    """The service `python -m services.reference --model teacher`."""
+
+    NAME = TEACHER
+    REMEDY = "add the section teacher"
 
 
 class ReferenceWorker:
@@ -171,23 +206,27 @@ class ReferenceWorker:
         self,
         service: Service,
         model: FrozenModel,
+        makes: Sequence[str],
         scorer: FrozenScorer,
         data: DataClient,
         scoring: Scoring,
         store: str,
     ) -> None:
-        """`scoring` computes the log-probs. `store` is the store for the shards, such as `batch-store/0`."""
+        """`makes` are the keys of the shards that the model makes. `scoring` computes them. `store` is the store for
+        them, such as `batch-store/0`."""
         self._model = model
+        self._makes = makes
         self._service = service
         self._data = data
         self._scoring = scoring
         self._turns = scoring.turns
         self._computing = False
         self._store = store
-        self._needs = REFERENCE.needs + (KL_KEYS if model.reward_kl else ())
+        stage = stage_named(model.stage)
+        self._needs = stage.needs + (KL_KEYS if model.reward_kl else ("sample_index",) if model.sums else ())
         self.leases = LeaseBook(service, model.stage, lambda: scorer.progress)
         self.leases.blocked_on_devices = lambda: self._turns.waiting
-        self.pipeline: LeasePipeline[Shards, tuple[list[Array], float]] = LeasePipeline(
+        self.pipeline: LeasePipeline[Shards, Scored] = LeasePipeline(
             self.leases,
             acquire=lambda: self.leases.acquire(MAX_BLOCK_TASKS),
             prepare=self._fetch,
@@ -205,12 +244,12 @@ class ReferenceWorker:
             DATA_CALL_S,
         )
 
-    async def _score(self, lease: Lease, shards: Shards) -> tuple[list[Array], float]:
+    async def _score(self, lease: Lease, shards: Shards) -> Scored:
         self._computing = True
         try:
-            logprobs, seconds = await self._scoring.lead(lease, self.leases, shards)
+            arrays, seconds = await self._scoring.lead(lease, self.leases, shards)
             self._service.telemetry.span("score", seconds, self.leases.about(lease))
-            return logprobs, seconds
+            return arrays, seconds
         finally:
             self._computing = False
             self.rest(but=lease)
@@ -220,11 +259,12 @@ class ReferenceWorker:
         if not self._computing and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
 
-    async def _finish(self, lease: Lease, shards: Shards, computed: tuple[list[Array], float]) -> None:
-        logprobs, seconds = computed
+    async def _finish(self, lease: Lease, shards: Shards, computed: Scored) -> None:
+        arrays, seconds = computed
         tasks = lease.grant.batch.tasks
         puts = [
-            TaskShards(task.task_id, task.fence, {_MAKES: values}) for task, values in zip(tasks, logprobs, strict=True)
+            TaskShards(task.task_id, task.fence, dict(zip(self._makes, made, strict=True)))
+            for task, made in zip(tasks, arrays, strict=True)
         ]
         receipts = await self.leases.persist(
             lease, "put", lambda _: self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S), DATA_CALL_S
@@ -232,10 +272,16 @@ class ReferenceWorker:
         scalars: dict[str, Array] = {}
         if self._model.reward_kl:
             sums = [
-                kl_sums(self._model.reward_kl, given, ref, task.samples)
-                for task, given, ref in zip(tasks, shards, logprobs, strict=True)
+                kl_sums(self._model.reward_kl, given, made[0], task.samples)
+                for task, given, made in zip(tasks, shards, arrays, strict=True)
             ]
             scalars["kl"] = np.concatenate(sums)
+        if self._model.sums:
+            sums = [
+                sample_sums(given, made[0], task.samples)
+                for task, given, made in zip(tasks, shards, arrays, strict=True)
+            ]
+            scalars[REFERENCE_SCORE] = np.concatenate(sums)
         if self._model.refreshed:
             step = lease.grant.weights.step if lease.grant.weights is not None else 0
             scalars[REFERENCE_SCALAR] = np.full(sum(task.samples for task in tasks), step, np.float32)
@@ -247,29 +293,38 @@ class ReferenceWorker:
                 store=receipt.store,
                 content_hash=receipt.content_hash,
                 samples=task.samples,
-                tokens=len(values),
+                tokens=len(given["token_ids"]),
                 nbytes=receipt.nbytes,
             )
-            for task, receipt, values in zip(tasks, receipts, logprobs, strict=True)
+            for task, receipt, given in zip(tasks, receipts, shards, strict=True)
         ]
         await self.leases.complete(lease, results, scalars)
-        tokens = sum(len(values) for values in logprobs)
+        tokens = sum(len(given["token_ids"]) for given in shards)
         rate = tokens / max(seconds, 1e-9)
         self._service.telemetry.emit(
-            "reference", {"tasks": len(tasks), "tokens": tokens, "seconds": seconds, "tokens_per_s": rate}
+            self._model.name, {"tasks": len(tasks), "tokens": tokens, "seconds": seconds, "tokens_per_s": rate}
         )
 
 
-def make_scorer(run: RunDir, instance: int, model: FrozenModel, group: Group, meeting: Meeting) -> FrozenScorer:
+def make_scorer(
+    run: RunDir,
+    instance: int,
+    model: FrozenModel,
+    group: Group,
+    meeting: Meeting,
+    retry: RewardRetry,
+    away: Away,
+) -> FrozenScorer:
     """Return a scorer that creates `model` on its compute thread. Raises BadInput.
 
     This imports torch. `group` holds the ranks that share the model; they have met, and open their process group at
     `meeting`.
     """
     from services.reference.scorer import FrozenScorer
+    from shared.model.picks import Likeliest
 
     settings, folder = model.settings, model.folder
-    check_model(run.path, "policy.model", str(folder))
+    check_model(run.path, f"{model.section}.model", str(folder))
 
     def whole() -> Frozen:
         from services.reference.frozen import FrozenTorch
@@ -290,12 +345,23 @@ def make_scorer(run: RunDir, instance: int, model: FrozenModel, group: Group, me
             open_group(meeting, place, device, deadline_s=settings.collective_s)
         return FrozenMegatron(folder, model.dtype, settings.max_tokens_per_micro_batch, place, device)
 
+    likeliest = Likeliest(model.top_k, model.readable) if model.top_k else None
+
+    def served() -> Frozen:
+        from services.reference.frozen_server import FrozenServer
+
+        if model.server is None:
+            raise BadInput("services.teacher.server is not set")
+        return FrozenServer(model.server, folder, retry=retry, away=away, likeliest=likeliest)
+
+    makers = {"torch": whole, "megatron": pieces}
     return FrozenScorer(
-        whole if settings.backend == "torch" else pieces,
+        served if model.server is not None else makers[settings.backend],
         source=folder,
         threads=settings.threads or 1,
         temperature=model.temperature,
         deterministic=model.deterministic,
         scratch=model.offloaded(run.path, instance) if model.shares_devices else None,
         ranks=group.world_size,
+        likeliest=likeliest,
     )

@@ -7,6 +7,7 @@ weights older than the lease allows. Neither user code nor the model runs on the
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -28,6 +29,7 @@ from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import TaskSets, prepare
 from services.rollout.user_code.frames import Purpose, Setup
 from services.rollout.user_code.pool import UserPool
+from services.rollout.weights.numbers import NumberedVersions
 from services.rollout.weights.source import SHARDS, WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.transfer import EngineTransfers, Receiver
@@ -46,6 +48,8 @@ from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 from shared.samples.text import Choice
 from shared.stages import ROLLOUT
+from shared.topology.capacity import context_tokens
+from shared.topology.model_files import vocabulary
 from shared.topology.models import POLICY_WORKER
 
 if TYPE_CHECKING:
@@ -70,13 +74,25 @@ leave free."""
 
 
 @dataclass(frozen=True)
+class EngineParts:
+    """The engine of a rollout, if anything is sampled, with its leases and versions and the limits of its model."""
+
+    engine: Engine | None
+    leases: LeaseBook
+    versions: EngineVersions | NumberedVersions
+    vocab_size: int
+    context_tokens: int
+    """Maximum length of prompt plus completion, in tokens."""
+
+
+@dataclass(frozen=True)
 class RolloutParts:
     """The parts of a rollout that are used after the start. `work` runs beside the worker until the service ends; its
     end ends the service."""
 
     worker: RolloutWorker
     leases: LeaseBook
-    versions: EngineVersions
+    versions: EngineVersions | NumberedVersions
     work: list[Callable[[], Awaitable[None]]]
     troubles: list[Callable[[], list[Trouble]]]
     waits: list[Callable[[], Awaitable[list[WaitRow]]]]
@@ -116,34 +132,11 @@ class RolloutService(Service):
         if settings.partial_s is not None:
             journal = PartialJournal(self.run.path / "partial", settings.partial_s)
             self._closing.push_async_callback(asyncio.to_thread, journal.close)
-        # Importing an engine takes seconds, so it happens off the loop, and the mailbox can answer in the meantime.
-        engine = await self._on_text(
-            lambda: make_engine(
-                settings,
-                policy=topology.policy,
-                temperature=topology.sampling.temperature,
-                deterministic=topology.run.deterministic,
-                seed=topology.run.seed,
-            )
-        )
-        self._closing.push_async_callback(engine.stop)
         store = await own_store(self)
-        source = self._weights_source(settings, engine, store)
-        sync = WeightsSync(engine, self.name, self.telemetry.emit, source)
-        self.progress = lambda: engine.progress
-
-        async def leave(_: Parts) -> Parts:
-            sync.forget()
-            await engine.sleep()
-            return ENGINE
-
-        turns: Turns = take_turns(self, leave) if self.NAME in topology.colocated_services else OwnDevices()
-        if settings.weights == "nccl" and self.run.scheduler and self.listen:  # the trainer is on another host
-            reach_hosts_by_nccl(self.listen)
-        # vLLM allocates all its memory when it starts.
-        await turns.acquire(ENGINE if settings.engine == "vllm" else frozenset({WEIGHTS}))
-        await engine.start()
-        turns.done()
+        engine_parts = await (
+            self._start_engine(topology, settings, store) if topology.samples else self._no_engine(topology)
+        )
+        leases, versions = engine_parts.leases, engine_parts.versions
         template = topology.policy.chat_template
         prompts = await self._on_text(
             lambda: PromptBuilder(
@@ -153,20 +146,10 @@ class RolloutService(Service):
                 fixed_clock=topology.run.deterministic,
             )
         )
-        await self._on_text(lambda: prompts.check_vocabulary(engine.vocab_size))
+        await self._on_text(lambda: prompts.check_vocabulary(engine_parts.vocab_size))
         begun = Inputs.load(self.run.path).rows
-        tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine.context_tokens, begun))
+        tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine_parts.context_tokens, begun))
         self.keep(own_store_stays(self, store))
-        leases = LeaseBook(self, ROLLOUT.name, lambda: engine.progress)
-        versions = EngineVersions(
-            leases,
-            engine=engine,
-            sync=sync,
-            source=source,
-            turns=turns,
-            emit=self.telemetry.emit,
-            in_flight=settings.in_flight != "wait",
-        )
         functions = [term.function for term in topology.reward.terms]
         results = LeaseResults(
             self,
@@ -179,12 +162,12 @@ class RolloutService(Service):
             per_token=topology.algorithm.advantage.per_token,
         )
         workflow = None
-        if chosen is not None and pool is not None and endpoint is not None:
+        if chosen is not None and pool is not None and endpoint is not None and engine_parts.engine is not None:
             workflow = WorkflowRunner(
                 chosen.function,
                 pool,
                 endpoint,
-                engine=engine,
+                engine=engine_parts.engine,
                 prompts=prompts,
                 on_text=self._on_text,
                 max_tokens=chosen.max_tokens,
@@ -192,10 +175,10 @@ class RolloutService(Service):
         worker = RolloutWorker(
             self,
             leases,
-            engine=engine,
+            engine=engine_parts.engine,
             versions=versions,
             prepare=lambda lease: prepare(tasks, lease, self._on_text),
-            answers=AnswerSampler(engine, journal),
+            answers=AnswerSampler(engine_parts.engine, journal, ends=topology.policy.head == "value"),
             workflow=workflow,
             results=results,
             block_tasks=settings.block_tasks,
@@ -213,6 +196,54 @@ class RolloutService(Service):
             parts.troubles.extend((workflow.troubles, endpoint.troubles))
             parts.waits.append(pool.waits)
         return parts
+
+    async def _start_engine(self, topology: Topology, settings: Rollout, store: str) -> EngineParts:
+        """Start the engine, and everything with which it loads and proves versions."""
+        # Importing an engine takes seconds, so it happens off the loop, and the mailbox can answer in the meantime.
+        engine = await self._on_text(
+            lambda: make_engine(
+                settings,
+                policy=topology.policy,
+                temperature=topology.sampling.temperature,
+                deterministic=topology.run.deterministic,
+                seed=topology.run.seed,
+            )
+        )
+        self._closing.push_async_callback(engine.stop)
+        source = self._weights_source(settings, engine, store)
+        sync = WeightsSync(engine, self.name, self.telemetry.emit, source)
+        self.progress = lambda: engine.progress
+
+        async def leave(_: Parts) -> Parts:
+            sync.forget()
+            await engine.sleep()
+            return ENGINE
+
+        turns: Turns = take_turns(self, leave) if self.NAME in topology.colocated_services else OwnDevices()
+        if settings.weights == "nccl" and self.run.scheduler and self.listen:  # the trainer is on another host
+            reach_hosts_by_nccl(self.listen)
+        # vLLM allocates all its memory when it starts.
+        await turns.acquire(ENGINE if settings.engine == "vllm" else frozenset({WEIGHTS}))
+        await engine.start()
+        turns.done()
+        leases = LeaseBook(self, ROLLOUT.name, lambda: engine.progress)
+        versions = EngineVersions(
+            leases,
+            engine=engine,
+            sync=sync,
+            source=source,
+            turns=turns,
+            emit=self.telemetry.emit,
+            in_flight=settings.in_flight != "wait",
+        )
+        return EngineParts(engine, leases, versions, engine.vocab_size, engine.context_tokens)
+
+    async def _no_engine(self, topology: Topology) -> EngineParts:
+        """Return what takes the place of an engine if nothing is sampled."""
+        leases = LeaseBook(self, ROLLOUT.name, lambda: 0)
+        size = await self._on_text(partial(vocabulary, topology.policy.model)) or sys.maxsize
+        context = context_tokens(topology) or sys.maxsize
+        return EngineParts(None, leases, NumberedVersions(), size, context)
 
     async def _start_rewards(self, topology: Topology) -> RewardPool:
         rewards = RewardPool(
@@ -346,16 +377,16 @@ class RolloutWorker:
         service: Service,
         leases: LeaseBook,
         *,
-        engine: Engine,
-        versions: EngineVersions,
+        engine: Engine | None,
+        versions: EngineVersions | NumberedVersions,
         prepare: Callable[[Lease], Awaitable[PreparedTasks]],
         answers: AnswerSampler,
         workflow: WorkflowRunner | None,
         results: LeaseResults,
         block_tasks: int,
     ) -> None:
-        """Without a `workflow`, a sample is one answer to its prompt. `block_tasks` is the maximum number of tasks in a
-        lease."""
+        """Without a `workflow`, a sample is one answer to its prompt. Without an `engine`, nothing is sampled.
+        `block_tasks` is the maximum number of tasks in a lease."""
         self._service = service
         self._leases = leases
         self._engine = engine
@@ -424,7 +455,8 @@ class RolloutWorker:
         """Complete the lease."""
         await self._results.finish(lease, tasks, sampled)
         self._answers.forget(tasks.ready)
-        self._service.telemetry.emit("engine", dict(self._engine.stats()))
+        if self._engine is not None:
+            self._service.telemetry.emit("engine", dict(self._engine.stats()))
 
 
 def _needed(grant: LeaseGrant) -> str:

@@ -5,6 +5,8 @@ A request is checked as a whole before anything changes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from proto.messages import Complete, DropReason, ErrorCode, Outcome, Refusal, TaskResult, TaskState
@@ -124,11 +126,11 @@ def _accept(
     elif values:
         ledger.tasks.keep_scalars(task, ledger.tasks.scalars(task) | values)
     if task.admission == EVALUATION:
-        rewards = ledger.tasks.scalars(task).get("reward")
-        if rewards is None or not len(rewards):
+        scalars = ledger.tasks.scalars(task)
+        if not len(scalars.get("reward", ())):
             ledger.drop(task, DropReason.OTHER, "no sample was scored")
         else:
-            _end_scored(ledger, task, rewards, task.failed)
+            _end_scored(ledger, task, scalars, task.failed)
         return
     if stage == 0 and result.samples < min(2, ledger.plan.group_size):
         text = f"{result.samples} of {ledger.plan.group_size} samples are left"
@@ -144,9 +146,7 @@ def _accept(
             ledger.tasks.move(task, TaskState.READY)
             ledger.window.mark_ready(task.admission)
         return
-    for later in ledger.stages_after(stage):
-        if ledger.is_waiting(later, task):
-            ledger.wait(later, task)
+    ledger.wait_for_later_stages(task)
 
 
 def _drop(ledger: TaskLedger, task: Task, stage: int, result: TaskResult) -> None:
@@ -156,7 +156,7 @@ def _drop(ledger: TaskLedger, task: Task, stage: int, result: TaskResult) -> Non
         _place(ledger, task, stage, result)
     if result.samples_failed and task.admission == EVALUATION:
         ledger.tell("scheduler/dropped", {"task": task.task_id, "reason": result.reason[:200]})
-        _end_scored(ledger, task, np.zeros(0, np.float32), result.samples_failed)
+        _end_scored(ledger, task, {"reward": np.zeros(0, np.float32)}, result.samples_failed)
     else:
         if task.admission != EVALUATION:  # evaluations count their failed samples themselves
             ledger.losses.lose(task.admission, result)
@@ -202,9 +202,9 @@ def _filter(ledger: TaskLedger, task: Task) -> bool:
     return True
 
 
-def _end_scored(ledger: TaskLedger, task: Task, rewards: Array, failed: int) -> None:
+def _end_scored(ledger: TaskLedger, task: Task, scalars: Mapping[str, Array], failed: int) -> None:
     evaluation = ledger.history.evaluations.of(task)
-    ledger.history.score(evaluation, task.row, rewards, failed)
+    ledger.history.score(evaluation, task.row, scalars, failed)
     ledger.tasks.move(task, TaskState.SCORED)
     ledger.records.scored(task, evaluation.version[0])
     ledger.collect(task)

@@ -6,7 +6,7 @@ Each step is batched and committed once. What happens to the tasks of a step is 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from proto.ids import split_task_id
@@ -338,9 +338,9 @@ class RunHistory:
         """Open an evaluation of a version. Its tasks, one for each row of the set, are `waiting` for a lease."""
         self.evaluations.open[name, version[1]] = Evaluation.of(name, version, samples, waiting)
 
-    def score(self, evaluation: Evaluation, row: int, rewards: Array, failed: int) -> None:
-        """Score a row of an evaluation. `rewards` holds the rewards of the row's scored samples."""
-        evaluation.score(bisect_left(self._plan.eval_rows(evaluation.name), row), rewards, failed)
+    def score(self, evaluation: Evaluation, row: int, scalars: Mapping[str, Array], failed: int) -> None:
+        """Score a row of an evaluation. `scalars` holds the rewards of the row's scored samples."""
+        evaluation.score(bisect_left(self._plan.eval_rows(evaluation.name), row), scalars, failed)
         self.end_task(evaluation)
 
     def end_task(self, evaluation: Evaluation) -> None:
@@ -354,8 +354,8 @@ class RunHistory:
         self._effects.append(Tell("eval", {"step": step, **evaluation.metrics()}))
 
     def evaluated(self, step: int) -> dict[str, float] | None:
-        """Return the accuracies of the evaluations due at version `step`, or None while some are missing."""
-        done = self.evaluations.accuracy(step)
+        """Return the mean rewards of the evaluations due at version `step`, or None while some are missing."""
+        done = self.evaluations.rewards(step)
         wanted = [planned.name for planned in due(self._plan, self.config.steps, step)]
         return {name: done[name] for name in wanted} if all(name in done for name in wanted) else None
 

@@ -21,7 +21,7 @@ import msgspec
 
 from proto.errors import WireError
 from proto.messages import CheckpointSaved, ErrorCode, TaskState
-from services.scheduler import journal_files
+from services.scheduler import earlier_journal, journal_files
 from services.scheduler.events import (
     DiscardRows,
     Durable,
@@ -37,8 +37,6 @@ from services.scheduler.run_state import LAYOUT
 from shared.rpc.errors import BadInput, RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
-_BEFORE = "rlbus-scheduler-14"
-"""The format whose journals are converted. It had one more table, `evals`, with the results of evaluations."""
 SNAPSHOT_BYTES = 8 << 20
 """A new snapshot is written after this many bytes of events, or after twice the size of the last snapshot if that is
 more.
@@ -189,10 +187,10 @@ class Journal:
             journal_files.create(self._db)
             self._db.executemany(journal_files.SAVE_META, rows)
             self._db.execute("COMMIT")
-        elif self._is_of_the_format_before(schema):
+        elif self._has_evals(schema):
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("DROP TABLE evals")
-            self._db.execute(journal_files.SAVE_META, ("format", FORMAT))
+            self._db.execute(journal_files.SAVE_META, ("format", earlier_journal.BEFORE))
             self._db.execute("COMMIT")
         elif "meta" not in (names := sorted(name for _, name, *_ in schema)):
             raise sqlite3.DatabaseError(f"it is not a scheduler's journal (tables {', '.join(names)})")
@@ -208,7 +206,9 @@ class Journal:
         meta = dict(self._db.execute("SELECT key, value FROM meta"))
         self.forgotten = journal_files.forgotten(meta)
         """The last step whose batch and metrics row have been deleted, or -1."""
-        if meta.get("format") != FORMAT:
+        self._is_of_the_format_before = meta.get("format") == earlier_journal.BEFORE
+        """Whether the snapshot, if there is one, is converted when it is read. The next one ends that."""
+        if meta.get("format") not in (FORMAT, earlier_journal.BEFORE):
             raise self.broken(
                 f"its format is {meta.get('format')!r}, but this release reads {FORMAT!r}; use the release that wrote "
                 "it"
@@ -219,11 +219,12 @@ class Journal:
                 "run; start a new run"
             )
 
-    def _is_of_the_format_before(self, schema: list[tuple[str, ...]]) -> bool:
+    def _has_evals(self, schema: list[tuple[str, ...]]) -> bool:
         rest = [entry for entry in schema if entry[2] != "evals"]
         if len(rest) == len(schema) or rest != journal_files.expected_schema():
             return False
-        return dict(self._db.execute("SELECT key, value FROM meta")).get("format") == _BEFORE
+        written = dict(self._db.execute("SELECT key, value FROM meta")).get("format")
+        return written == earlier_journal.WITH_EVALS
 
     def _check_rows(self, table: str) -> None:
         """Raise RpcError if the checksum of any row in the table does not match."""
@@ -297,6 +298,8 @@ class Journal:
                 chain = journal_files.link(chain, seq, number, 0.0, body)
                 if stored != chain:
                     raise ValueError("its checksum does not match")
+                if number == 0 and self._is_of_the_format_before:
+                    body = earlier_journal.converted(body)
             yield body
         if chain != last:
             raise self.broken(f"snapshot {seq} is damaged: its parts are not those that it names; {_REMEDY}")
@@ -439,9 +442,11 @@ class Journal:
             self._db.executemany("INSERT INTO parts VALUES (?, ?, ?, ?)", rows)
             self._db.execute(journal_files.SAVE_SNAPSHOT, (1, self.seq, self._chain, len(rows), last))
             self._db.execute("DELETE FROM events")
+            self._db.execute(journal_files.SAVE_META, ("format", FORMAT))
             self._end()
         except sqlite3.Error as error:
             raise self._unwritable(str(error)) from None
+        self._is_of_the_format_before = False
 
     def rows_after(self, step: int) -> Iterator[str]:
         """Yield the metrics rows of steps after `step`, as JSON, in order."""

@@ -27,6 +27,7 @@ import xxhash
 
 from proto.errors import WireError
 from proto.messages import ErrorCode
+from services.scheduler import earlier_journal
 from services.scheduler.events import Durable, decode
 from shared.rpc.errors import RpcError
 
@@ -209,13 +210,16 @@ class Recorded:
         self._db = db
         row = db.execute("SELECT seq FROM snapshot").fetchone()
         self._seq: int = row[0] if row else 0
-        self.forgotten = forgotten(dict(db.execute("SELECT key, value FROM meta")))
+        meta = dict(db.execute("SELECT key, value FROM meta"))
+        self._converted = meta.get("format") in (earlier_journal.WITH_EVALS, earlier_journal.BEFORE)
+        self.forgotten = forgotten(meta)
         """The last step whose batch has been deleted, or -1."""
 
     def snapshot(self) -> list[bytes]:
         """Return the parts of the newest snapshot, or [] if there is none."""
         query = "SELECT body FROM parts WHERE seq = ? ORDER BY part"
-        return [body for (body,) in self._db.execute(query, (self._seq,))] if self._seq else []
+        parts = [body for (body,) in self._db.execute(query, (self._seq,))] if self._seq else []
+        return [earlier_journal.converted(parts[0]), *parts[1:]] if parts and self._converted else parts
 
     def events(self) -> Iterator[tuple[float, Durable]]:
         """Yield the events after the snapshot in order, each with its time in seconds since 1970."""

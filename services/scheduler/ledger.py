@@ -143,14 +143,17 @@ class TaskLedger:
                 tasks = self.revive(self.reopened[:more], first)
                 del self.reopened[:more]
             else:
-                epoch, rows = self.epochs.some(self.position, more)
-                names = [make_task_id(TRAIN, epoch, row) for row in rows]
+                names = self.names(self.position, more)
                 tasks = [self.tasks.add(name, admission) for admission, name in enumerate(names, first)]
-                self.position += len(rows)
+                self.position += more
             self.window.admit(tasks)
             for task in tasks:
                 self.wait(0, task)
             more -= len(tasks)
+
+    def names(self, position: int, count: int) -> list[str]:
+        """Return the ids of `count` tasks from `position` in the order of the epochs."""
+        return [make_task_id(TRAIN, epoch, row) for epoch, row in self.epochs.some(position, count)]
 
     def room_for_tasks(self) -> int:
         """Return the number of tasks for which there is room, in addition to those of the open batch.
@@ -246,9 +249,14 @@ class TaskLedger:
         while line and line[0] == task.admission:
             heapq.heappop(line)
 
-    def stages_after(self, stage: int) -> list[int]:
-        """Return the stages that need a key that `stage` makes."""
-        return [later for later in range(1, len(self.plan.stages)) if stage in self._needs[later]]
+    def wait_for_later_stages(self, task: Task) -> None:
+        """Add a task, which has just left a lease, to the lines of all later stages that it is waiting for.
+
+        A task is leased to one stage at a time, and meanwhile may have been removed from the lines of the others.
+        """
+        for stage in range(1, len(self.plan.stages)):
+            if self.is_waiting(stage, task):
+                self.wait(stage, task)
 
     def line_up(self) -> None:
         """Rebuild the waiting lines from the window. A sorted list is a heap."""

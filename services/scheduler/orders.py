@@ -17,14 +17,12 @@ from bisect import bisect_left
 from dataclasses import replace
 from itertools import islice
 
-from proto.ids import make_task_id
 from proto.messages import DropReason
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.leases import Version
 from services.scheduler.ledger import Consumption, TaskLedger
 from services.scheduler.plan import Plan
 from services.scheduler.tasks import EVALUATION, Task
-from shared.stages import TRAIN
 
 ADMITTED_AT_ONCE = 1024
 """Maximum number of tasks that one event admits, so that no request has to wait long. A step with more tasks raises
@@ -116,8 +114,7 @@ def _admit_again(ledger: TaskLedger, step: int, tasks: list[Task]) -> None:
     again = history.take_identities(step)
     window = ledger.window.clear()
     if step == 0 and history.checkpoint_step > 0 and not remembered:
-        every = range(ledger.position)
-        ledger.reopen_first([make_task_id(TRAIN, *ledger.epochs.at(position)) for position in every], others=False)
+        ledger.reopen_first(ledger.names(0, ledger.position), others=False)
     else:
         ledger.reopen_first([*again, *(task.task_id for task in window)])
     ledger.set_aside(window)
@@ -267,8 +264,7 @@ def _reopen(ledger: TaskLedger, step: int, tasks: list[Task]) -> None:
         if task.made:
             ledger.sample_again(task)
     first = ledger.history.committed_step * ledger.plan.tasks_per_step
-    places = map(ledger.epochs.at, range(first, ledger.window.head))
-    again = ledger.revive([make_task_id(TRAIN, epoch, row) for epoch, row in places], first)
+    again = ledger.revive(ledger.names(first, ledger.window.head - first), first)
     ledger.window.reopen(again)
     for task in again:
         ledger.wait(0, task)

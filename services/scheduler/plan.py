@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.scheduler.turns import SourceTurns, Weights
 from shared.stages import ROLLOUT, Stage
 
 
@@ -24,6 +25,14 @@ class EvalPlan:
     rows: Sequence[int]
     samples: int
     every: int
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """One of several sources of the training set: its usable row indices, and its weights."""
+
+    rows: Sequence[int]
+    weights: Weights = ((0, 1.0),)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class Plan:
     shuffle: bool
     deterministic: bool
     rows: Sequence[int]
+    sources: tuple[SourcePlan, ...] = ()
+    """The sources to which `rows` belong, if there are several."""
     block_tasks: int = 1
     filter_limit: int = 0
     """Maximum number of tasks per step that are dropped because their rewards are equal. 0: such tasks are trained
@@ -102,6 +113,7 @@ class Plan:
             [stage.name for stage in self.stages],
             [(planned.name, planned.samples, planned.every) for planned in self.evals],
             *([self.reference_every] if self.reference_every else []),
+            *([[(len(source.rows), source.weights) for source in self.sources]] if self.sources else []),
         )
         digest.update(repr(head).encode())
         for rows in (self.rows, *(planned.rows for planned in self.evals)):
@@ -110,36 +122,50 @@ class Plan:
 
 
 class EpochOrder:
-    """The endless sequence of training rows: every usable row once per epoch, in a different order in each epoch.
+    """The endless sequence of training rows. Each source gives every usable row once per epoch, in a different order in
+    each epoch, and has epochs of its own. The sources take turns by their weights (`SourceTurns`).
 
-    If `shuffle` is true, the order of an epoch is a permutation drawn from Philox with key (seed, epoch), so it can be
-    computed without the epochs before it.
+    If `shuffle` is true, the order of an epoch is a permutation drawn from Philox with key (seed, epoch) and the
+    source as the highest word of its counter, so it can be computed without the epochs before it.
     """
 
     def __init__(self, plan: Plan) -> None:
-        if not len(plan.rows):
+        sources = plan.sources or (SourcePlan(plan.rows),)
+        if not all(len(source.rows) for source in sources):
             raise ValueError("the training set has no usable row")
-        self._rows: npt.NDArray[np.int64] = np.asarray(plan.rows, dtype=np.int64)
+        self._turns = SourceTurns([source.weights for source in sources])
+        self._rows = [np.asarray(source.rows, dtype=np.int64) for source in sources]
         self._seed = plan.seed
         self._shuffle = plan.shuffle
-        self._epoch = -1
-        self._order = self._rows
+        self._orders = [(-1, rows) for rows in self._rows]
+        """For each source, the epoch that was used last, and its order."""
 
     def at(self, position: int) -> tuple[int, int]:
         """Return `(epoch, row index)` of the task at `position` in the run, counted from 0."""
-        epoch, [row] = self.some(position, 1)
-        return epoch, row
+        [place] = self.some(position, 1)
+        return place
 
-    def some(self, position: int, most: int) -> tuple[int, list[int]]:
-        """Return the epoch and the row indices of up to `most` tasks from `position`, all from one epoch."""
-        epoch, offset = divmod(position, len(self._rows))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._rows
+    def some(self, position: int, count: int) -> list[tuple[int, int]]:
+        """Return `(epoch, row index)` of `count` tasks from `position`."""
+        sources, tasks = self._turns.some(position, count)
+        epochs, rows = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        for source, own in enumerate(self._rows):
+            places = np.flatnonzero(sources == source)
+            epoch, offset = np.divmod(tasks[places], len(own))
+            ends = np.flatnonzero(np.diff(epoch)) + 1
+            for part in np.split(np.arange(len(places)), ends) if len(places) else ():
+                rows[places[part]] = self._order(source, int(epoch[part[0]]))[offset[part]]
+            epochs[places] = epoch
+        return list(zip(epochs.tolist(), rows.tolist(), strict=True))
+
+    def _order(self, source: int, epoch: int) -> npt.NDArray[np.int64]:
+        if self._orders[source][0] != epoch:
+            order = self._rows[source]
             if self._shuffle:
-                key = np.array([self._seed, epoch], dtype=np.uint64)
-                self._order = np.random.Generator(np.random.Philox(key=key)).permutation(self._rows)
-        rows: list[int] = self._order[offset : offset + most].tolist()
-        return epoch, rows
+                key, counter = np.array([self._seed, epoch], np.uint64), np.array([0, 0, 0, source], np.uint64)
+                order = np.random.Generator(np.random.Philox(key=key, counter=counter)).permutation(order)
+            self._orders[source] = (epoch, order)
+        return self._orders[source][1]
 
 
 def due(plan: Plan, steps: int, version: int) -> Iterator[EvalPlan]:

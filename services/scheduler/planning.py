@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.scheduler.events import Configure, Recording
 from services.scheduler.leases import Holder
-from services.scheduler.plan import EvalPlan, Plan
+from services.scheduler.plan import EvalPlan, Plan, SourcePlan
 from services.scheduler.state import HEARTBEAT_S
+from services.scheduler.turns import Weights
 from shared.data import DataError, RowError, Source, open_source
 from shared.data.source import LongestPrompt, RowsRead, prompt_bytes, read_rows
 from shared.inputs import Inputs
 from shared.rpc.errors import BadInput
 from shared.samples.text import Choice
 from shared.stages import train_graph
-from shared.topology import Topology, task_bytes, weight_bytes
+from shared.topology import Topology, task_bytes
 from shared.topology.capacity import (
     hold_tasks,
     longest_prompt,
@@ -23,8 +27,10 @@ from shared.topology.capacity import (
     replay_bytes,
     rows_problem,
     unleased_token_bytes,
+    version_bytes,
     weight_versions,
 )
+from shared.topology.data import TrainSource
 
 HEARTBEAT_MOST_S = 5.0
 """Maximum seconds between the heartbeats of a process."""
@@ -42,10 +48,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
     """
     kept = {key: rows_of_set.rows for key, rows_of_set in Inputs.load(where.parent).rows.items()}
     try:
-        train = open_source(topology.data.train.source, where=f"{where}: data.train")
-        count = min(len(train), kept.get("data.train.source", len(train)))
-        read = read_rows(train, count)
-        bad = [problem for problem in read.bad if problem.index < count]
+        parts = [_read_part(topology, key, where, kept.get(key)) for key in topology.data.train_sources]
         evals = tuple(
             EvalPlan(
                 name=name,
@@ -58,13 +61,14 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
             )
             for name, evaluation in topology.data.eval.items()
         )
-        prompt = _prompt_tokens(topology, where, train, count, read)
+        prompt = _prompt_tokens(topology, where, parts)
     except DataError as error:
         raise BadInput(str(error)) from error
-    excluded = {problem.index for problem in bad}
-    rows = [index for index in range(count) if index not in excluded] if bad else range(count)
-    if not len(rows):
-        raise BadInput(f"{where}: data.train: no usable row; the first is bad: {bad[0].message}")
+    starts = [0, *itertools.accumulate(part.count for part in parts)]
+    several = tuple(
+        SourcePlan(part.rows(start), _by_position(topology, chosen))
+        for part, start, chosen in zip(parts, starts, topology.data.train_sources.values(), strict=False)
+    )
     plan = Plan(
         run=topology.run.name,
         seed=topology.run.seed,
@@ -73,7 +77,8 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         staleness=topology.staleness,
         shuffle=topology.data.train.shuffle,
         deterministic=topology.run.deterministic,
-        rows=rows,
+        rows=several[0].rows if len(several) == 1 else [row for part in several for row in part.rows],
+        sources=several if topology.data.train.sources else (),
         block_tasks=topology.services.rollout.block_tasks,
         filter_limit=_filter_limit(topology),
         by_completion=topology.consume == "completion",
@@ -88,7 +93,46 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         weight_bytes=_version_bytes(topology),
         reference_every=_refresh(topology),
     )
-    return plan, bad
+    return plan, [problem for part in parts for problem in part.bad]
+
+
+@dataclass(frozen=True)
+class _TrainPart:
+    """A source of the training set, of which the first `count` rows are used, and the result of reading these."""
+
+    key: str
+    source: Source
+    count: int
+    read: RowsRead
+
+    @property
+    def bad(self) -> list[RowError]:
+        """The unusable rows, with their indices in this source."""
+        return [problem for problem in self.read.bad if problem.index < self.count]
+
+    def rows(self, start: int) -> Sequence[int]:
+        """Return the usable rows as they are numbered in the training set, in which this source's begin at `start`."""
+        excluded = {problem.index for problem in self.bad}
+        every = range(start, start + self.count)
+        return [row for row in every if row - start not in excluded] if excluded else every
+
+
+def _read_part(topology: Topology, key: str, where: Path, kept: int | None) -> _TrainPart:
+    """Read a source of the training set, of which the run began with `kept` rows. Raises DataError, and BadInput if no
+    row is usable."""
+    named = key.removesuffix(".source")
+    source = open_source(topology.data.sources[key], where=f"{where}: {named}")
+    count = len(source) if kept is None else min(len(source), kept)
+    part = _TrainPart(key, source, count, read_rows(source, count))
+    if not len(part.rows(0)):
+        raise BadInput(f"{where}: {named}: no usable row; the first is bad: {part.bad[0].message}")
+    return part
+
+
+def _by_position(topology: Topology, chosen: TrainSource) -> Weights:
+    """Return the weights of a source by the first position that has each: steps take `tasks_per_step` positions."""
+    tasks = topology.algorithm.tasks_per_step
+    return tuple((max(step - 1, 0) * tasks, weight) for step, weight in chosen.weights)
 
 
 def _refresh(topology: Topology) -> int:
@@ -145,7 +189,7 @@ def _usable(source: Source, first: int | None) -> list[int]:
     return [index for index in range(most) if index not in bad]
 
 
-def _prompt_tokens(topology: Topology, where: Path, train: Source, count: int, read: RowsRead) -> int:
+def _prompt_tokens(topology: Topology, where: Path, parts: Sequence[_TrainPart]) -> int:
     """Return an upper bound on the number of tokens in a prompt that is sampled.
 
     Raises BadInput if the stores then cannot hold all tasks that may be live.
@@ -153,15 +197,19 @@ def _prompt_tokens(topology: Topology, where: Path, train: Source, count: int, r
     if topology.data.train.max_prompt_tokens is not None:
         return topology.data.train.max_prompt_tokens
     _version_bytes(topology)  # refuses a model that cannot be measured
-    longest = read.longest or _longest(train, count, read.bad)
-    if problem := rows_problem(topology, longest.nbytes, train.place(longest.row)):
+    sizes = []
+    for part in parts:
+        longest = part.read.longest or _longest(part.source, part.count, part.bad)
+        sizes.append((longest.nbytes + topology.data.train_sources[part.key].system_bytes, part, longest.row))
+    nbytes, part, row = max(sizes, key=lambda size: size[0])
+    if problem := rows_problem(topology, nbytes, part.source.place(row)):
         raise BadInput(f"{where}: {problem}")
-    return longest_prompt(topology, longest.nbytes)
+    return longest_prompt(topology, nbytes)
 
 
 def _version_bytes(topology: Topology) -> int:
     try:
-        return weight_bytes(topology.policy_model)
+        return version_bytes(topology.policy_model)
     except ValueError as error:
         raise BadInput(f"policy.model: {error}; save the model again") from error
 

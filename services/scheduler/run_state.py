@@ -143,9 +143,9 @@ class RunState:
         return Ack() if changed else None
 
 
-LAYOUT = 15
+LAYOUT = 16
 """Version of the journal, raised with every change to its tables or to what `dump` writes. Other versions are refused,
-except the previous one, which only had one more table (`Journal`)."""
+except those that `earlier_journal` converts."""
 PART_ROWS = 2048
 
 

@@ -33,7 +33,9 @@ def parse_arguments(name: str, models: Sequence[str] = ()) -> argparse.Namespace
     )
     if models:
         names = " or ".join(models)
-        parser.add_argument("--model", default=models[0], help=f"the model to train: {names}; default: {models[0]}")
+        parser.add_argument(
+            "--model", default=models[0], help=f"the model of the process: {names}; default: {models[0]}"
+        )
     parser.add_argument("--supervisor", default="", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, default=os.getppid(), help=argparse.SUPPRESS)
     return parser.parse_args()

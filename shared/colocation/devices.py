@@ -3,9 +3,9 @@
 The module is pure: it does not move memory, call services or read the clock.
 
 The order of a step is not stated explicitly; it follows from `FORBIDDEN`. The optimizer and the gradients leave before
-the engine's weights arrive, the parameters and the reference leave before the engine's key/value cache arrives, and the
-whole engine leaves before the gradients return. A critic has left before the engine's weights arrive, and its update
-and the policy's take turns. "Device" means GPU memory on CUDA, and host memory otherwise.
+the engine's weights arrive, the parameters and the frozen models leave before the engine's key/value cache arrives, and
+the whole engine leaves before the gradients return. A critic has left before the engine's weights arrive, and its
+update and the policy's take turns. "Device" means GPU memory on CUDA, and host memory otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import combinations, product
 from types import MappingProxyType
 from typing import Literal
 
-from shared.topology.models import POLICY, WORKERS
+from shared.topology.models import FROZEN, POLICY, WORKERS
 
 Holder = tuple[str, int]
 """(service, instance) of a process."""
@@ -26,7 +26,6 @@ Part = Literal["parameters", "gradients", "optimizer"]
 tensors."""
 PARTS: frozenset[Part] = frozenset({"parameters", "gradients", "optimizer"})
 
-REFERENCE = "reference.parameters"
 WEIGHTS = "engine.weights"
 KV_CACHE = "engine.kv_cache"
 NOTHING: Parts = frozenset()
@@ -38,13 +37,20 @@ def trained_parts(model: str) -> tuple[str, str, str]:
     return f"{model}.parameters", f"{model}.gradients", f"{model}.optimizer"
 
 
+def frozen_part(model: str) -> str:
+    """Return the only part of a frozen model: its parameters."""
+    return f"{model}.parameters"
+
+
 def parts_of(models: Mapping[str, str]) -> Mapping[str, Parts]:
     """Return the parts that the processes of each service hold. `models` are the trained models with their services."""
     trained = {service: frozenset(trained_parts(model)) for model, service in models.items()}
-    return MappingProxyType({**trained, "reference": frozenset({REFERENCE}), "rollout": ENGINE})
+    frozen = {service: frozenset({frozen_part(service)}) for service in FROZEN}
+    return MappingProxyType({**trained, **frozen, "rollout": ENGINE})
 
 
 PARAMETERS, GRADIENTS, OPTIMIZER = trained_parts(POLICY)
+REFERENCE, TEACHER = SCORERS = tuple(map(frozen_part, FROZEN))
 PARTS_OF = parts_of(WORKERS)
 TRAINING: Parts = frozenset(part for model in WORKERS for part in trained_parts(model)[1:])
 """The parts that trained models need only in a training step."""
@@ -58,13 +64,13 @@ def forbidden_pairs(models: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """Return the pairs of parts of different services that must not be on the devices at the same time.
 
     `models` are the names of the trained models. Pairs are omitted on purpose where both parts are needed or fit: the
-    engine copies its weights while the policy's parameters are on the device, where the reference and the parameters of
+    engine copies its weights while the policy's parameters are on the device, where frozen models and the parameters of
     other trained models may stay for forward passes.
     """
     trained = {model: trained_parts(model) for model in models}
-    pairs = [(KV_CACHE, REFERENCE), *((KV_CACHE, parts[0]) for parts in trained.values())]
+    pairs = [(KV_CACHE, part) for part in (*SCORERS, *(parts[0] for parts in trained.values()))]
     pairs += [(WEIGHTS, parts[0]) for model, parts in trained.items() if model != POLICY]
-    pairs += [(part, own) for part in (WEIGHTS, KV_CACHE, REFERENCE) for parts in trained.values() for own in parts[1:]]
+    pairs += [(part, own) for part in (WEIGHTS, KV_CACHE, *SCORERS) for parts in trained.values() for own in parts[1:]]
     parameters = {parts[0] for parts in trained.values()}
     beside = [pair for one, other in combinations(trained.values(), 2) for pair in product(one, other)]
     return (*pairs, *(pair for pair in beside if not parameters.issuperset(pair)))
@@ -101,7 +107,7 @@ def phase_of(resident: Parts) -> DevicePhase:
         return DevicePhase.SYNC
     if resident & TRAINING:
         return DevicePhase.TRAIN
-    if REFERENCE in resident:
+    if not resident.isdisjoint(SCORERS):
         return DevicePhase.SCORE
     return DevicePhase.TRAIN if resident else DevicePhase.EMPTY
 

@@ -1,6 +1,7 @@
 """Opens a source by its name in the topology. A library is imported only for the kind of source that needs it.
 
 - ``builtin:addition`` and ``builtin:addition?split=test``: two-digit additions, ``"47+85="`` -> ``"132"``.
+- ``builtin:addition_pairs``, with the same splits: the same rows with a chosen and a rejected answer.
 - ``jsonl:/path/file.jsonl``: one JSON object per line; blank lines are skipped.
 - ``parquet:/path/file.parquet``: the rows of a Parquet file.
 - ``datasets:/path/folder`` with an optional ``?split=name``: output of ``Dataset.save_to_disk``.
@@ -13,7 +14,8 @@ characters of a name, and ``**`` any folders: the source then consists of the ro
 their paths.
 
 ``?prompt=question&answer=reward_model.ground_truth`` after a path takes the prompt and the answer from other fields.
-Dots lead into nested objects, except in a key that contains them. ``id`` and ``tools`` can be taken in the same way.
+Dots lead into nested objects, except in a key that contains them. The other fields
+(``chosen``, ``rejected``, ``id``, ``tools``) can be taken in the same way.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ FORMS = (
     "builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder>, hub:<owner>/<name>/<path> or "
     "reasoning-gym:<data set>"
 )
+BUILTINS = ("addition", "addition_pairs")
 _TEST_ROWS = 256
+_MISTAKES = (-10, -60, -1, 60, 1, -60, 10, 60)
 _PARAMETERS = re.compile(r"(?P<path>.+?)\?(?P<query>\w+=[^/?]*)", re.DOTALL)
 
 
@@ -47,12 +51,12 @@ def open_source(source: str, *, where: str) -> Source:
     kind, _, rest = source.partition(":")
     if kind == "builtin":
         name, _, query = rest.partition("?")
-        if name != "addition":
-            raise DataError(f"{where}: source {source!r} names no builtin{nearest(name, ['addition'])}")
+        if name not in BUILTINS:
+            raise DataError(f"{where}: source {source!r} names no builtin{nearest(name, BUILTINS)}")
         split = _parameters(source, query, where, ("split",)).get("split", "train")
         if split not in ("train", "test"):
             raise DataError(f"{where}: source {source!r} has split {split!r}; the splits are train and test")
-        return AdditionSource(split, name=source)
+        return AdditionSource(split, name=source, with_answers=name == BUILTINS[1])
     if kind in ("jsonl", "parquet", "datasets"):
         path, query = split_parameters(rest)
         given = _parameters(source, query, where, (*FIELDS, "split") if kind == "datasets" else FIELDS)
@@ -90,12 +94,15 @@ def _parameters(source: str, query: str, where: str, valid: tuple[str, ...]) -> 
 class AdditionSource:
     """Every pair of two-digit numbers once, in a fixed shuffled order: 256 `test` rows and 7,844 `train` rows."""
 
-    def __init__(self, split: str, *, name: str) -> None:
+    def __init__(self, split: str, *, name: str, with_answers: bool = False) -> None:
+        """With `with_answers`, a row also has a chosen answer, the sum, and a rejected one, which is wrong by 1, 10 or
+        60."""
         # Order by a digest, not by random.shuffle, whose result may differ between Python versions.
         pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
         pairs.sort(key=lambda ab: hashlib.blake2b(b"%d+%d" % ab, digest_size=8).digest())
         self._pairs = pairs[:_TEST_ROWS] if split == "test" else pairs[_TEST_ROWS:]
         self._split = split
+        self._with_answers = with_answers
         self.name = name
 
     def __len__(self) -> int:
@@ -104,7 +111,12 @@ class AdditionSource:
     def row(self, index: int) -> Row:
         check_index(index, len(self), self.name)
         a, b = self._pairs[index]
-        return {"id": f"addition-{self._split}-{index}", "prompt": f"{a}+{b}=", "answer": str(a + b)}
+        row: Row = {"id": f"addition-{self._split}-{index}", "prompt": f"{a}+{b}=", "answer": str(a + b)}
+        if self._with_answers:
+            mistake = _MISTAKES[index % len(_MISTAKES)]
+            wrong = a + b + mistake if a + b + mistake >= 0 else a + b - mistake
+            row |= {"chosen": str(a + b), "rejected": str(wrong)}
+        return row
 
     def place(self, index: int) -> str:
         return f"{self.name} row {index}"

@@ -1,7 +1,8 @@
 """The interface of a source of dataset rows, the checks that a usable row must pass, and the digests by which a resumed
 run recognizes the rows with which it began. The module performs no I/O.
 
-A row is a dict ``{"prompt": "text" | [{"role", "content"}...], "answer"?, "id"?, "tools"?, anything else}``. Its index
+A row is a dict ``{"prompt": "text" | [{"role", "content"}...], "answer"?, "id"?, "tools"?, anything else}``. A row that
+has `messages` in place of a prompt is a conversation: its prompt is what precedes the first answer. The index of a row
 is part of its task id. Bad rows also have an index, so dropping a row does not renumber the others.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +22,10 @@ Row = dict[str, Any]
 OnRow = Callable[[bytes, Row | None], None]
 """Function that receives the content of a row, and the row unless it is unusable or was not made."""
 
-FIELDS = ("prompt", "answer", "id", "tools")
+ANSWER = "answer"
+PAIR = ("chosen", "rejected")
+"""The fields of a row with the better and the worse answer of a preference, in the order of the samples."""
+FIELDS = ("prompt", "messages", ANSWER, *PAIR, "id", "tools")
 """Fields of a row whose values may be taken from another field of the file."""
 SHOWN_CHARS = 60
 MOST_ROW_BYTES = 64 << 20
@@ -117,6 +122,12 @@ def usable(row: Any, fields: Mapping[str, str], place: str, shown: Callable[[], 
             row = row | {name: value_at(row, path) for name, path in fields.items()}
         except LookupError as error:
             problem = str(error.args[0])
+    if problem is None and isinstance(row, dict) and "prompt" not in row and "messages" in row:
+        problem = _messages_problem("messages", row["messages"])
+        if problem is None and not (prompt := before_answer(row["messages"])):
+            problem = "messages begin with an answer; another message must precede it"
+        elif problem is None:
+            row = row | {"prompt": prompt}
     problem = problem or row_problem(row)
     if problem:
         raise DataError(f"{place}: {problem}: {cut(shown())}")
@@ -164,6 +175,29 @@ def content_text(message: Mapping[str, Any]) -> Any:
     return content
 
 
+def answer_text(row: Mapping[str, Any], field: str) -> str:
+    """Return the text of the answer in `field`: a value as text, or for `PAIR` also a list with the one message of the
+    assistant.
+
+    Raises ValueError if there is no such answer.
+    """
+    answer = row.get(field)
+    if answer is None:
+        if field == ANSWER:
+            raise ValueError("row has no answer and no messages, from which loss cross_entropy learns")
+        raise ValueError(f"row has no {field}: a preference needs {' and '.join(PAIR)}; it learns from nothing else")
+    if field == ANSWER:
+        return str(answer)
+    if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], dict):
+        answer = content_text(answer[0]) if answer[0].get("role") == "assistant" else answer
+    if not isinstance(answer, str):
+        raise ValueError(
+            f"{field} must be text or a list with one message of the assistant, not {_json_type(answer)} "
+            f"({cut(repr(answer))}); put earlier messages into the prompt"
+        )
+    return answer
+
+
 def not_text(content: list[object]) -> str:
     """Return what the first part of a message's content is that is not text, or an empty string."""
     for number, part in enumerate(content):
@@ -177,6 +211,16 @@ def _is_text(part: object) -> bool:
     return isinstance(part, str) or (
         isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
     )
+
+
+def before_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a conversation that precede its first answer."""
+    return list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+
+
+def is_conversation(row: Row) -> bool:
+    """Return whether supervised fine-tuning learns all answers of the row's messages, and not one answer."""
+    return "messages" in row and row.get(ANSWER) is None
 
 
 def row_problem(row: object) -> str | None:
@@ -201,17 +245,23 @@ def _prompt_problem(prompt: object) -> str | None:
         return None if prompt else "prompt is empty; a prompt needs at least one character"
     if not isinstance(prompt, list):
         return f"prompt must be text or a list of messages, not {_json_type(prompt)}"
-    if not prompt:
-        return "prompt is an empty list; a prompt needs at least one message"
-    for number, message in enumerate(prompt):
+    return _messages_problem("prompt", prompt)
+
+
+def _messages_problem(field: str, messages: object) -> str | None:
+    if not isinstance(messages, list):
+        return f"{field} must be a list of messages, not {_json_type(messages)}"
+    if not messages:
+        return f"{field} is an empty list; it needs at least one message"
+    for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f'prompt message {number} has no role; a message is {{"role": ..., "content": ...}}'
+            return f'{field} message {number} has no role; a message is {{"role": ..., "content": ...}}'
         content = message.get("content")
         # A list contains parts, whose texts are joined; a turn that only calls tools has no content.
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            return f'prompt message {number} has no content; a message is {{"role": ..., "content": ...}}'
+            return f'{field} message {number} has no content; a message is {{"role": ..., "content": ...}}'
         if isinstance(content, list) and (part := not_text(content)):
-            return f"prompt message {number}: {part}; a policy is trained on text only"
+            return f"{field} message {number}: {part}; a policy is trained on text only"
     return None
 
 

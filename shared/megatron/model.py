@@ -35,7 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from shared.megatron.architecture import Architecture
 from shared.model.attention import Trees, attend_trees
 from shared.model.context import Cut, attend_cut
-from shared.model.logprobs import Entropy, Nodes, Scores, max_logits
+from shared.model.logprobs import Entropy, HeadOutputs, Nodes, Scores, max_logits
+from shared.model.picks import PickedIds
 from shared.model.tree import MicroBatch, head_blocks
 from shared.model.value_head import ValueHead
 from shared.ranks.layout import RankPlace
@@ -51,6 +52,7 @@ class Packed:
     layout: Trees | Cut
     temperature: float
     entropy: Entropy
+    picks: PickedIds | None = None
 
 
 def transformer_config(model: Architecture, dtype: torch.dtype, place: RankPlace, *, engine: bool) -> TransformerConfig:
@@ -170,8 +172,9 @@ def token_logprobs(
     *,
     vocab: int,
     group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs [C] and, if requested, the entropies [P] of logits / `temperature`.
+    picks: PickedIds | None = None,
+) -> HeadOutputs:
+    """Return the log-probs [C] and, if requested, the entropies [P] and the `picks` of logits / `temperature`.
 
     `logits_PV` holds this rank's columns of the vocabulary, which tensor-parallel ranks share. The log-probs are those
     of tokens `token_C` at predictors `predictor_C` (int64 [C]). Both results are float32, or float64 if the logits are.
@@ -193,19 +196,24 @@ def token_logprobs(
     shifted_PV = scaled_PV - most_P[:, None]
     exp_PV = shifted_PV.exp()
     total_P = sum_over_tp(exp_PV.sum(1), group=group)
-    mine_C = (token_C >= start) & (token_C < start + real)
-    if real:
-        picked_C = shifted_PV[predictor_C, torch.where(mine_C, token_C - start, 0)]
-        picked_C = torch.where(mine_C, picked_C, 0.0)
-    else:
-        picked_C = shifted_PV.sum(1)[predictor_C]  # zeros that stay connected to the graph
-    chosen_C = sum_over_tp(picked_C, group=group)
-    logprobs_C = chosen_C - total_P.log()[predictor_C]
+
+    def logprobs(predictor: Tensor, token: Tensor) -> Tensor:
+        mine = (token >= start) & (token < start + real)
+        if real:
+            chosen = torch.where(mine, shifted_PV[predictor, torch.where(mine, token - start, 0)], 0.0)
+        else:
+            chosen = shifted_PV.sum(1)[predictor].expand(token.shape)  # zeros that stay connected to the graph
+        total: Tensor = sum_over_tp(chosen.contiguous(), group=group)
+        total = total - total_P.log()[predictor]
+        return total
+
+    logprobs_C = logprobs(predictor_C, token_C)
+    others = None if picks is None else logprobs(picks.predictors[:, None], picks.ids)
     if entropy == "none":
-        return logprobs_C, None
+        return HeadOutputs(logprobs_C, None, others)
     with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
         weighted_P = sum_over_tp((exp_PV * shifted_PV).sum(1), group=group)
-        return logprobs_C, total_P.log() - weighted_P / total_P
+        return HeadOutputs(logprobs_C, total_P.log() - weighted_P / total_P, others)
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
@@ -266,13 +274,14 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         most = max_logits(hidden.device.type) * self.config.tensor_model_parallel_size
         step = max(1, most // self.vocab_size)
         if len(rows) <= step:
-            logprobs_C, entropy_P = self._head(packed, rows, nodes.child_predictor, nodes.child_token)
+            made = self._head(packed, rows, nodes.child_predictor, nodes.child_token, packed.picks)
         else:
-            logprobs_C, entropy_P = self._head_in_blocks(packed, rows, step)
-        entropy_M = None if entropy_P is None else entropy_P[nodes.child_predictor][nodes.token_child]
-        return Scores(nodes.tokens, logprobs_C[nodes.token_child], entropy_M)
+            made = self._head_in_blocks(packed, rows, step)
+        return made.of_tokens(nodes, packed.picks)
 
-    def _head(self, packed: Packed, rows: Tensor, predictor_C: Tensor, token_C: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _head(
+        self, packed: Packed, rows: Tensor, predictor_C: Tensor, token_C: Tensor, picks: PickedIds | None
+    ) -> HeadOutputs:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(rows, weight=weight)
         return token_logprobs(
@@ -283,24 +292,23 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             packed.entropy,
             vocab=self._vocab,
             group=parallel_state.get_tensor_model_parallel_group(),
+            picks=picks,
         )
 
-    def _head_in_blocks(self, packed: Packed, rows: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+    def _head_in_blocks(self, packed: Packed, rows: Tensor, step: int) -> HeadOutputs:
         """Do the work of `_head` with at most `step` rows of logits at a time. The backward pass recomputes them."""
         nodes = packed.nodes
-        logprobs: list[Tensor] = []
-        entropies: list[Tensor] = []
+        parts: list[HeadOutputs] = []
         for some, children in head_blocks(packed.batch, step):
-            chunk_logprobs, entropy = checkpoint(
+            part = checkpoint(
                 self._head,
                 packed,
                 rows[some],
                 nodes.child_predictor[children] - some.start,
                 nodes.child_token[children],
+                None if packed.picks is None else packed.picks.block(some, children),
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            logprobs.append(chunk_logprobs)
-            if entropy is not None:
-                entropies.append(entropy)
-        return torch.cat(logprobs), torch.cat(entropies) if entropies else None
+            parts.append(part)
+        return HeadOutputs.joined(parts)

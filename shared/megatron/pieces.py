@@ -26,6 +26,7 @@ from shared.megatron.model import Packed, PackedGPT, transformer_config
 from shared.model import attention, context, tree
 from shared.model.load import read_config
 from shared.model.logprobs import Entropy, Scores, to_nodes
+from shared.model.picks import IdsOf, PickedIds
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import BadInput
 from shared.topology.models import Head
@@ -121,6 +122,7 @@ class Pieces:
         entropy: Entropy,
         on_scores: Callable[[Scores], Tensor],
         *,
+        others: IdsOf | None = None,
         model: Any = None,
         forward_only: bool,
     ) -> None:
@@ -141,7 +143,7 @@ class Pieces:
 
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=(self._pack(batch, temperature, entropy) for batch in batches),
+            data_iterator=(self._pack(batch, temperature, entropy, others) for batch in batches),
             model=[self.model if model is None else model],
             num_microbatches=len(batches),
             seq_length=1,  # used only for fixed shapes; here, shapes are sent with the tensors
@@ -164,14 +166,27 @@ class Pieces:
             packs=attention.packs(torch.device(self._device)),
         )
 
-    def _pack(self, batch: tree.MicroBatch, temperature: float, entropy: Entropy) -> Packed:
+    def _pack(self, batch: tree.MicroBatch, temperature: float, entropy: Entropy, others: IdsOf | None) -> Packed:
         device, ranks = torch.device(self._device), self.groups.context
         if ranks is None:
             batch = self._pad_nodes(batch)
-            return Packed(batch, to_nodes(batch, device), attention.to_trees(batch, device), temperature, entropy)
+            layout = attention.to_trees(batch, device)
+            return self._packed(batch, layout, temperature, entropy, others)
         cut = context.cut(batch, ranks.rank, ranks.size)
         cut = replace(cut, batch=self._pad_nodes(cut.batch))
-        return Packed(cut.batch, to_nodes(cut.batch, device), context.to_cut(cut, ranks, device), temperature, entropy)
+        return self._packed(cut.batch, context.to_cut(cut, ranks, device), temperature, entropy, others)
+
+    def _packed(
+        self,
+        batch: tree.MicroBatch,
+        layout: attention.Trees | context.Cut,
+        temperature: float,
+        entropy: Entropy,
+        others: IdsOf | None,
+    ) -> Packed:
+        nodes = to_nodes(batch, torch.device(self._device))
+        picks = PickedIds.of(batch, nodes.tokens, others) if others is not None and self.model.post_process else None
+        return Packed(batch, nodes, layout, temperature, entropy, picks)
 
     def _pad_nodes(self, batch: tree.MicroBatch) -> tree.MicroBatch:
         """Pad `batch` to a number of nodes that sequence-parallel ranks can share equally. Nothing uses the added

@@ -7,9 +7,9 @@ runs only where a scored token follows. Up to rounding, the result equals that o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from shared.model import attention, context, tree
 from shared.model.attention import Trees
 from shared.model.context import ContextRank, Cut, CutBatch
 from shared.model.load import passes_of
+from shared.model.picks import IdsOf, Likeliest, PickedIds, largest, picked
 from shared.model.tree import MicroBatch, head_blocks
 from shared.model.value_head import base_model, value_head
 from shared.tensors_torch import to_device
@@ -43,12 +44,15 @@ class Scores:
 
     `outputs` are what the model's head computes for the tokens: the log-probs of a language model, or the values that a
     value model gives to the states before them. `entropy` is the entropy of the distribution from which the token was
-    drawn, or None if not requested or if the model is a value model.
+    drawn, or None if not requested or if the model is a value model. `others` [M, k] are the log-probs of other tokens
+    of the vocabulary, if requested, and `other_ids` int64 [M, k] their ids, if the head chose them.
     """
 
     tokens: Tensor
     outputs: Tensor
     entropy: Tensor | None
+    others: Tensor | None = None
+    other_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,37 @@ class Nodes:
     child_token: Tensor
     tokens: Tensor
     token_child: Tensor
+
+
+class HeadOutputs(NamedTuple):
+    """What a head computes for a micro-batch of C children of P predictors: `outputs` [C], and what was requested:
+    `entropy` [P], `others` [P, k] with their ids, or [M, k] for the ids of `PickedIds`, in their order."""
+
+    outputs: Tensor
+    entropy: Tensor | None = None
+    others: Tensor | None = None
+    other_ids: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[HeadOutputs]) -> HeadOutputs:
+        """Return the outputs of consecutive blocks as one."""
+        columns: Any = zip(*parts, strict=True)
+        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+
+    def of_tokens(self, nodes: Nodes, asked: Likeliest | PickedIds | None) -> Scores:
+        """Return the outputs for the tokens of the micro-batch."""
+
+        def spread(values_P: Tensor | None) -> Tensor | None:
+            return None if values_P is None else values_P[nodes.child_predictor][nodes.token_child]
+
+        others = self.others[asked.inverse] if isinstance(asked, PickedIds) and self.others is not None else None
+        return Scores(
+            nodes.tokens,
+            self.outputs[nodes.token_child],
+            spread(self.entropy),
+            spread(self.others) if others is None else others,
+            spread(self.other_ids),
+        )
 
 
 def to_nodes(batch: MicroBatch, device: torch.device) -> Nodes:
@@ -112,6 +147,7 @@ def score(
     max_tokens: int,
     *,
     entropy: Entropy = "none",
+    others: Likeliest | None = None,
 ) -> Iterator[Scores]:
     """Yield the scores, one micro-batch at a time.
 
@@ -119,7 +155,7 @@ def score(
     """
     scorer = TokenScorer(model)
     for batch in scorer.plan(_numpy(token_ids), _numpy(lengths), _numpy(loss_mask), temperature, max_tokens):
-        yield scorer.score(batch, temperature, entropy)
+        yield scorer.score(batch, temperature, entropy, others)
 
 
 class TokenScorer(nn.Module):
@@ -161,21 +197,29 @@ class TokenScorer(nn.Module):
             packs=attention.packs(next(self.model.parameters()).device),
         )
 
-    def score(self, batch: MicroBatch, temperature: float, entropy: Entropy) -> Scores:
+    def score(
+        self, batch: MicroBatch, temperature: float, entropy: Entropy, others: Likeliest | IdsOf | None = None
+    ) -> Scores:
         """Run the model over `batch`. With context ranks, this rank runs only its part, which may contain no scored
         token."""
         cut = None if self._ranks is None else context.cut(batch, self._ranks.rank, self._ranks.size)
         part = batch if cut is None else cut.batch
         nodes = to_nodes(part, next(self.model.parameters()).device)
-        outputs_C, entropy_P = self(part, cut, nodes, temperature, entropy)
+        asked = others if others is None or isinstance(others, Likeliest) else PickedIds.of(part, nodes.tokens, others)
+        made: HeadOutputs = self(part, cut, nodes, temperature, entropy, asked)
         # Where sequences share a prefix, several tokens belong to one child.
-        entropy_M = None if entropy_P is None else entropy_P[nodes.child_predictor][nodes.token_child]
-        return Scores(nodes.tokens, outputs_C[nodes.token_child], entropy_M)
+        return made.of_tokens(nodes, asked)
 
     def forward(
-        self, batch: MicroBatch, cut: CutBatch | None, nodes: Nodes, temperature: float, entropy: Entropy
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return outputs [C] of the children, and entropies [P] of the predictors or None. `score` calls this."""
+        self,
+        batch: MicroBatch,
+        cut: CutBatch | None,
+        nodes: Nodes,
+        temperature: float,
+        entropy: Entropy,
+        asked: Likeliest | PickedIds | None,
+    ) -> HeadOutputs:
+        """Return what the head computes for `batch`. `score` calls this."""
         model, device, values = self.model, nodes.predictors.device, value_head(self.model)
         blocks = values is not None or self._passes.head == "blocks"
         if cut is not None and self._ranks is not None:
@@ -185,26 +229,28 @@ class TokenScorer(nn.Module):
         else:
             out_PX = _run_padded(model, batch, nodes, logits=not blocks)
         if values is not None:
-            return values(out_PX)[nodes.child_predictor], None
+            return HeadOutputs(values(out_PX)[nodes.child_predictor])
         most = max(1, max_logits(device.type) // vocabulary(model))
         if not blocks:
-            return _gather(out_PX, nodes.child_predictor, nodes.child_token, temperature, entropy)
+            return _gather(out_PX, nodes.child_predictor, nodes.child_token, temperature, entropy, asked)
         if len(batch.predictors) <= most:
             logits_PV = _logits(model, out_PX)
-            return _gather(logits_PV, nodes.child_predictor, nodes.child_token, temperature, entropy)
-        logprob_parts: list[Tensor] = []
-        entropy_parts: list[Tensor] = []
+            return _gather(logits_PV, nodes.child_predictor, nodes.child_token, temperature, entropy, asked)
+        parts: list[HeadOutputs] = []
         for rows, children in head_blocks(batch, most):
             target, token = nodes.child_predictor[children] - rows.start, nodes.child_token[children]
+            mine = asked.block(rows, children) if isinstance(asked, PickedIds) else asked
 
-            def block(hidden: Tensor, target: Tensor = target, token: Tensor = token) -> tuple[Tensor, Tensor | None]:
-                return _gather(_logits(model, hidden), target, token, temperature, entropy)
+            def block(
+                hidden: Tensor,
+                target: Tensor = target,
+                token: Tensor = token,
+                mine: Likeliest | PickedIds | None = mine,
+            ) -> HeadOutputs:
+                return _gather(_logits(model, hidden), target, token, temperature, entropy, mine)
 
-            logprobs, entropies = checkpoint(block, out_PX[rows], use_reentrant=False, preserve_rng_state=False)
-            logprob_parts.append(logprobs)
-            if entropies is not None:
-                entropy_parts.append(entropies)
-        return torch.cat(logprob_parts), torch.cat(entropy_parts) if entropy_parts else None
+            parts.append(checkpoint(block, out_PX[rows], use_reentrant=False, preserve_rng_state=False))
+        return HeadOutputs.joined(parts)
 
 
 def max_logits(device: str) -> int:
@@ -254,17 +300,27 @@ def _logits(model: nn.Module, hidden_PX: Tensor) -> Tensor:
 
 
 def _gather(
-    logits_PV: Tensor, child_predictor: Tensor, child_token: Tensor, temperature: float, entropy: Entropy
-) -> tuple[Tensor, Tensor | None]:
+    logits_PV: Tensor,
+    child_predictor: Tensor,
+    child_token: Tensor,
+    temperature: float,
+    entropy: Entropy,
+    asked: Likeliest | PickedIds | None,
+) -> HeadOutputs:
     scaled_PV = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
     if temperature != 1.0:
         scaled_PV = scaled_PV / temperature
     logprobs_PV = scaled_PV.log_softmax(-1)
     logprobs_C = logprobs_PV.view(-1)[child_predictor * logprobs_PV.shape[1] + child_token]
+    others = other_ids = None
+    if isinstance(asked, Likeliest):
+        other_ids, others = largest(logprobs_PV, asked)
+    elif asked is not None:
+        others = picked(logprobs_PV, asked)
     if entropy == "none":
-        return logprobs_C, None
+        return HeadOutputs(logprobs_C, None, others, other_ids)
     with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
-        return logprobs_C, -(logprobs_PV.exp() * logprobs_PV).sum(-1)
+        return HeadOutputs(logprobs_C, -(logprobs_PV.exp() * logprobs_PV).sum(-1), others, other_ids)
 
 
 def _run_packed(model: nn.Module, layout: Trees | Cut, nodes: Nodes, *, logits: bool) -> Tensor:

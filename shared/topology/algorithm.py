@@ -1,5 +1,5 @@
-"""The sections `algorithm`, `optimizer` and `critic`, which define what a training step computes but not where it
-runs."""
+"""The sections `algorithm`, `optimizer`, `critic` and `teacher`, which define what a training step computes but not
+where it runs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from shared.data.source import ANSWER, PAIR
 from shared.topology.fields import Count, Dtype, ModelFolder, Pair, Section, not_one_of
 from shared.topology.passes import Passes
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "reinforce", "gae")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "reinforce", "gae", "none")
 # These give each token an advantage of its own.
 TOKEN_ADVANTAGES = ("reinforce", "gae")
+NO_REWARD = "builtin:none"
+"""The reward function of a run that learns from a teacher or the rows' answers alone and leaves out `reward`: every
+reward is 0."""
 MAX_CREDIT_TASKS = 8192
 """Maximum number of tasks of a step with an advantage per token. A statistic of so many tasks fills a message's 64 KiB
 for one array."""
-LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "importance_sampling", "cross_entropy")
+PREFERENCES = ("dpo", "ipo", "simpo", "bradley_terry")
+"""The losses of pairs: each compares a chosen with a rejected answer of a row."""
+REFERENCED = ("dpo", "ipo")
+"""Those that compare the policy's log-probs with the reference's."""
+FROM_ROWS = ("cross_entropy", *PREFERENCES)
+"""The losses that learn from the rows' answers. Nothing is sampled for them."""
+LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "importance_sampling", *FROM_ROWS)
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 Anchor = Literal["proximal", "rollout"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -30,6 +40,9 @@ INVARIANT_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
 # Default `clip` of each loss: [low, high].
 CLIPS: dict[str, tuple[float, float]] = {"ppo_clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 SAPO_TEMPERATURES = (1.0, 1.05)
+BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0}
+"""Default `beta` of each loss. Sources: DPO (arXiv 2305.18290) and TRL for the first two; SimPO's own code."""
+SIMPO_MARGIN = 0.5
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -50,8 +63,9 @@ def _builtin_or_function(names: tuple[str, ...]) -> Callable[[str], str]:
 class Advantage(Section):
     name: Annotated[str, AfterValidator(_builtin_or_function(ADVANTAGES))] = Field(
         default="grpo",
-        description="estimator, or your own function as my.module:fn; all but reinforce_pp compare the samples in a "
-        "group",
+        description="estimator, or your own function as my.module:fn; grpo, dr_grpo, rloo, opo and "
+        "reinforce_pp_baseline compare the samples in a group; none: all are 0, "
+        "for runs that learn from a teacher alone",
     )
     scale: Literal["std", "none"] | None = Field(
         default=None, description="grpo: divide by the group's standard deviation (std, the default), or not (none)"
@@ -116,7 +130,17 @@ class RatioMask(Section):
 
 class Loss(Section):
     name: Annotated[str, AfterValidator(_builtin_or_function(LOSSES))] = Field(
-        default="ppo_clip", description="policy loss, or your own function as my.module:fn"
+        default="ppo_clip",
+        description="policy loss, or your own function as my.module:fn; cross_entropy learns the rows' answers; dpo, "
+        "ipo, simpo and bradley_terry learn from rows with a chosen and a rejected answer",
+    )
+    beta: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="dpo, ipo and simpo: strength of the preference; must be above 0; default 0.1 for dpo and ipo, 2.0 "
+        "for simpo",
+    )
+    margin: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="simpo: difference of the scores that is aimed at, 0 or more; default 0.5"
     )
     clip: Pair | None = Field(
         default=None,
@@ -152,6 +176,21 @@ class Loss(Section):
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for a function of your own")
 
+    @property
+    def from_rows(self) -> bool:
+        """Whether the loss learns from the rows' answers, so that nothing is sampled for it."""
+        return self.name in FROM_ROWS
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The fields of a row with the answers that are trained on, or () if answers are sampled."""
+        return PAIR if self.compares else (ANSWER,) if self.from_rows else ()
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares the two answers of a row."""
+        return self.name in PREFERENCES
+
 
 class KL(Section):
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy, reference) per token")
@@ -161,6 +200,21 @@ class KL(Section):
         default=None,
         description="steps between refreshes of the reference from the policy; must be a multiple of checkpoint.every; "
         "default: the reference stays the model with which the run began",
+    )
+
+
+class Distill(Section):
+    kl: Literal["reverse", "forward"] = Field(
+        default="reverse",
+        description="reverse: the advantage of each token is lowered by coef times the policy's log-prob minus the "
+        "teacher's; forward: the loss has the term coef times KL(teacher || policy) over the teacher's likeliest "
+        "tokens",
+    )
+    coef: float = Field(default=1.0, gt=0, description="factor for the difference, or the term; must be above 0")
+    top_k: Count | None = Field(
+        default=None,
+        description="forward: number of the teacher's likeliest tokens, 1 or more, the others counting as one; "
+        "default: 64",
     )
 
 
@@ -195,6 +249,7 @@ class Algorithm(Section):
     advantage: Advantage = Field(default_factory=Advantage, description="advantage estimator")
     loss: Loss = Field(default_factory=Loss, description="policy loss")
     kl: KL | None = Field(default=None, description="KL to the reference; default: none")
+    distill: Distill | None = Field(default=None, description="learning from the teacher; default: none")
     filter_zero_variance: FilterZeroVariance | None = Field(
         default=None, description="drop tasks whose rewards, as returned by the functions, are all equal; default: keep"
     )
@@ -208,6 +263,16 @@ class Algorithm(Section):
     normalise_rewards: Literal["none", "batch"] = Field(
         default="none", description="batch: first normalise the rewards in a step to mean 0 and deviation 1"
     )
+
+    @property
+    def distilled_tokens(self) -> int:
+        """Number of the teacher's likeliest tokens that the loss reads, or 0 without forward KL."""
+        return self.distill.top_k or 0 if self.distill is not None else 0
+
+    @property
+    def distills_in_rewards(self) -> bool:
+        """Whether the difference to the teacher is part of the rewards of tokens, and not of the loss."""
+        return self.distill is not None and self.distill.kl == "reverse" and self.advantage.per_token
 
     @property
     def reward_kl(self) -> KL | None:
@@ -293,4 +358,19 @@ class Critic(Section):
     )
     warmup_steps: int = Field(
         default=0, ge=0, description="number of first training steps in which only the critic learns"
+    )
+
+
+class Teacher(Section):
+    model: ModelFolder = Field(
+        description="folder or hub name of the model that is distilled; each token of the policy must be the same text "
+        "in its tokenizer; default for a model on a server: the policy's, whose tokens the server must know"
+    )
+    dtype: Dtype | None = Field(default=None, description="data type of the weights; default: policy.dtype")
+    passes: Passes | None = Field(
+        default=None, description="forward passes that compute log-probs; default: the fastest that are proved"
+    )
+    temperature: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="the teacher's logits are divided by this; must be above 0; default: sampling.temperature",
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shared.stages import RECORD, Per, Stage, task_stages, text_limit_bytes, with_keys_of
 from shared.topology.fields import format_size
 from shared.topology.model_files import parameter_count, read_config, version_shapes
-from shared.topology.models import TrainedModel
+from shared.topology.models import TEACHER, TrainedModel
 from shared.topology.schema import Topology
 
 # Number of sequences per sample for whose keys room is reserved. A workflow can begin more contexts than that, but each
@@ -58,7 +58,12 @@ def task_bytes(topology: Topology, max_prompt_tokens: int) -> int:
 
 def _stage_bytes(stage: Stage, topology: Topology, max_prompt_tokens: int) -> int:
     """Return the number of bytes that the shards of one stage take up for one task, which are one put."""
-    most = {Per.TOKEN: max_sample_tokens(topology, max_prompt_tokens), Per.SEQUENCE: _SEQUENCES, Per.SAMPLE: 1}
+    most = {
+        Per.TOKEN: max_sample_tokens(topology, max_prompt_tokens),
+        Per.TRAINED: max_sample_tokens(topology, 0),
+        Per.SEQUENCE: _SEQUENCES,
+        Per.SAMPLE: 1,
+    }
     data = topology.algorithm.group_size * sum(most[key.per] * key.nbytes for key in stage.keys)
     return data + _stage_overhead(stage)
 
@@ -204,7 +209,7 @@ def rows_problem(topology: Topology, prompt_bytes: int, place: str) -> str:
     Raises the errors of `weight_bytes`.
     """
     prompt, limit = longest_prompt(topology, prompt_bytes), limit_bytes(topology)
-    needed = worst_case_bytes(topology, prompt, weight_bytes(topology.policy_model))
+    needed = worst_case_bytes(topology, prompt, version_bytes(topology.policy_model))
     if limit >= needed:
         return ""
     return (
@@ -230,6 +235,13 @@ def weight_bytes(model: TrainedModel, dtype: str | None = None) -> int:
     return sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype or model.dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
 
 
+def version_bytes(model: TrainedModel) -> int:
+    """Return the number of bytes of one version of the model that is published. Raises the errors of `weight_bytes`."""
+    if model.publishes is not None and not model.publishes.sampled:
+        return _SHARD_BYTES + _PUT_BYTES
+    return weight_bytes(model)
+
+
 class Parameters(NamedTuple):
     """How many parameters of a model are trained, and how many are the base, which never changes."""
 
@@ -243,12 +255,14 @@ class Parameters(NamedTuple):
 
 
 def parameter_counts(topology: Topology) -> dict[str, Parameters]:
-    """Return the number of parameters of each trained model, by name. Raises the errors of `parameter_count`."""
+    """Return the number of parameters of each model, by its section. Raises the errors of `parameter_count`."""
     counts: dict[str, Parameters] = {}
     for model in topology.trained:
         whole = parameter_count(str(model.folder), model.head)
         adapters = sum(map(math.prod, version_shapes(model).values())) if model.lora is not None else None
         counts[model.name] = Parameters(whole) if adapters is None else Parameters(adapters, whole)
+    if topology.teacher is not None:
+        counts[TEACHER] = Parameters(parameter_count(topology.teacher.model))
     return counts
 
 

@@ -8,12 +8,14 @@ It neither changes the topology nor inspects anything that is running (ports, fo
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path as FilePath
 
 from proto.limits import MAX_INLINE_BYTES
 from shared.data.open import absent, matching_files, split_parameters
+from shared.evaluation import PART, scores
 from shared.names import EVALUATION_PREFIX, is_text, shown
-from shared.topology import critic_checks, hub, lora_checks, monitor, service_checks
+from shared.topology import critic_checks, distill_checks, hub, lora_checks, monitor, row_checks, service_checks
 from shared.topology.algorithm import (
     CLIPS,
     GROUP_ADVANTAGES,
@@ -21,11 +23,10 @@ from shared.topology.algorithm import (
     MAX_CREDIT_TASKS,
     SAPO_TEMPERATURES,
     TOKEN_ADVANTAGES,
-    Advantage,
     is_function,
 )
-from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
-from shared.topology.document import Found, Path
+from shared.topology.capacity import held_tasks, limit_bytes, version_bytes, weight_versions, worst_case_bytes
+from shared.topology.document import Found
 from shared.topology.fields import format_size
 from shared.topology.model_files import read_config, stored_tensors
 from shared.topology.schema import Topology
@@ -51,18 +52,19 @@ def check(topology: Topology) -> Found:
     yield from _loss_options(topology)
     yield from _mismatch(topology)
     yield from _kl(topology)
-    if topology.algorithm.loss.name == "cross_entropy":
-        yield from _cross_entropy(topology)
-    else:
+    yield from row_checks.check(topology)
+    if not topology.algorithm.loss.from_rows:
         yield from _advantage(topology)
         yield from _normalisation(topology)
     yield from _retry(topology)
     yield from _evaluation(topology)
     yield from _lengths(topology)
     yield from critic_checks.check(topology)
+    yield from distill_checks.check(topology)
     yield from lora_checks.check(topology)
     yield from service_checks.check(topology)
     yield from monitor.check(topology.monitor)
+    yield from _train_sources(topology)
     yield from _deterministic(topology)
     yield from _memory(topology)
 
@@ -78,9 +80,8 @@ def _files(topology: Topology) -> Found:
         elif not any(folder.glob("*.safetensors")):
             message = f"{folder} has no *.safetensors, the only supported format; save the model as safetensors"
             yield path, message
-    sources: dict[Path, str] = {("data", "train", "source"): topology.data.train.source}
-    sources |= {("data", "eval", name, "source"): evaluation.source for name, evaluation in topology.data.eval.items()}
-    for where, source in sources.items():
+    for key, source in topology.data.sources.items():
+        where = (*key.split("."),)
         scheme, _, rest = source.partition(":")
         file, _ = split_parameters(rest)
         if scheme == "hub" or (scheme in ("jsonl", "parquet") and not any(map(FilePath.is_file, matching_files(file)))):
@@ -90,6 +91,22 @@ def _files(topology: Topology) -> Found:
                 yield where, f"{shown(match)}: its name is not UTF-8; rename it"
         if scheme == "datasets" and not FilePath(file).is_dir():
             yield where, _absent(None, f"no folder {file}", "put it there")
+
+
+def _train_sources(topology: Topology) -> Found:
+    """Check what the sources of the training set set on their own."""
+    train, where = topology.data.train, ("data", "train")
+    unused = "has no effect on the prompts of a workflow, which writes its own"
+    if train.truncate != "drop" and topology.workflow is not None:
+        yield (*where, "truncate"), f"{train.truncate} {unused}; use drop"
+    for name, chosen in train.sources.items():
+        path = (*where, "sources", name)
+        if chosen.chat_template and topology.workflow is not None:
+            yield (*path, "chat_template"), f"{unused}; set policy.chat_template.args"
+        most, own = train.max_prompt_tokens, chosen.max_prompt_tokens
+        if most is not None and own is not None and own > most:
+            message = f"{own} is above data.train.max_prompt_tokens ({most}), for which room is reserved; raise that"
+            yield (*path, "max_prompt_tokens"), f"{message}, or use at most {most}"
 
 
 def _absent(name: hub.HubName | None, text: str, remedy: str) -> str:
@@ -124,11 +141,12 @@ def _evaluation(topology: Topology) -> Found:
             message = f"{evaluation.samples} samples at temperature 0 are all the same; use 1, or a temperature above 0"
             yield ("data", "eval", name, "samples"), message
 
-    metrics = [f"eval/{name}/accuracy" for name in topology.data.eval]  # and others for which a higher value is better
-    several = [(name, evaluation.samples) for name, evaluation in topology.data.eval.items() if evaluation.samples > 1]
-    metrics += [f"eval/{name}/{kind}@{samples}" for name, samples in several for kind in ("avg", "pass")]
     metric = topology.checkpoint.keep_best
-    if metric is not None and metric not in metrics:
+    metrics = [
+        f"eval/{name}/{score}" for name, chosen in topology.data.eval.items() for score in scores(chosen.samples)
+    ]
+    named = re.fullmatch(f"eval/([^/]+)/{PART}.+", metric or "")  # only the run tells which rewards have names
+    if metric is not None and metric not in metrics and (named is None or named[1] not in topology.data.eval):
         near = difflib.get_close_matches(metric, metrics, n=1, cutoff=0.0)
         remedy = f"use {near[0]}" if near else "there is no evaluation set in data.eval; add one"
         yield ("checkpoint", "keep_best"), f"no evaluation produces {metric!r}; {remedy}"
@@ -186,7 +204,7 @@ def _memory(topology: Topology) -> Found:
         except (OSError, ValueError) as error:
             yield (names[0], "model"), f"{error}; save the model again"
             return
-    weights = weight_bytes(topology.policy_model)
+    weights = version_bytes(topology.policy_model)
     # Without max_prompt_tokens this is a lower bound: the longest prompt is not known until the data set has been read.
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
     limit = limit_bytes(topology)
@@ -209,9 +227,10 @@ def _sizes(topology: Topology) -> Found:
         message = f"{block} does not divide algorithm.tasks_per_step ({tasks}); use a divisor or leave it out"
         yield ("services", "rollout", "block_tasks"), message
     samples = tasks * algorithm.group_size
-    if samples > MOST_SAMPLES:
+    most = MOST_SAMPLES // 2 if algorithm.loss.compares else MOST_SAMPLES  # scores are float64
+    if samples > most:
         message = (
-            f"{tasks} tasks of {algorithm.group_size} samples: a step has at most {MOST_SAMPLES} samples, because each "
+            f"{tasks} tasks of {algorithm.group_size} samples: a step has at most {most} samples, because each "
             "of their scalars (reward, length) travels in one message; lower it or group_size"
         )
         yield ("algorithm", "tasks_per_step"), message
@@ -266,7 +285,7 @@ def _rewards(topology: Topology) -> Found:
     if penalty is not None and topology.workflow is not None:
         message = "counts against sampling.max_new_tokens, which limits one answer, but a workflow's sample has several"
         yield ("algorithm", "overlong_penalty"), f"{message}; remove it, and penalise length in the reward function"
-    if algorithm.filter_zero_variance is not None and algorithm.group_size == 1:
+    if algorithm.filter_zero_variance is not None and algorithm.group_size == 1 and not algorithm.loss.from_rows:
         message = "would drop every task: the reward of a group of 1 has no variance; remove it, or raise group_size"
         yield ("algorithm", "filter_zero_variance"), message
 
@@ -376,40 +395,3 @@ def _kl(topology: Topology) -> Found:
         coef = "there is no algorithm.kl" if kl is None else "algorithm.kl.coef is 0"
         message = f"has no effect: {coef}, so no reference is started; remove it (null) or set a coef above 0"
         yield ("services", "reference"), message
-
-
-def _cross_entropy(topology: Topology) -> Found:
-    """Find options that shape advantages or rewards. The gradient of this loss uses neither, so they have no effect."""
-    algorithm = topology.algorithm
-    none_given = Advantage()
-    for name, value in algorithm.advantage:
-        if value != getattr(none_given, name):
-            shown = "" if name == "params" else f"{value} "
-            message = f"{shown}has no effect with loss cross_entropy, which does not use advantages; remove it"
-            yield ("algorithm", "advantage", name), message
-    given = {
-        "overlong": algorithm.overlong != "keep",
-        "filter_zero_variance": algorithm.filter_zero_variance is not None,
-        "overlong_penalty": algorithm.overlong_penalty is not None,
-        "normalise_rewards": algorithm.normalise_rewards != "none",
-    }
-    for key, is_given in given.items():
-        if is_given:
-            why = "does not cut answers" if key == "overlong" else "does not use rewards"
-            yield ("algorithm", key), f"has no effect with loss cross_entropy, which {why}; remove it"
-    if algorithm.group_size > 1:
-        message = f"{algorithm.group_size} would be copies of one answer with loss cross_entropy; use 1"
-        yield ("algorithm", "group_size"), message
-    if topology.sampling.stop and not topology.data.eval:
-        message = (
-            f"{list(topology.sampling.stop)} has no effect without data.eval, because loss cross_entropy trains on the"
-        )
-        yield ("sampling", "stop"), f"{message} rows' answers as they are; remove it"
-    if topology.workflow is not None:
-        yield ("workflow",), "has no effect with loss cross_entropy, which learns from the rows' answers; remove it"
-    if algorithm.reward_kl is not None:
-        message = "reward has no effect with loss cross_entropy, which does not use rewards; use loss"
-        yield ("algorithm", "kl", "in"), message
-    if algorithm.loss.anchor == "proximal":
-        message = "proximal has no effect with loss cross_entropy, which has no ratio; remove it"
-        yield ("algorithm", "loss", "anchor"), message

@@ -24,7 +24,7 @@ def check(topology: Topology) -> Found:
         return
     yield from _use(topology)
     yield from _steps(topology, critic)
-    yield from _positions(topology, critic)
+    yield from positions(topology, CRITIC, critic.model or topology.policy.model)
     hosts = topology.services.trainers[CRITIC].host if CRITIC in topology.services.trainers else None
     if hosts and hosts[0] != topology.home:
         home = "the host on which the run is started" if topology.home is None else topology.home
@@ -35,7 +35,7 @@ def check(topology: Topology) -> Found:
 
 def _estimator(topology: Topology) -> Found:
     advantage, path = topology.algorithm.advantage, ("algorithm", "advantage")
-    if topology.algorithm.loss.name == "cross_entropy":
+    if topology.algorithm.loss.from_rows:
         return  # Another check refuses its advantages.
     if advantage.name != "gae":
         for key in ("lam", "lam_value", "truncated"):
@@ -52,8 +52,8 @@ def _estimator(topology: Topology) -> Found:
 
 def _use(topology: Topology) -> Found:
     algorithm = topology.algorithm
-    if algorithm.loss.name == "cross_entropy":
-        message = "has no effect with loss cross_entropy, which does not use advantages; remove it"
+    if algorithm.loss.from_rows:
+        message = f"has no effect with loss {algorithm.loss.name}, which does not use advantages; remove it"
         yield (CRITIC,), message
     elif not algorithm.advantage.may_use_values:
         message = f"advantage {algorithm.advantage.name} does not use its values; remove it"
@@ -74,11 +74,12 @@ def _steps(topology: Topology, critic: Critic) -> Found:
         yield (CRITIC, "warmup_steps"), f"{message}; use less"
 
 
-def _positions(topology: Topology, critic: Critic) -> Found:
-    """Check that the critic has a position for each token of the longest sequence that the policy can produce."""
-    positions = read_config(critic.model or topology.policy.model).get("max_position_embeddings")
+def positions(topology: Topology, section: str, folder: str) -> Found:
+    """Check that the model of a section has a position for each token of the longest sequence that the policy can
+    produce."""
+    positions = read_config(folder).get("max_position_embeddings")
     context = context_tokens(topology)
-    if not isinstance(positions, int) or critic.model == topology.policy.model:
+    if not isinstance(positions, int) or folder == topology.policy.model:
         return  # The check of the policy's positions covers it.
     prompt, new = topology.data.train.max_prompt_tokens, topology.sampling.max_new_tokens
     if topology.workflow is not None:
@@ -93,5 +94,5 @@ def _positions(topology: Topology, critic: Critic) -> Found:
         if positions <= new:
             said, remedy = f"{new} new tokens (sampling.max_new_tokens)", "lower them"
     if longest > positions:
-        message = f"{said} exceed the critic's {positions} positions; {remedy}, or use a critic with more"
-        yield (CRITIC, "model"), message
+        message = f"{said} exceed the {section}'s {positions} positions; {remedy}, or use a {section} with more"
+        yield (section, "model"), message

@@ -10,7 +10,17 @@ import copy
 import math
 from typing import Any, TypeGuard
 
-from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES, TOKEN_ADVANTAGES
+from shared.topology.algorithm import (
+    BETAS,
+    CLIPS,
+    FROM_ROWS,
+    NO_REWARD,
+    PREFERENCES,
+    REFERENCED,
+    SAPO_TEMPERATURES,
+    SIMPO_MARGIN,
+    TOKEN_ADVANTAGES,
+)
 from shared.topology.services import LeaseSettings
 
 # One lease keeps an engine busy with about this many samples or more.
@@ -22,16 +32,23 @@ _PARTIAL_S = 10.0
 _TRANSFER_OF_LEASE = 2 / 3
 _LEASE_S: float = LeaseSettings.model_fields["lease_s"].default
 _TIS_CAP = 2.0
+_TOP_K = 64
 _STD_EPSILON = 1e-6
 
 
 def fill(data: dict[str, Any]) -> None:
-    """Set in place mini_batch_tasks, omitted options of advantage, loss and critic, services.critic and reference,
-    rollout.block_tasks, rollout.partial_s and transfer_s, and checkpoint.keep_every for a reference that is
-    refreshed."""
+    """Set in place mini_batch_tasks, omitted options of advantage, loss, critic and teacher, a reward that is left out,
+    services.critic, reference and teacher, rollout.block_tasks, rollout.partial_s and transfer_s, and
+    checkpoint.keep_every for a reference that is refreshed."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
         return
+    loss = algorithm.get("loss")
+    loss_name = loss.get("name") if isinstance(loss, dict) else None
+    if loss_name in PREFERENCES:
+        algorithm.setdefault("group_size", 2)
+        if data.get("reward") is None:
+            data["reward"] = {"function": NO_REWARD}
     tasks, group = algorithm.get("tasks_per_step"), algorithm.get("group_size")
     if _count(tasks):
         algorithm.setdefault("mini_batch_tasks", tasks)
@@ -41,6 +58,7 @@ def fill(data: dict[str, Any]) -> None:
     if services is None:
         return
     _fill_critic(data, algorithm, services)
+    _fill_teacher(data, algorithm, services)
     kl = algorithm.get("kl")
     refresh = kl.get("refresh_every") if isinstance(kl, dict) else None
     checkpoint = _section(data, "checkpoint") if refresh is not None else None
@@ -49,7 +67,10 @@ def fill(data: dict[str, Any]) -> None:
     coef = kl.get("coef") if isinstance(kl, dict) else None
     policy = data.get("policy")
     adapted = isinstance(policy, dict) and policy.get("lora") is not None  # then the trainer is the reference, too
-    if isinstance(coef, int | float) and coef > 0 and services.get("reference") is None and not adapted:
+    run = data.get("run")
+    evaluates = isinstance(run, dict) and run.get("evaluate") is True
+    compared = (isinstance(coef, int | float) and coef > 0) or (loss_name in REFERENCED and not evaluates)
+    if compared and services.get("reference") is None and not adapted:
         services["reference"] = {}
     rollout = _section(services, "rollout")
     if rollout is not None and _count(tasks) and _count(group) and _count(rollout.get("instances", 1)):
@@ -72,7 +93,7 @@ def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rol
         (engine == "transformers" or (engine == "vllm" and not (isinstance(sampling, dict) and sampling.get("stop"))))
         and data.get("workflow") is None
         and not (isinstance(run, dict) and run.get("deterministic"))
-        and not (isinstance(loss, dict) and loss.get("name") == "cross_entropy")
+        and not (isinstance(loss, dict) and loss.get("name") in FROM_ROWS)
     )
 
 
@@ -109,8 +130,8 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
     )
     if "anchor" not in loss:
         on_policy = one_update and data.get("staleness", 1) == 0
-        # cross_entropy has no ratio, so the forward pass for one would be wasted
-        loss["anchor"] = "rollout" if on_policy or loss.get("name") == "cross_entropy" else "proximal"
+        # these losses have no ratio, so the forward pass for one would be wasted
+        loss["anchor"] = "rollout" if on_policy or loss.get("name") in FROM_ROWS else "proximal"
     if loss["anchor"] == "proximal" and loss.get("tis_cap") is None and loss.get("ratio_mask") is None:
         loss["tis_cap"] = _TIS_CAP
     name = loss.get("name", "ppo_clip")
@@ -119,6 +140,10 @@ def _fill_loss(data: dict[str, Any], algorithm: dict[str, Any]) -> None:
         loss["clamp"] = "upper"
     if isinstance(name, str) and name in CLIPS and loss.get("clip") is None and not ratio_is_one:
         loss["clip"] = list(CLIPS["ppo_clip" if loss.get("clamp") == "both" else name])
+    if isinstance(name, str) and name in BETAS and loss.get("beta") is None:
+        loss["beta"] = BETAS[name]
+    if name == "simpo" and loss.get("margin") is None:
+        loss["margin"] = SIMPO_MARGIN
     if name == "sapo" and loss.get("temperatures") is None:
         loss["temperatures"] = list(SAPO_TEMPERATURES)
 
@@ -141,10 +166,32 @@ def _fill_critic(data: dict[str, Any], algorithm: dict[str, Any], services: dict
         services["critic"] = {**copy.deepcopy(trainer), **own}
 
 
+def _fill_teacher(data: dict[str, Any], algorithm: dict[str, Any], services: dict[str, Any]) -> None:
+    advantage, loss = algorithm.get("advantage"), algorithm.get("loss")
+    names = [part.get("name") for part in (advantage, loss) if isinstance(part, dict)]
+    if ("none" in names or "cross_entropy" in names) and data.get("reward") is None:
+        data["reward"] = {"function": NO_REWARD}
+    distill = algorithm.get("distill")
+    if isinstance(distill, dict) and distill.get("kl") == "forward" and distill.get("top_k") is None:
+        distill["top_k"] = _TOP_K
+    teacher, policy, sampling = data.get("teacher"), data.get("policy"), data.get("sampling")
+    if not isinstance(teacher, dict) or not isinstance(policy, dict) or not isinstance(sampling, dict):
+        return
+    settings = services.get("teacher")
+    if isinstance(settings, dict) and settings.get("backend") == "server" and teacher.get("model") is None:
+        teacher["model"] = policy.get("model")  # whose tokens the server is asked about
+    if teacher.get("dtype") is None:
+        teacher["dtype"] = policy.get("dtype", "float32")
+    if teacher.get("temperature") is None:
+        teacher["temperature"] = sampling.get("temperature", 1.0)
+    if services.get("teacher") is None:
+        services["teacher"] = {}
+
+
 def _fill_advantage(algorithm: dict[str, Any]) -> None:
     advantage, loss = _section(algorithm, "advantage"), algorithm.get("loss")
-    supervised = isinstance(loss, dict) and loss.get("name") == "cross_entropy"
-    if advantage is None or supervised:
+    from_rows = isinstance(loss, dict) and loss.get("name") in FROM_ROWS
+    if advantage is None or from_rows:
         return
     name = advantage.get("name", "grpo")
     if name in TOKEN_ADVANTAGES and advantage.get("gamma") is None:

@@ -21,10 +21,10 @@ from shared.topology.checks import check
 from shared.topology.document import Document, Path, TopologyError, dotted, read, shown
 from shared.topology.fields import absolute, not_one_of
 from shared.topology.hub import HubName, model_name, source_name
-from shared.topology.models import CRITIC, POLICY
+from shared.topology.models import CRITIC, POLICY, TEACHER
 from shared.topology.schema import Topology
 
-_MODELS: tuple[Path, ...] = ((POLICY, "model"), (CRITIC, "model"))
+_MODELS: tuple[Path, ...] = ((POLICY, "model"), (CRITIC, "model"), (TEACHER, "model"))
 _FILES: tuple[Path, ...] = (*_MODELS, (POLICY, "lora", "adapter_path"), ("data",))
 """Keys whose values name files."""
 _FORMER: dict[tuple[str, ...], tuple[str, ...]] = {("services", "monitor"): ("monitor",)}
@@ -96,9 +96,10 @@ def value_at(data: Any, key: Path) -> Any:
 def _hub_keys(data: dict[str, Any]) -> Iterator[tuple[Path, Callable[[str], HubName | None]]]:
     yield from ((key, model_name) for key in _MODELS)
     yield ("data", "train", "source"), source_name
-    sets = value_at(data, ("data", "eval"))
-    for name in sets if isinstance(sets, dict) else ():
-        yield ("data", "eval", name, "source"), source_name
+    for several in (("data", "train", "sources"), ("data", "eval")):
+        sets = value_at(data, several)
+        for name in sets if isinstance(sets, dict) else ():
+            yield (*several, name, "source"), source_name
 
 
 def _document(path: str | os.PathLike[str], overrides: Sequence[str]) -> Document:

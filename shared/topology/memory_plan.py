@@ -4,8 +4,8 @@ the plan as a table, and says which places are too small.
 Only the model is counted (parameters, gradients and optimizer state), with the copies of it that exist for a time.
 Activations, an engine's cache, the libraries and the shards in the store need additional memory, so a run whose plan
 does not fit in its steps or its checkpoints cannot fit. The module is pure. `elements` is the number of parameters of
-each trained model, by name (`capacity.parameter_counts`); the reference and the engines have as many as the policy,
-but the reference has no adapters.
+each model, by section (`capacity.parameter_counts`); the reference and the engines have as many as the policy, but the
+reference has no adapters.
 `gpus` holds the CUDA_VISIBLE_DEVICES of each process.
 """
 
@@ -108,8 +108,10 @@ def saved_bytes(model: TrainedModel) -> int:
 
 def holds_none(topology: Topology) -> bool:
     """Return whether the engine has no weights of its own: it computes with the version in its host's store, or on
-    another server."""
+    another server, or there is none."""
     rollout = topology.services.rollout
+    if not topology.samples:
+        return True
     embedded = rollout.engine == "transformers" and rollout.device == "cpu" and not topology.run.deterministic
     return (embedded and topology.policy.lora is None) or rollout.engine == "openai"
 
@@ -147,8 +149,9 @@ def per_process(topology: Topology, elements: Mapping[str, Parameters]) -> dict[
         parts = rank_bytes(trained, elements[trained.name], evaluate=topology.run.evaluate)
         of_service[trained.service] = sum(parts.values())
     for frozen in topology.frozen:
-        parallel, whole = frozen.settings.parallel, elements[POLICY].whole
-        of_service[frozen.service] = whole * DTYPE_BYTES[frozen.dtype] / (parallel.tp * parallel.pp)
+        parallel, whole = frozen.settings.parallel, elements[frozen.section].whole
+        here = whole if frozen.server is None else 0
+        of_service[frozen.service] = here * DTYPE_BYTES[frozen.dtype] / (parallel.tp * parallel.pp)
     return {
         (spec.service, spec.instance): math.ceil(of_service[spec.service])
         for spec in topology.services_plan()
@@ -295,11 +298,12 @@ def _copies(
     """Yield the copies that a process has in the memory of its host, besides what it computes with."""
     rollout = topology.services.rollout
     whole = elements[POLICY].whole * DTYPE_BYTES[topology.policy.dtype]
-    reference = topology.services.reference
-    if key[0] == "rollout" and (on_gpu or rollout.engine == "vllm" or holds_none(topology)):
+    if key[0] == "rollout" and topology.samples and (on_gpu or rollout.engine == "vllm" or holds_none(topology)):
         yield Use(host, key, "loading", whole, frozenset({Phase.START}))
-    if key[0] == "reference" and on_gpu and reference is not None and reference.backend == "torch":
-        yield Use(host, key, "loading", whole, frozenset({Phase.START}))
+    frozen = next((model for model in topology.frozen if model.service == key[0]), None)
+    if frozen is not None and on_gpu and frozen.settings.backend == "torch":
+        nbytes = elements[frozen.section].whole * DTYPE_BYTES[frozen.dtype]
+        yield Use(host, key, "loading", nbytes, frozenset({Phase.START}))
     model = next((model for model in topology.trained if model.service == key[0]), None)
     if model is None:
         return
@@ -313,7 +317,11 @@ def _copies(
         return
     version = parameters.trained * width
     yield Use(host, key, "loading", parameters.whole * width, frozenset({Phase.START}))
-    if model.publishes is not None and (on_gpu or trainer.world_size > 1 or trainer.backend == "megatron"):
+    if (
+        model.publishes is not None
+        and model.publishes.sampled
+        and (on_gpu or trainer.world_size > 1 or trainer.backend == "megatron")
+    ):
         # The page-locked copy of a single rank's weights is kept; gathered weights are not.
         kept = on_gpu and trainer.world_size == 1
         yield Use(host, key, "publishing", version, _STARTED if kept else frozenset({Phase.STEPS}))

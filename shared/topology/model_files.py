@@ -350,6 +350,20 @@ def largest_token(model: str) -> int | None:
         return None
 
 
+def token_texts(model: str) -> dict[int, str]:
+    """Return the text of each token by its id, as `tokenizer.json` spells it, or {} without such a file."""
+    tokenizer = _object(Path(model) / "tokenizer.json")
+    section = tokenizer.get("model")
+    vocabulary = section.get("vocab") if isinstance(section, dict) else None
+    texts: dict[int, str] = {}
+    if isinstance(vocabulary, dict):
+        texts = {number: text for text, number in vocabulary.items() if isinstance(number, int)}
+    elif isinstance(vocabulary, list):  # of pairs of a text and its score
+        texts = {number: str(entry[0]) for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
+    added = {token.get("id"): token.get("content") for token in _dicts(tokenizer.get("added_tokens"))}
+    return texts | {number: str(text) for number, text in added.items() if isinstance(number, int)}
+
+
 def _ids(tokenizer: dict[str, Any]) -> Iterator[Any]:
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None

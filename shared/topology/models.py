@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +15,19 @@ from typing import Literal
 from shared.topology.algorithm import Advantage, Loss, Optimizer
 from shared.topology.lora import Lora
 from shared.topology.passes import Passes
-from shared.topology.services import Reference, TrainerSettings, WeightsRoute
+from shared.topology.services import FrozenSettings, TeacherServer, TrainerSettings, WeightsRoute
 
 Head = Literal["language", "value"]
 """What a model computes for each token: the log-prob of the token (`language`), or the value of the state before it
 (`value`)."""
-POLICY, CRITIC, REFERENCE = "policy", "critic", "reference"
+POLICY, CRITIC, REFERENCE, TEACHER = "policy", "critic", "reference", "teacher"
 POLICY_WORKER = "policy-trainer-worker"
 WORKERS: Mapping[str, str] = MappingProxyType({POLICY: POLICY_WORKER, CRITIC: CRITIC})
 """For each trained model, by name, the service whose processes are its ranks."""
+FROZEN = (REFERENCE, TEACHER)
+"""The names of the models that only score tokens. Each has a service and a stage of the same name."""
 DEVICE_SERVICE: Mapping[str, str] = MappingProxyType(
-    {"policy-trainer": POLICY_WORKER, "critic": CRITIC, "reference": "reference", "rollout": "rollout"}
+    {"policy-trainer": POLICY_WORKER, "critic": CRITIC, **{name: name for name in FROZEN}, "rollout": "rollout"}
 )
 """Services that can be colocated, each with the service whose processes hold its devices."""
 
@@ -40,6 +43,8 @@ class Publication:
     """Whether engines compute with the arrays in the store, and can prove without digests that they do."""
     earlier: int
     """Number of versions before the newest one that must be published again after a rollback."""
+    sampled: bool
+    """Whether engines sample with the versions. Otherwise, a version is a number without weights."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class TrainedModel:
     @property
     def earlier(self) -> int:
         """Number of versions before the newest one that its ranks keep and save."""
-        return self.publishes.earlier if self.publishes is not None else 0
+        return self.publishes.earlier if self.publishes is not None and self.publishes.sampled else 0
 
     def checkpoints(self, folder: Path) -> Path:
         """Return the folder of its checkpoints. `folder` holds those of all models; the policy's are at the top."""
@@ -104,13 +109,15 @@ class FrozenModel:
     name: str
     service: str
     """The service whose processes are the model's ranks."""
-    settings: Reference
+    settings: FrozenSettings
+    section: str
+    """Name of the section of the topology whose `model` it is: that of the policy, or its own."""
     folder: Path
     """Folder of the model at version 0, in the format of Hugging Face."""
     dtype: str
     passes: Passes | None
     temperature: float
-    """The logits are divided by this: the temperature at which training samples are drawn."""
+    """The logits are divided by this."""
     stage: str
     """Name of the stage whose shards it makes (`shared.stages`)."""
     refreshed: bool
@@ -121,9 +128,17 @@ class FrozenModel:
     """The run's seed."""
     reward_kl: str
     """Estimator of the KL term in the reward, or "" if the reward has none."""
+    sums: bool
+    """Whether the sum of the log-probs of each sample is wanted, too."""
     deterministic: bool
     shares_devices: bool
     """Whether its ranks take turns on their devices with other services."""
+    top_k: int = 0
+    """Number of tokens of the vocabulary with the largest log-probs that it scores in place of each token, or 0."""
+    server: TeacherServer | None = None
+    """The server that runs the model, or None."""
+    readable: int = sys.maxsize
+    """Number of the policy's token ids. No others are among the top k."""
 
     def offloaded(self, run: Path, instance: int) -> Path:
         """Return the file with the weights of an instance that have left its device. `run` is the run directory."""

@@ -7,23 +7,26 @@ and is appended to its error messages.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
-from shared.data import FORMS
 from shared.topology import document
-from shared.topology.algorithm import Advantage, Algorithm, Critic, Loss, Optimizer
-from shared.topology.fields import Count, DataSource, Dtype, Function, ModelFolder, Seconds, Section, Size, Strings
+from shared.topology.algorithm import REFERENCED, Advantage, Algorithm, Critic, Loss, Optimizer, Teacher
+from shared.topology.data import ChatTemplate, Data
+from shared.topology.fields import Count, Dtype, Function, ModelFolder, Seconds, Section, Size, Strings
 from shared.topology.lora import Lora
+from shared.topology.model_files import vocabulary
 from shared.topology.models import (
     CRITIC,
     DEVICE_SERVICE,
     POLICY,
     REFERENCE,
+    TEACHER,
     WORKERS,
     FrozenModel,
     Publication,
@@ -31,6 +34,7 @@ from shared.topology.models import (
 )
 from shared.topology.monitor import Monitor
 from shared.topology.passes import Passes
+from shared.topology.reward import Reward
 from shared.topology.services import (
     GC,
     Checkpoint,
@@ -43,8 +47,6 @@ from shared.topology.services import (
 
 TRAINER_STORE = "batch-store/0"
 """The store on the host of the trainer's rank 0 (see `Topology.store_hosts`), into which weights are put."""
-# Part of a task id ("<split>/<epoch>/<index>") and of metric names.
-SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
 class Run(Section):
@@ -83,26 +85,6 @@ class Run(Section):
         return 0 if self.evaluate else self.steps
 
 
-TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
-"""Names that a call of a chat template sets itself."""
-
-
-class ChatTemplate(Section):
-    add_generation_prompt: bool = Field(
-        default=True, description="end a templated prompt with the opening of the assistant's turn"
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="variables of the template, such as `enable_thinking: false`"
-    )
-
-    @field_validator("args")
-    @classmethod
-    def _own_variables(cls, args: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(args.keys() & TEMPLATE_VARIABLES):
-            raise ValueError(f"{', '.join(taken)}: set by every call; name other variables of the template")
-        return args
-
-
 class Policy(Section):
     model: ModelFolder = Field(
         description="folder of the model, or its hub name `owner/name`, with `@revision` for a revision other than main"
@@ -111,6 +93,11 @@ class Policy(Section):
         default=False, description="other hosts fetch the files of the model and the data from the trainer's host"
     )
     dtype: Dtype = Field("float32", description="data type of the weights")
+    head: Literal["language", "value"] = Field(
+        default="language",
+        description="output layer: that of a language model, or one number per sequence, as a reward model has (value; "
+        "for loss bradley_terry)",
+    )
     chat_template: ChatTemplate = Field(default_factory=ChatTemplate, description="how messages become a prompt")
     passes: Passes | None = Field(
         default=None,
@@ -120,94 +107,6 @@ class Policy(Section):
     lora: Lora | None = Field(
         default=None, description="train an adapter instead of all weights; default: train all weights"
     )
-
-
-class TrainSet(Section):
-    source: DataSource = Field(description=FORMS)
-    max_prompt_tokens: Count | None = Field(
-        default=None, description="maximum tokens in a prompt; default: the longest prompt in the data set"
-    )
-    shuffle: bool = Field(default=True, description="use a new order in every epoch")
-
-
-class EvalSet(Section):
-    source: DataSource = Field(description=FORMS)
-    every: Count = Field(
-        default=20, description="steps between evaluations, 1 or more; one always precedes the first step"
-    )
-    samples: Count = Field(default=1, description="samples per row, 1 or more; must be 1 at temperature 0")
-    temperature: float = Field(default=0.0, ge=0, description="sampling temperature, 0 (greedy) or more")
-    max_new_tokens: Count | None = Field(
-        default=None, description="maximum tokens in a completion; default: sampling.max_new_tokens"
-    )
-    rows: Count | None = Field(
-        default=None, description="number of rows to evaluate, starting from the first; default: all"
-    )
-
-
-class Data(Section):
-    train: TrainSet = Field(description="training set")
-    eval: dict[SetName, EvalSet] = Field(default_factory=dict, description="evaluation sets by name")
-
-
-class RewardTerm(Section):
-    function: Function = Field(description="builtin:<name> or <module>:<function>")
-    weight: float = Field(default=1.0, description="factor for this function in the sum")
-    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the function")
-
-
-class RewardRetry(Section):
-    limit_s: float = Field(
-        default=600.0,
-        ge=0,
-        description="seconds that a judge (a server that a reward function asks) may be unavailable before the run "
-        "ends; 0: do not wait; the samples are lost at once",
-    )
-    backoff_s: Seconds = Field(default=1.0, description="seconds before the first retry of a judge; must be above 0")
-    max_backoff_s: Seconds = Field(
-        default=30.0,
-        description="maximum seconds between two retries, up to which each pause doubles; must be backoff_s or more",
-    )
-
-
-class Reward(Section):
-    function: Function | None = Field(default=None, description="builtin:<name> or <module>:<function>")
-    functions: Annotated[tuple[RewardTerm, ...], Field(strict=False)] = Field(
-        default=(), description="weighted sum of several functions, instead of function"
-    )
-    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of function")
-    timeout_s: Seconds = Field(
-        default=10.0, description="maximum seconds for one call; must be above 0, and may exceed lease.lease_s"
-    )
-    memory: Size = Field(
-        default=1024**3,
-        description="bytes a reward process may use in addition to its libraries, such as 1GiB; a call that needs "
-        "more fails; each process that it starts has a separate limit of the same size; shared mappings and /dev/shm "
-        "are not counted",
-    )
-    processes: Count = Field(
-        default=2, description="processes in each rollout instance that call reward functions, 1 or more"
-    )
-    retry: RewardRetry = Field(
-        default_factory=RewardRetry, description="how rewards wait for a judge that does not answer"
-    )
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Reward:
-        if (self.function is None) == (not self.functions):
-            raise ValueError("needs either function or functions (one or more), but not both")
-        if self.functions and self.params:
-            raise ValueError(
-                "params belong to function and have no effect with functions; write them inside the items of functions"
-            )
-        return self
-
-    @property
-    def terms(self) -> tuple[RewardTerm, ...]:
-        """The reward as a weighted sum, whichever of the two forms it was written in."""
-        if self.function is None:
-            return self.functions
-        return (RewardTerm(function=self.function, params=self.params),)
 
 
 class Workflow(Section):
@@ -259,7 +158,10 @@ class Topology(Section):
     run: Run = Field(description="name and length of the run")
     policy: Policy = Field(description="the trained model")
     data: Data = Field(description="training and evaluation sets")
-    reward: Reward = Field(description="how samples are scored")
+    reward: Reward = Field(
+        description="how samples are scored; may be left out with advantage none and with losses that learn from the "
+        "rows' answers (then all rewards are 0)"
+    )
     workflow: Workflow | None = Field(
         default=None, description="how a sample is produced; default: one answer to the prompt"
     )
@@ -273,6 +175,7 @@ class Topology(Section):
     algorithm: Algorithm = Field(description="what a training step computes")
     optimizer: Optimizer = Field(description="how the weights are updated")
     critic: Critic | None = Field(default=None, description="the model that estimates values; default: none")
+    teacher: Teacher | None = Field(default=None, description="the model that is distilled; default: none")
     services: Services = Field(default_factory=Services, description="the processes of the run")
     monitor: Monitor = Field(
         default_factory=Monitor, description="what is recorded about the run, and where it is shown"
@@ -285,14 +188,23 @@ class Topology(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss or the reward has a KL term. If neither has one, no reference is started."""
-        return self.algorithm.kl is not None and self.algorithm.kl.coef > 0
+        """Whether the loss or the reward has a KL term, or the loss compares log-probs with the reference's. Otherwise,
+        no reference is started."""
+        kl = self.algorithm.kl
+        compares = self.algorithm.loss.name in REFERENCED and not self.run.evaluate
+        return (kl is not None and kl.coef > 0) or compares
 
     @property
     def reference_by_trainer(self) -> bool:
         """Whether the trainer computes the reference's log-probs: with an adapter, the reference is the base, which the
         trainer holds. `services.reference` starts processes for it instead."""
         return self.needs_reference and self.policy.lora is not None and self.services.reference is None
+
+    @property
+    def samples(self) -> bool:
+        """Whether engines sample. They do not if the loss learns from the rows' answers and nothing is evaluated: then
+        no engine is started, and no weights are published."""
+        return bool(self.data.eval) or not self.algorithm.loss.from_rows
 
     @property
     def needs_proximal(self) -> bool:
@@ -317,6 +229,7 @@ class Topology(Section):
             transfer_s=rollout.transfer_s,
             mapped=rollout.engine == "transformers" and rollout.device == "cpu" and rollout.weights == "shards",
             earlier=self.staleness if self.run.deterministic else 0,
+            sampled=self.samples,
         )
         frozen = 0 if self.critic is None else self.critic.warmup_steps
         policy = TrainedModel(
@@ -326,7 +239,7 @@ class Topology(Section):
             folder=Path(self.policy.model),
             dtype=self.policy.dtype,
             passes=self.policy.passes,
-            head="language",
+            head=self.policy.head,
             lora=self.policy.lora,
             optimizer=self.optimizer.over(self.run.steps - frozen),
             loss=self.algorithm.loss,
@@ -374,38 +287,76 @@ class Topology(Section):
         return next(model for model in self.trained if model.name == POLICY)
 
     def model_folders(self) -> dict[str, list[str]]:
-        """Return the folders of the trained models, the policy's first, each with the names of the models that begin
-        with its weights."""
+        """Return the folders of the models, the policy's first, each with the sections whose models begin with its
+        weights."""
         folders: dict[str, list[str]] = {}
         for model in self.trained:
             folders.setdefault(str(model.folder), []).append(model.name)
+        if self.teacher is not None:
+            folders.setdefault(self.teacher.model, []).append(TEACHER)
         return folders
 
     @property
     def frozen(self) -> tuple[FrozenModel, ...]:
         """The models of the run that only score tokens."""
-        settings, kl = self.services.reference, self.algorithm.kl
-        if settings is None:
-            return ()
-        reward_kl = self.algorithm.reward_kl
-        refreshed = kl is not None and kl.refresh_every is not None
-        reference = FrozenModel(
-            name=REFERENCE,
-            service=DEVICE_SERVICE[REFERENCE],
-            settings=settings,
-            folder=Path(self.policy.model),
-            dtype=self.policy.dtype,
-            passes=self.policy.passes,
-            temperature=self.sampling.temperature,
-            stage=REFERENCE,
-            refreshed=refreshed,
-            lora=self.policy.lora if refreshed else None,
-            seed=self.run.seed,
-            reward_kl="" if reward_kl is None else reward_kl.estimator,
-            deterministic=self.run.deterministic,
-            shares_devices=DEVICE_SERVICE[REFERENCE] in self.colocated_services,
+        kl, reward_kl, teacher, services = (
+            self.algorithm.kl,
+            self.algorithm.reward_kl,
+            self.teacher,
+            self.services.frozen,
         )
-        return (reference,)
+        refreshed = kl is not None and kl.refresh_every is not None
+        models: list[FrozenModel] = []
+        if REFERENCE in services:
+            reference = FrozenModel(
+                name=REFERENCE,
+                service=DEVICE_SERVICE[REFERENCE],
+                settings=services[REFERENCE],
+                section=POLICY,
+                folder=Path(self.policy.model),
+                dtype=self.policy.dtype,
+                passes=self.policy.passes,
+                temperature=self.sampling.temperature,
+                stage=REFERENCE,
+                refreshed=refreshed,
+                lora=self.policy.lora if refreshed else None,
+                seed=self.run.seed,
+                reward_kl="" if reward_kl is None else reward_kl.estimator,
+                sums=self.algorithm.loss.compares,
+                deterministic=self.run.deterministic,
+                shares_devices=DEVICE_SERVICE[REFERENCE] in self.colocated_services,
+            )
+            models.append(reference)
+        if teacher is not None and TEACHER in services:
+            models.append(
+                FrozenModel(
+                    name=TEACHER,
+                    service=DEVICE_SERVICE[TEACHER],
+                    settings=services[TEACHER],
+                    section=TEACHER,
+                    folder=Path(teacher.model),
+                    dtype=teacher.dtype or self.policy.dtype,
+                    passes=teacher.passes,
+                    temperature=teacher.temperature or self.sampling.temperature,
+                    stage=TEACHER,
+                    refreshed=False,
+                    lora=None,
+                    seed=self.run.seed,
+                    reward_kl="",
+                    sums=False,
+                    deterministic=self.run.deterministic,
+                    shares_devices=DEVICE_SERVICE[TEACHER] in self.colocated_services,
+                    top_k=self.algorithm.distilled_tokens,
+                    server=self.services.teacher.server if self.services.teacher is not None else None,
+                    readable=vocabulary(self.policy.model) or sys.maxsize,
+                )
+            )
+        return tuple(models)
+
+    @property
+    def own_models(self) -> tuple[TrainedModel | FrozenModel, ...]:
+        """The models that have a section of their own, which has their name."""
+        return (*self.trained, *(model for model in self.frozen if model.section == model.name))
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -458,10 +409,9 @@ class Topology(Section):
             workers = self.hosts_of(model.settings, 1, model.settings.world_size)
             plan += [ServiceSpec(model.service, i, host) for i, host in enumerate(workers)]
         plan += [ServiceSpec("policy-trainer", 0, home)]
-        if self.services.reference is not None:
-            reference = self.services.reference
-            scorers = self.hosts_of(reference, max(reference.dp, 1), reference.parallel.model_ranks)
-            plan += [ServiceSpec("reference", i, host) for i, host in enumerate(scorers)]
+        for frozen in self.frozen:
+            scorers = self.hosts_of(frozen.settings, max(frozen.settings.dp, 1), frozen.settings.parallel.model_ranks)
+            plan += [ServiceSpec(frozen.service, i, host) for i, host in enumerate(scorers)]
         plan += [ServiceSpec("rollout", i, host) for i, host in enumerate(self.hosts_of(rollout, rollout.instances))]
         return plan
 
@@ -470,8 +420,12 @@ class Topology(Section):
         return [spec for spec in self.services_plan() if spec.host != self.home]
 
     def with_passes(self, passes: Mapping[str, Passes]) -> Topology:
-        """Return this topology with `passes` for its trained models, by name."""
-        sections: dict[str, Policy | Critic | None] = {POLICY: self.policy, CRITIC: self.critic}
+        """Return this topology with `passes` for its models, by section."""
+        sections: dict[str, Policy | Critic | Teacher | None] = {
+            POLICY: self.policy,
+            CRITIC: self.critic,
+            TEACHER: self.teacher,
+        }
         changed = {
             name: section.model_copy(update={"passes": passes[name]})
             for name, section in sections.items()

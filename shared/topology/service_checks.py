@@ -15,7 +15,7 @@ from types import MappingProxyType
 from shared.topology.capacity import weight_bytes
 from shared.topology.document import Found
 from shared.topology.model_files import experts, read_config
-from shared.topology.models import CRITIC, DEVICE_SERVICE, POLICY, FrozenModel, TrainedModel
+from shared.topology.models import CRITIC, DEVICE_SERVICE, POLICY, TEACHER, FrozenModel, TrainedModel
 from shared.topology.schema import Topology
 from shared.topology.services import Placed, Rollout, ScorerSettings, WeightsRoute
 
@@ -71,15 +71,15 @@ def _services(topology: Topology) -> Found:
 def _split(topology: Topology) -> Found:
     """Yield a problem for each degree that the backend does not support, that does not divide the size it splits, or
     that crosses hosts, and for recomputation that the backend does not support."""
-    trainers, reference = topology.services.trainers, topology.services.reference
+    trainers = topology.services.trainers
     for name, trainer in trainers.items():
         yield from _ranks_on_hosts(name, trainer, trainer.world_size, len(trainer.host or ()))
         if trainer.recompute == "selective" and trainer.backend == "megatron":
             message = "selective is for backend torch; use layers, or set backend to torch"
             yield ("services", name, "recompute"), message
-    if reference is not None:
-        copies, ranks = max(reference.dp, 1), reference.parallel.model_ranks
-        yield from _ranks_on_hosts("reference", reference, ranks, min(len(reference.host or ()) // copies, ranks))
+    for name, frozen in topology.services.frozen.items():
+        copies, ranks = max(frozen.dp, 1), frozen.parallel.model_ranks
+        yield from _ranks_on_hosts(name, frozen, ranks, min(len(frozen.host or ()) // copies, ranks))
     every: list[TrainedModel | FrozenModel] = [*topology.trained, *topology.frozen]
     models = {model.service: model for model in every}
     for name, service in topology.services.scorers.items():
@@ -193,17 +193,24 @@ def _colocated(topology: Topology) -> Found:
         return
     for index, name in enumerate(names):
         if name not in DEVICE_SERVICE:
-            message = f"{name!r} is not a service with devices; use policy-trainer, critic, reference or rollout"
+            message = (
+                f"{name!r} is not a service with devices; use policy-trainer, critic, reference, teacher or rollout"
+            )
             yield (*_COLOCATE, index), message
         elif name in names[:index]:
             yield (*_COLOCATE, index), f"{name} is named twice; remove one"
         elif name == "reference" and not topology.needs_reference:
-            yield (*_COLOCATE, index), "no reference is started without algorithm.kl.coef above 0; leave it out"
+            yield (
+                (*_COLOCATE, index),
+                "no reference is started without algorithm.kl.coef above 0 or loss dpo or ipo; leave it out",
+            )
         elif name == "reference" and topology.reference_by_trainer:
             message = "with policy.lora, the trainer is the reference, and none is started"
             yield (*_COLOCATE, index), f"{message}; leave it out, or add services.reference: {{}}"
         elif name == CRITIC and topology.critic is None:
             yield (*_COLOCATE, index), "no critic is started without the section critic; leave it out"
+        elif name == TEACHER and topology.teacher is None:
+            yield (*_COLOCATE, index), "no teacher is started without the section teacher; leave it out"
     if len(names) == 1:
         yield _COLOCATE, f"{names[0]} alone shares nothing; name two services or leave it out"
     yield from _same_place(topology)
@@ -397,8 +404,8 @@ def _partial(topology: Topology) -> Found:
         yield path, f"{value}: vllm would miss a stop text (sampling.stop) across the cut; remove one of them"
     if topology.workflow is not None:
         yield path, f"{value} has no effect with a workflow, whose samples start over; remove it"
-    if topology.algorithm.loss.name == "cross_entropy":
-        yield path, f"{value} has no effect with loss cross_entropy, which does not sample; remove it"
+    if topology.algorithm.loss.from_rows:
+        yield path, f"{value} has no effect with loss {topology.algorithm.loss.name}, which does not sample; remove it"
     if topology.run.deterministic:
         yield path, f"{value}: the moment of a kill would affect the results; run.deterministic needs it left out"
 

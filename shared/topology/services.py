@@ -84,8 +84,21 @@ class TrainerSettings(ScorerSettings):
         return self.gpus or self.workers or self.parallel.model_ranks
 
 
-class Reference(ScorerSettings):
-    """The frozen model. Every rank is an instance, and the ranks that hold pieces of one copy are consecutive."""
+class FrozenSettings(ScorerSettings):
+    """A frozen model. Every rank is an instance, and the ranks that hold pieces of one copy are consecutive."""
+
+
+class TeacherServer(Section):
+    base_url: str = Field(description="address of a server with OpenAI's completions interface, such as vLLM's")
+    model: str | None = Field(default=None, description="the model's name there; default: the server's only model")
+    api_key_env: str | None = Field(default=None, description="environment variable with the API key; default: no key")
+
+
+class TeacherSettings(FrozenSettings):
+    backend: Literal["torch", "megatron", "server"] = Field(  # type: ignore[assignment]  # one more than others have
+        default="torch", description="library that runs the model, or server"
+    )
+    server: TeacherServer | None = Field(default=None, description="the server that runs the model (backend server)")
 
 
 class Rollout(Placed):
@@ -140,8 +153,12 @@ class Services(Section):
         description="the training service of the critic, if there is one; each key that is left out has the value "
         "given for policy-trainer",
     )
-    reference: Reference | None = Field(
-        default=None, description="the frozen model; started if algorithm.kl.coef is above 0"
+    reference: FrozenSettings | None = Field(
+        default=None,
+        description="the frozen model; started if algorithm.kl.coef is above 0, and for losses dpo and ipo",
+    )
+    teacher: TeacherSettings | None = Field(
+        default=None, description="the model that is distilled; started if there is a section teacher"
     )
     rollout: Rollout = Field(default_factory=Rollout, description="the sampling engines")
     batch_store: BatchStore = Field(default_factory=BatchStore, alias="batch-store", description="limits of the store")
@@ -155,8 +172,13 @@ class Services(Section):
     @property
     def scorers(self) -> dict[str, ScorerSettings]:
         """The services of the run that score given tokens, by key."""
-        reference = {} if self.reference is None else {"reference": self.reference}
-        return {**self.trainers, **reference}
+        return {**self.trainers, **self.frozen}
+
+    @property
+    def frozen(self) -> dict[str, FrozenSettings]:
+        """The services of the run whose models are never trained, by key."""
+        settings = {"reference": self.reference, "teacher": self.teacher}
+        return {name: section for name, section in settings.items() if section is not None}
 
     @property
     def placed(self) -> dict[str, Placed]:

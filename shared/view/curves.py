@@ -27,7 +27,7 @@ class Panel:
 
     title: str
     names: tuple[str, ...]
-    """Names of metrics, or patterns such as `eval/*/accuracy`."""
+    """Names of metrics, or patterns such as `eval/*/reward`."""
 
     def matching(self, names: Iterable[str]) -> list[str]:
         """Return the known names that belong to this panel, in the order of `names`."""
@@ -37,7 +37,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("reward", ("reward/mean", "eval/*/accuracy")),
+    Panel("reward", ("reward/mean", "eval/*/reward")),
     Panel("explained variance", ("critic/explained_variance",)),
     Panel("values and returns", ("critic/value_mean", "critic/return_mean")),
     Panel("KL", ("loss/kl", "reward/kl")),

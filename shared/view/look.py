@@ -12,7 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from shared.topology.models import CRITIC, POLICY_WORKER, WORKERS
+from shared.topology.models import CRITIC, FROZEN, POLICY_WORKER, WORKERS
 
 
 class WorkKind(StrEnum):
@@ -49,13 +49,13 @@ LOOKS: Mapping[WorkKind, Look] = MappingProxyType(
     {
         WorkKind.GENERATE: Look("#2f7ed8", ("generate", "evaluate"), ("rollout",), ("rollout/", "policy/entropy")),
         WorkKind.REWARD: Look("#2e8b3d", ("reward",), (), ("reward/", "eval/", "workflow/")),
-        WorkKind.REFERENCE: Look("#a855f7", ("score",), ("reference",), ("reference/", "loss/kl", "reward/kl")),
+        WorkKind.REFERENCE: Look("#a855f7", ("score",), FROZEN, ("reference/", "teacher/", "loss/kl", "reward/kl")),
         WorkKind.CRITIC: Look("#6b8e00", (), (WORKERS[CRITIC],), ("critic/", "time/values", "time/critic")),
         WorkKind.TRAIN: Look(
             "#d9512c",
             ("Forward", "Credit", "ForwardBackward"),
             (POLICY_WORKER,),
-            ("loss/", "policy/", "advantage/", "dispatch/", "time/credit", "time/forward_backward"),
+            ("loss/", "policy/", "advantage/", "preference/", "dispatch/", "time/credit", "time/forward_backward"),
         ),
         WorkKind.OPTIMIZER: Look(
             "#a07500",
@@ -80,7 +80,7 @@ LOOKS: Mapping[WorkKind, Look] = MappingProxyType(
         WorkKind.OTHER: Look("#8d6e55"),
     }
 )
-SIGNED = ("loss/", "reward/", "advantage/", "critic/", "rollout/kl", "workflow/")
+SIGNED = ("loss/", "reward/", "advantage/", "critic/", "teacher/kl", "preference/margin", "rollout/kl", "workflow/")
 """First parts of the names of metrics that can be negative."""
 
 

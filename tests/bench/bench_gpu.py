@@ -68,6 +68,7 @@ GOALS = {
 }
 MODULE = "tests.bench.bench_gpu"
 SIDE_S = 300.0
+NO_TRL = "not installed: trl with a torch build for this device"
 SYNCS = 5
 LINK_S = 60.0
 
@@ -108,9 +109,9 @@ def update(device: str) -> Measured:
                 continue
             command = [sys.executable, "-m", "tests.bench.train_parts", "update", side, str(batch), device]
             found[side] = last_line(command, side, SIDE_S)
-        python = trl_python()
+        python = trl_python(device)
         if python is None:
-            return found | {"trl": "not installed: trl"}
+            return found | {"trl": NO_TRL}
         config = qwen3_or_small(device)
         save_model(config, folder / "model", device)
         copy_tokenizer(folder / "model")
@@ -127,12 +128,14 @@ def update(device: str) -> Measured:
     return found
 
 
-def trl_python() -> Path | None:
-    """Return a Python interpreter that can import TRL, or None if there is none."""
+def trl_python(device: str) -> Path | None:
+    """Return a Python interpreter that can import TRL, with a torch build for the device, or None if there is none."""
     from tests.bench.against_trl import PEER_PYTHON
 
     if PEER_PYTHON.exists():
-        return PEER_PYTHON
+        build = "import sys, torch; sys.exit(torch.version.cuda is None)"
+        if device == "cpu" or subprocess.run([PEER_PYTHON, "-c", build], check=False).returncode == 0:
+            return PEER_PYTHON
     return Path(sys.executable) if importlib.util.find_spec("trl") is not None else None
 
 
@@ -389,9 +392,9 @@ def step(device: str) -> Measured:
             "apart": apart,
             "samples_per_s": ours.samples_per_s,
         }
-        python = trl_python()
+        python = trl_python(device)
         if python is None:
-            return found | {"trl": "not installed: trl"}
+            return found | {"trl": NO_TRL}
         options = ["--device", device, "--dtype", "bfloat16" if on_gpu else "float32"]
         trl = Settings(threads=2, micro_batch=min(micro_batch, work.samples), generation_batch=work.samples)
         theirs = measure_trl(work, model, trl, SIDE_S, python=python, options=options)

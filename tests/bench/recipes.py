@@ -3,7 +3,7 @@
     python -m tests.bench.recipes grpo tools                 recipes by name; `sft` and `colocate` count as recipes
     python -m tests.bench.recipes tools --steps 20
 
-The reward is the mean of the first and of the last WINDOW steps; the accuracy is that of the first and of the last
+The reward is the mean of the first and of the last WINDOW steps; the held-out reward is that of the first and last
 evaluation. Minutes count from the command to its end.
 """
 
@@ -23,7 +23,7 @@ from tests.bench.turns import heading
 
 TOPOLOGIES = ROOT / "launch" / "topologies"
 WINDOW = 5
-COLUMNS = ("recipe", "steps", "reward", "held-out accuracy", "truncated", "minutes")
+COLUMNS = ("recipe", "steps", "reward", "held-out reward", "truncated", "minutes")
 
 
 def topology(name: str) -> Path:
@@ -63,9 +63,9 @@ def measured(name: str, settings: list[str], limit_s: float) -> str:
     def of(key: str) -> list[float]:
         return [row[key] for row in steps if key in row]
 
-    accuracies = [row[key] for row in rows for key in row if key.startswith("eval/") and key.endswith("/accuracy")]
-    accuracy = f"{accuracies[0]:.2f} → {accuracies[-1]:.2f}" if accuracies else ""
-    cells = (name, f"{len(steps)}", ends(of("reward/mean")), accuracy, ends(of("rollout/truncated_fraction")))
+    scores = [row[key] for row in rows for key in row if key.startswith("eval/") and key.endswith("/reward")]
+    held_out = f"{scores[0]:.2f} → {scores[-1]:.2f}" if scores else ""
+    cells = (name, f"{len(steps)}", ends(of("reward/mean")), held_out, ends(of("rollout/truncated_fraction")))
     return f"| {' | '.join(cells)} | {minutes:.1f} |"
 
 

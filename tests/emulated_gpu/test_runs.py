@@ -149,6 +149,25 @@ def test_an_adapter_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) -> None:
     assert differences(on_one, on_gpus) == []
 
 
+@pytest.mark.parametrize("distill", ["{coef: 0.5}", "{kl: forward, top_k: 8, coef: 0.5}"], ids=["reverse", "forward"])
+def test_a_teacher_apart_and_on_one_gpu(tmp_path: Path, distill: str) -> None:
+    """The teacher is the model with which the policy begins, at another temperature."""
+    model = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
+    teacher = (f"teacher={{model: '{model}', temperature: 2.0}}", f"algorithm.distill={distill}")
+    apart = tuple(f"services.{name}.gpus=1" for name in ("policy-trainer", "teacher", "rollout"))
+    on_cpu, on_gpus, on_one = (
+        finished(tmp_path / name, "algorithm.kl=null", "services.reference=null", *teacher, *settings)
+        for name, settings in (
+            ("cpu", ()),
+            ("gpus", apart),
+            ("one", (*apart, "placement.colocate=[policy-trainer, teacher, rollout]")),
+        )
+    )
+    Distance.of(on_gpus, on_cpu).check(f"a teacher, {distill}")
+    assert rows(on_gpus)[0]["teacher/kl"] == pytest.approx(rows(on_cpu)[0]["teacher/kl"], rel=1e-5)
+    assert differences(on_one, on_gpus) == []
+
+
 # ---- with LONG=1
 
 

@@ -149,17 +149,10 @@ def test_the_methods_of_our_extension_do_not_hide_those_of_the_worker() -> None:
 def test_options_of_the_engine_exist() -> None:
     fields = {field.name for field in dataclasses.fields(vllm("engine.arg_utils", "EngineArgs"))}
     options = vllm_setup.arguments_of({}, fields, on_cpu=False, in_flight="keep")
-    fixed = {
-        key.value
-        for node in ast.walk(our_trees()["vllm_engine.py"])
-        if isinstance(node, ast.AnnAssign | ast.AugAssign) and ast.unparse(node.target) == "fixed"
-        for table in ast.walk(node)
-        if isinstance(table, ast.Dict)
-        for key in table.keys
-        if isinstance(key, ast.Constant)
-    }
-    assert {"logprobs_mode", "worker_extension_cls", "weight_transfer_config"} <= fixed
-    assert (fixed | options.keys()) - fields == set()
+    adapters = vllm_setup.adapter_arguments(8, ["q_proj"])
+    fixed = vllm_setup.fixed_arguments(Path("model"), "bfloat16", "nccl", ranks=2)
+    assert {"logprobs_mode", "worker_extension_cls", "weight_transfer_config"} <= fixed.keys()
+    assert {*fixed, *adapters, *options} - fields == set()
 
 
 MEMORY = DeviceMemory(

@@ -43,12 +43,12 @@ from shared.security.roles import LEAST_ROLE, Role
 SPEC = Path(__file__).resolve().parents[2] / "proto" / "SPEC.md"
 BEGIN, END = "<!-- catalogue: made by tests/golden/catalogue.py -->\n", "<!-- end of catalogue -->\n"
 
-WORKERS = "rollout, reference"
+WORKERS = "rollout, reference, teacher"
 ROUTES = {
     "Ping": ("anyone", "anyone"),
     "ServiceReport": ("every service", "supervisor"),
     "RestartService": ("operator", "supervisor"),
-    "DrainService": ("operator, supervisor", "supervisor, rollout, reference"),
+    "DrainService": ("operator, supervisor", "supervisor, rollout, reference, teacher"),
     "ScaleService": ("operator", "supervisor"),
     "StopRun": ("operator", "supervisor"),
     "GetSupervisorState": ("operator, policy-trainer", "supervisor"),
@@ -61,7 +61,7 @@ ROUTES = {
     "GetLog": ("operator, supervisor", "supervisor, every service"),
     "Register": ("every service", "scheduler"),
     "Heartbeat": ("every service", "scheduler"),
-    "HoldDevices": ("policy-trainer-worker, rollout, reference", "scheduler"),
+    "HoldDevices": ("colocated services", "scheduler"),
     "Resolve": ("services on another host, operator", "scheduler"),
     "LeaseRequest": (WORKERS, "scheduler"),
     "Complete": (WORKERS, "scheduler"),
@@ -82,7 +82,7 @@ ROUTES = {
     "GetStoreStats": ("anyone", "batch-store"),
     "OpenStream": ("readers on other hosts", "batch-store"),
     "OpenLine": ("readers on other hosts", "batch-store"),
-    "Hold": ("rollout, reference, batch-store", "batch-store"),
+    "Hold": ("rollout, reference, teacher, batch-store", "batch-store"),
     "GetStorePlace": ("readers", "batch-store"),
     "InitModel": ("policy-trainer", "policy-trainer-worker"),
     "Forward": ("policy-trainer", "policy-trainer-worker"),
@@ -98,8 +98,8 @@ ROUTES = {
     "SaveModel": ("policy-trainer", "policy-trainer-worker"),
     "GetWorkerState": ("policy-trainer", "policy-trainer-worker"),
     "Move": ("policy-trainer", "policy-trainer-worker"),
-    "Meet": ("policy-trainer-worker, reference", "rank 0 of its group"),
-    "ScoreTogether": ("reference", "reference"),
+    "Meet": ("policy-trainer-worker, reference, teacher", "rank 0 of its group"),
+    "ScoreTogether": ("reference, teacher", "the same service"),
     "GetStatus": ("operator, monitor", "scheduler"),
     "GetHistory": ("subscribers", "monitor"),
     "GetSnapshot": ("subscribers", "monitor"),

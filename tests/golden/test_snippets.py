@@ -141,9 +141,12 @@ def test_code_blocks_in_documents_can_be_parsed(document: Path) -> None:
 
 
 def merged(below: Any, above: Any) -> Any:
-    """Return `below` with the values of `above`, which replace other values than mappings."""
+    """Return `below` with the values of `above`, which replace other values than mappings. Several sources replace a
+    single one."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
+    if "sources" in above:
+        below = {key: value for key, value in below.items() if key != "source"}
     return below | {key: merged(below.get(key), value) for key, value in above.items()}
 
 

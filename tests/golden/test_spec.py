@@ -212,7 +212,7 @@ def test_stages_and_their_keys_match_the_code() -> None:
 def test_keys_match_their_declarations() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| \[([\w, ]+)\] \| `(\w+)` \| (.+) \|$", section(8), re.M)
     assert rows == [
-        (key.name, key.dtype, ", ".join([key.per, *map(str, key.row)]), stage.name, key.meaning)
+        (key.name, key.dtype, ", ".join([key.per, *(str(size or "k") for size in key.row)]), stage.name, key.meaning)
         for stage in (*GRAPH, RECORD)
         for key in stage.keys
     ]

@@ -68,6 +68,13 @@ SAPO = LossSpec(
 )
 
 
+# Per token and not per node of the tree: the sequences of a group share their prompt, but not their teacher's ids.
+DISTILLED = LossSpec(
+    name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=0.8, distill_coef=0.6, distill_top_k=7
+)
+OF_TRAINED = ("teacher_ids", "teacher_topk")
+
+
 @dataclass(frozen=True)
 class Case:
     """One optimizer batch. `flat` is the batch as workers concatenate it; `owner` [S] assigns a rank (modulo dp) to
@@ -86,7 +93,9 @@ class Case:
         mine = (self.owner >= 0) & (self.owner % dp == dp_rank)
         lengths = self.flat["lengths"]
         tokens = np.repeat(mine, lengths)
-        flat = {key: value[mine if key == "lengths" else tokens] for key, value in self.flat.items()}
+        trained = tokens[self.flat["loss_mask"] != 0]
+        of = {"lengths": mine} | dict.fromkeys(OF_TRAINED, trained)
+        flat = {key: value[of.get(key, tokens)] for key, value in self.flat.items()}
         return (
             flat,
             np.repeat(self.advantages[mine], lengths[mine]),
@@ -121,7 +130,7 @@ def back(backend: Backend, case: Case, head: Head = "language") -> dict[str, flo
     if head == "value":
         return backend.forward_backward(sequences, 1.0, squared_error(flat["returns"], weights), entropy="none")
     loss = BatchLoss(case.spec, flat, advantages, weights, "cpu")
-    return backend.forward_backward(sequences, case.spec.temperature, loss, entropy=loss.entropy)
+    return backend.forward_backward(sequences, case.spec.temperature, loss, entropy=loss.entropy, others=loss.others)
 
 
 def squared_error(returns: Array, weights: Array) -> TokenLoss:
@@ -145,6 +154,7 @@ def cases() -> Iterator[Case]:
     yield _case("rank-empty", PPO, "seq_mean_token_mean", seed=8, owner=np.zeros(9, np.int64), masked_rows=(2,))
     yield _case("gspo", GSPO, "seq_mean_token_mean", seed=9, owner=np.arange(9) // 5, masked_rows=())
     yield _case("sequences-masked", MASKED, "seq_mean_token_sum", seed=11, owner=np.arange(9), masked_rows=(4,))
+    yield _case("distilled", DISTILLED, "seq_mean_token_sum", seed=14, owner=np.arange(9) // 4, masked_rows=(4,))
     yield _case("single-tokens", SAPO, "dr_grpo", seed=12, owner=np.arange(9), masked_rows=(), longest=1)
 
 
@@ -187,6 +197,13 @@ def _case(
         "versions": np.zeros(total, np.int32),
         "returns": np.random.default_rng(seed).normal(size=total).astype(np.float32),
     }
+    if spec.distill_top_k:
+        shape = (int(mask.sum()), VOCAB)
+        order = rng.permuted(np.tile(np.arange(VOCAB, dtype=np.int32), (shape[0], 1)), axis=1)
+        flat["teacher_ids"] = order[:, : spec.distill_top_k]
+        logits = rng.normal(scale=2.0, size=shape)
+        logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        flat["teacher_topk"] = logprobs[:, : spec.distill_top_k].astype(np.float32)
     counts = np.array([int(each.sum()) for each in masks])
     weights = sample_weights(aggregation, counts, max_new_tokens=MAX_NEW_TOKENS)
     return Case(name, spec, flat, rng.normal(size=9).astype(np.float32), weights, owner)

@@ -43,14 +43,14 @@ from services.scheduler.events import (
 )
 from services.scheduler.plan import EpochOrder, EvalPlan, Plan
 from services.scheduler.state import Scheduler
-from shared.stages import REFERENCE, ROLLOUT
+from shared.stages import REFERENCE, ROLLOUT, TEACHER
 from tests.property import scheduler_view as view
 from tests.weights_refs import weights_ref
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 STORE = "batch-store/0"
 TASKS, BLOCK, PART, EVAL_BLOCK = 6, 3, 2, 3
-WORKERS = (ROLLOUT.name, ROLLOUT.name, REFERENCE.name)
+WORKERS = (ROLLOUT.name, ROLLOUT.name, REFERENCE.name, TEACHER.name)
 HURTS = ("silence", "reborn", "missing", "late", "new_driver", "reload", "lose_store", "lose_end")
 WORK = ("lease", "finish", "finish", "train", "clear")
 ROUND = 25
@@ -60,8 +60,8 @@ EMPTY_STEP = 3
 
 
 class Run:
-    """A machine with two engines, a reference and a driver. Rows 2 and 5, and the rows of EMPTY_STEP, can never be
-    sampled."""
+    """A machine with two engines, a reference, a teacher and a driver. Rows 2 and 5, and the rows of EMPTY_STEP, can
+    never be sampled."""
 
     def __init__(self, staleness: int, seed: int, *, collect_at_commit: bool) -> None:
         self.chance = random.Random(seed)
@@ -76,14 +76,14 @@ class Run:
             rows=range(20),
             block_tasks=BLOCK,
             evals=(EvalPlan(name="held", rows=[1, 4, 6, 8, 9], samples=2, every=2),),
-            stages=(ROLLOUT, REFERENCE),
+            stages=(ROLLOUT, REFERENCE, TEACHER),
         )
         self.order = EpochOrder(self.plan)
         self.machine = Scheduler(self.plan, lease_s=5.0, incarnation=1)
         self.journal: list[Durable] = []
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.now, self.driver, self.life, self.data = 0.0, 0, 100, 0
-        self.lives = [0, 0, 0]
+        self.lives = [0] * len(WORKERS)
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.clears: list[SendClear] = []
         self.tombstones: dict[str, int] = {}
@@ -94,7 +94,7 @@ class Run:
         self.config = Configure(LAST, 100, 2, collect_at_commit)
         self.take(self.machine.begin(self.config, 0.0))
         self.lose_store()
-        for worker in range(3):
+        for worker in range(len(WORKERS)):
             self.reborn(worker)
 
     # ---- talking to the machine
@@ -163,7 +163,7 @@ class Run:
             getattr(self, self.chance.choice(WORK))()
 
     def lease(self) -> None:
-        worker = self.chance.randrange(3)
+        worker = self.chance.randrange(len(WORKERS))
         most = BLOCK if WORKERS[worker] == ROLLOUT.name else PART
         request = LeaseRequest(
             stage=WORKERS[worker],
@@ -178,8 +178,8 @@ class Run:
             self.grants.append((grant, self.lives[worker]))
 
     def finish(self, *, keep: bool = False, missing: int = 0) -> None:
-        """Complete a lease. `missing` is the number of the lease's tasks whose shards the reference cannot find."""
-        chosen = [each for each in self.grants if not missing or each[0].stage == REFERENCE.name]
+        """Complete a lease. `missing` is the number of the lease's tasks whose shards a frozen model cannot find."""
+        chosen = [each for each in self.grants if not missing or each[0].stage != ROLLOUT.name]
         if not chosen:
             return
         grant, life = self.chance.choice(chosen)
@@ -247,7 +247,7 @@ class Run:
         self.take(self.machine.handle(Tick(), self.now))
 
     def reborn(self, worker: int | None = None) -> None:
-        worker = self.chance.randrange(3) if worker is None else worker
+        worker = self.chance.randrange(len(WORKERS)) if worker is None else worker
         self.life += 1
         self.lives[worker] = self.life
         self.register(WORKERS[worker], worker, self.life)
@@ -304,7 +304,7 @@ class Run:
         lost = TailLost(self.machine.run.history.committed_step, reached, fence, lineage)
         self.take(self.machine.begin(self.config, self.now, lost))
         self.register("batch-store", 0, 1000 + self.data, f"data-{self.data}")
-        for worker in range(3):
+        for worker in range(len(WORKERS)):
             self.reborn(worker)
         self.new_driver()
 
@@ -330,7 +330,7 @@ def test_blocks_versions_and_steps_are_the_same_after_any_history(
             getattr(run, work)()
     assert run.holds >= reached
     assert [step for step, _ in run.rows] == list(range(len(run.rows)))
-    assert all("eval/held/accuracy" in row for step, row in run.rows if step % 2 == 0)
+    assert all("eval/held/reward" in row for step, row in run.rows if step % 2 == 0)
     replayed = Scheduler(run.plan, lease_s=5.0, incarnation=2)
     for event in run.journal:
         replayed.replay(event)

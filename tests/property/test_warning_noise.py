@@ -59,7 +59,7 @@ NAMES = [
         "reward/part/b",
     ),
     *("rollout/staleness_max", "rollout/tasks_checked", "rollout/tasks_stale", "rollout/is_eff_sample_size"),
-    *("eval/held/accuracy", "eval/held/rows_scored"),
+    *("eval/held/reward", "eval/held/rows_scored"),
 ]
 
 

@@ -30,7 +30,7 @@ from shared.colocation.devices import ENGINE, NOTHING, REFERENCE, WEIGHTS, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
 from shared.lease import Lease, LeaseBook
-from shared.stages import ROLLOUT
+from shared.stages import ROLLOUT, stage_named
 from tests.sim.model import BEGINNING, SimEngine, SimPrompts, SimRewards, SimTasks, digest
 from tests.sim.virtual import here
 
@@ -155,7 +155,7 @@ class SimScoring:
         await here().compute()
         self.progress += 1
         return [
-            np.array([-(digest(BEGINNING, int(token)) % 4096) / 4096 for token in each["token_ids"]], np.float32)
+            (np.array([-(digest(BEGINNING, int(token)) % 4096) / 4096 for token in each["token_ids"]], np.float32),)
             for each in shards
         ], 0.0
 
@@ -181,7 +181,9 @@ class SimReference(Service):
         (model,) = topologies.load(self.run.topology).frozen
         if model.shares_devices:
             self._scoring.turns = take_turns(self, leave)
-        self._worker = ReferenceWorker(self, model, self._scoring, self._data, self._scoring, STORE)
+        self._worker = ReferenceWorker(
+            self, model, stage_named(model.stage).makes, self._scoring, self._data, self._scoring, STORE
+        )
 
     async def serve(self) -> None:
         assert self._worker is not None

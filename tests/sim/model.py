@@ -133,7 +133,7 @@ class SimBackend:
         return np.array([-(digest(self.chain, int(token)) % 4096) / 4096 for token in sequences.token_ids], np.float32)
 
     def forward_backward(
-        self, sequences: Sequences, temperature: float, loss: Any, *, entropy: Any
+        self, sequences: Sequences, temperature: float, loss: Any, *, entropy: Any, others: Any = None
     ) -> dict[str, float]:
         self._use("parameters", "gradients")
         total, numbers = self._group[self.updates, self.place.rank]

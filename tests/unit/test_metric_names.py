@@ -8,10 +8,11 @@ import re
 import numpy as np
 from msgspec.structs import replace
 
-from proto.messages import BatchMeta, CreditDone, DropReason, ForwardBackwardDone, LossReason, OptimStepDone
+from proto.messages import BatchMeta, CreditDone, CreditSpec, DropReason, ForwardBackwardDone, LossReason, OptimStepDone
 from services.exporter.families import METRICS
 from services.policy_trainer.advantages import KL_SCALAR
 from services.policy_trainer.metrics import ModelMetrics, StepMetrics
+from services.policy_trainer.preferences import Compared
 from services.policy_trainer.update import statistics_of
 from services.scheduler.evaluations import Evaluation
 from services.scheduler.events import WriteRow
@@ -27,7 +28,7 @@ from tests.unit.scheduler.bench import Bench, plan
 def everything() -> set[str]:
     """Return every name. The names are taken from the code that produces them, except those about stores, which the
     scheduler's service adds."""
-    extra = (KL_SCALAR, REFERENCE_SCALAR, "reward/part/form", "workflow/turns")
+    extra = (KL_SCALAR, REFERENCE_SCALAR, "reward/part/form", "reward/source/a", "workflow/turns")
     batch = step_batch([1, 0, 0, 1])
     batch = replace(
         batch,
@@ -37,14 +38,17 @@ def everything() -> set[str]:
     )
     metrics = StepMetrics(step=5, models={POLICY: ModelMetrics(), CRITIC: ModelMetrics()})
     names = ("kl", "mismatch", "mismatch_max", "engine_tokens", "lag_tokens", "weighed", "weight_squared", "capped")
-    sums = dict.fromkeys(names, 1.0)
+    sums = dict.fromkeys((*names, "teacher_kl", "teacher_gap_max", "teacher_mass"), 1.0)
     metrics.policy.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
     metrics.policy.add_update(OptimStepDone(grad_norm=1.0, lr=1e-3, seconds=1.0))
-    statistics = {name: np.ones(1) for name in statistics_of(values=True)}
+    statistics = {
+        name: np.ones(1) for name in statistics_of(CreditSpec(name="gae", gamma=1.0, values=True, distill_coef=1.0))
+    }
     statistics["count"] = np.full(1, 2.0)
     metrics.add_credit(CreditDone(meta=BatchMeta(tasks=[]), statistics=statistics, seconds=1.0))
+    metrics.add_compared(Compared(0.5, 0.1, 1.0, np.zeros(4)))
     evaluation = Evaluation.of("held", (0, 0), 4, ["held/0/0"])
-    evaluation.score(0, np.ones(4, np.float32), 0)
+    evaluation.score(0, {"reward": np.ones(4, np.float32), "reward/part/form": np.ones(4, np.float32)}, 0)
     bench = Bench(plan(by_completion=True)).start()
     bench.step(1)
     written = next(effect.row for effect in bench.effects if isinstance(effect, WriteRow))

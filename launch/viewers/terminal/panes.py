@@ -42,7 +42,7 @@ def headline(run: str, progress: Progress, *, width: int, note: str = "") -> Tex
     if progress.eta_s is not None and progress.step != progress.steps:
         line.append(f"  ETA {duration(progress.eta_s)}")
     for name, form in (
-        ("reward/mean", "reward {:.3f}"),
+        ("reward/mean", "reward {:.3f}") if "reward/mean" in progress.values else ("loss/policy", "loss {:.3f}"),
         ("throughput/tokens_per_s", "{:,.0f} tok/s"),
         ("time/step", "{:.2f} s/step"),
     ):

@@ -17,7 +17,7 @@ HELP = """\
 1 … 8, ← →   go to a view               t   light or dark
 ?            this page                  q   quit; the run continues
 
-Services     r   restart the process    d   drain a rollout or reference
+Services     r   restart the process    d   drain a rollout or frozen model
              (a run on this machine, or an operator's access file)
 Curves       ↓ ↑   next and previous    z   one chart or many
 Time         - +   longer and shorter window

@@ -15,6 +15,8 @@ class Facts:
     steps: int = 200
     sampled: bool = True
     """Whether the policy is trained on its own samples, which is not the case in supervised fine-tuning."""
+    rewarded: bool = True
+    """Whether the policy learns from rewards, which is not the case if it only learns from a teacher."""
     groups: bool = True
     """Whether advantages compare the samples of a group, so that equal rewards teach nothing."""
     filters: bool = False
@@ -45,7 +47,8 @@ class Facts:
         advantage, critic = algorithm.advantage.name, topology.critic
         return cls(
             steps=topology.run.steps,
-            sampled=algorithm.loss.name != "cross_entropy",
+            sampled=not algorithm.loss.from_rows,
+            rewarded=advantage != "none",
             groups=algorithm.group_size > 1 and advantage in GROUP_ADVANTAGES,
             filters=algorithm.filter_zero_variance is not None,
             kl_coef=algorithm.kl.coef if algorithm.kl is not None else 0.0,

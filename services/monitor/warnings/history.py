@@ -22,7 +22,9 @@ MAX_NAMES = 500
 """Maximum number of metrics. Users may choose many names; metrics beyond the maximum are not watched."""
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of a normal distribution, divided by its median absolute deviation."""
-EVAL, ACCURACY = "eval/", "/accuracy"
+EVAL = "eval/"
+MEANS = ("reward", "accuracy")
+"""Names of the mean reward of an evaluation, the preferred one first. Rows of earlier releases have only the last."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class SetResult:
     """The result of one evaluation of a set."""
 
     step: int
-    accuracy: float
+    score: float
+    """Mean reward."""
     rows: float
     """Number of rows that were scored."""
     reward: float | None
@@ -61,8 +64,10 @@ class RowHistory:
                 if value is not None:
                     self._add(name, float(value))
         for name, value in row.items():
-            if name.startswith(EVAL) and name.endswith(ACCURACY) and value is not None:
-                self._add_evaluation(name[len(EVAL) : -len(ACCURACY)], value, row)
+            evaluated, _, kind = name.removeprefix(EVAL).partition("/")
+            preferred = next((mean for mean in MEANS if f"{EVAL}{evaluated}/{mean}" in row), "")
+            if name.startswith(EVAL) and kind == preferred and value is not None:
+                self._add_evaluation(evaluated, value, row)
 
     def _add(self, name: str, value: float) -> None:
         last = self._last.get(name)

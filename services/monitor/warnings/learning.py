@@ -91,7 +91,7 @@ SMALL_LR = 1e-10
 the learning rate per step."""
 
 FALL_OF_ACCURACY, ACCURACY_ERRORS = 0.03, 3.0
-"""Minimum fall of an evaluation's accuracy: absolute, and in standard errors of a proportion of the set's rows."""
+"""Minimum fall of an evaluation's mean reward: absolute, and in standard errors of a proportion of the set's rows."""
 
 UNEXPLAINED_ROWS = 20
 """A critic whose explained variance is below 0 in this many consecutive rows is worse than one constant value for all
@@ -127,7 +127,7 @@ def zero_variance(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterat
 
 def reward_flat(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     spread, rewards = history.last("reward/std", RECENT), history.last("reward/mean", RECENT)
-    if not (facts.sampled and spread and rewards):
+    if not (facts.sampled and facts.rewarded and spread and rewards):
         return
     if max(spread) < CONSTANT_STD and max(rewards) - min(rewards) < CONSTANT_STD:
         text = f"every sample of the last {RECENT} steps has the reward {rewards[-1]:.3g}, so all advantages are 0"
@@ -222,7 +222,7 @@ def _opposed_parts(history: RowHistory) -> tuple[str, str] | None:
 
 def reward_falling(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     rewards, spread = history.last("reward/mean", 3 * RECENT), history.last("reward/std", 3 * RECENT)
-    if not (facts.sampled and rewards and spread):
+    if not (facts.sampled and facts.rewarded and rewards and spread):
         return
     longer = next(rewards for count in (60, 50, 40, 30) if (rewards := history.last("reward/mean", count)))
     blocks = [median(longer[at : at + RECENT]) for at in range(0, len(longer) - RECENT, RECENT)]
@@ -313,7 +313,7 @@ def truncation(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[
 
 def length_hacking(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator[Sighting]:
     lengths, rewards = history.last("rollout/length_mean", LENGTH_ROWS), history.last("reward/mean", LENGTH_ROWS)
-    if not (facts.sampled and lengths and rewards):
+    if not (facts.sampled and facts.rewarded and lengths and rewards):
         return
     before, now = median(lengths[:RECENT]), median(lengths[-RECENT:])
     if before <= 0 or now < LENGTH_GROWTH[bool(lasting)] * before or now - before < 4 * noise(lengths):
@@ -371,11 +371,11 @@ def overfitting(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator
         if len(evaluations) < 3:
             continue
         *earlier, last, newest = evaluations
-        best = max(earlier, key=lambda result: result.accuracy)
+        best = max(earlier, key=lambda result: result.score)
         if newest.reward is None:
             continue
         reward = median(history.first("reward/mean")) if best.reward is None else best.reward
-        fall = best.accuracy - max(last.accuracy, newest.accuracy)
+        fall = best.score - max(last.score, newest.score)
         margin = max(FALL_OF_ACCURACY, ACCURACY_ERRORS * _standard_error(best))
         longer = history.last("reward/mean", FLAT_ROWS) or history.last("reward/mean", RECENT)
         risen = newest.reward - reward
@@ -384,7 +384,7 @@ def overfitting(history: RowHistory, facts: Facts, lasting: Lasting) -> Iterator
             continue
         back = f"use the checkpoint of step {best.step} (checkpoint.keep_every), " if best.step else ""
         yield Sighting(
-            f"eval/{name}/accuracy has fallen from {best.accuracy:.3f} (step {best.step}) to {newest.accuracy:.3f}, "
+            f"eval/{name}/reward has fallen from {best.score:.3f} (step {best.step}) to {newest.score:.3f}, "
             f"while the reward in training has risen from {reward:.3g} to {newest.reward:.3g}",
             f"{back}add rows to data.train.source, or raise algorithm.kl.coef (now {facts.kl_coef:g})",
             about=name,
@@ -406,5 +406,5 @@ def explained_variance(history: RowHistory, facts: Facts, lasting: Lasting) -> I
 
 
 def _standard_error(evaluation: SetResult) -> float:
-    share = min(max(evaluation.accuracy, 0.0), 1.0)
+    share = min(max(evaluation.score, 0.0), 1.0)
     return float((share * (1.0 - share) / max(evaluation.rows, 1.0)) ** 0.5)

@@ -26,6 +26,7 @@ from shared.colocation.shelf import Shelf
 from shared.model.adapter import AdapterStart
 from shared.model.load import mismatched_weights
 from shared.model.logprobs import Entropy, Scores
+from shared.model.picks import IdsOf
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import RpcError
 from shared.topology.models import Head
@@ -136,7 +137,13 @@ class Backend(Protocol):
         ...
 
     def forward_backward(
-        self, sequences: Sequences, temperature: float, loss: TokenLoss, *, entropy: Entropy
+        self,
+        sequences: Sequences,
+        temperature: float,
+        loss: TokenLoss,
+        *,
+        entropy: Entropy,
+        others: IdsOf | None = None,
     ) -> dict[str, float]:
         """Add the gradient of the loss over all micro-batches and return the sums of `loss`.
 

@@ -41,6 +41,7 @@ from shared.model import adapter_files, cpu
 from shared.model.adapter import adapt, adapters_of, base_weights, check_merge, first_adapters, scales_of
 from shared.model.load import allow, load_model, load_shapes, named_weights
 from shared.model.logprobs import Entropy, Scores, vocabulary
+from shared.model.picks import IdsOf
 from shared.model.value_head import classifier_config
 from shared.model_folder import GENERATION_CONFIG
 from shared.ranks.layout import RankPlace
@@ -177,12 +178,18 @@ class TorchBackend:
         def keep(scores: Scores) -> None:
             result[scores.tokens] = scores.outputs.float()
 
-        self._run(sequences, temperature, "none", keep, lambda _: None)
+        self._run(sequences, temperature, "none", None, keep, lambda _: None)
         self._trained.after_inference()
         return to_numpy(self._mesh.sum_over_sequence_ranks(result))
 
     def forward_backward(
-        self, sequences: Sequences, temperature: float, loss: TokenLoss, *, entropy: Entropy
+        self,
+        sequences: Sequences,
+        temperature: float,
+        loss: TokenLoss,
+        *,
+        entropy: Entropy,
+        others: IdsOf | None = None,
     ) -> dict[str, float]:
         """Add the gradients of all micro-batches. The result does not depend on how the batch is split into them."""
         parts: list[Mapping[str, Tensor]] = []
@@ -195,7 +202,7 @@ class TorchBackend:
         def idle(scores: Scores) -> None:
             (scores.outputs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
-        self._run(sequences, temperature, entropy, back, idle)
+        self._run(sequences, temperature, entropy, others, back, idle)
         return totals_of(parts)
 
     def _run(
@@ -203,6 +210,7 @@ class TorchBackend:
         sequences: Sequences,
         temperature: float,
         entropy: Entropy,
+        others: IdsOf | None,
         on_scores: Callable[[Scores], None],
         on_idle: Callable[[Scores], None],
     ) -> None:
@@ -221,7 +229,7 @@ class TorchBackend:
         for number in range(passes):
             self._trained.expect_backward(last=number == passes - 1)
             if number < len(batches):
-                on_scores(scorer.score(batches[number], temperature, entropy))
+                on_scores(scorer.score(batches[number], temperature, entropy, others))
             else:
                 on_idle(scorer.score(plan(_IDLE)[0], temperature, entropy))
 

@@ -16,17 +16,19 @@ import numpy as np
 
 from proto.messages import CreditSpec, ErrorCode, TaskHandle
 from proto.tensors import Array
-from services.policy_trainer.update import LOSS_TOKENS, SHAPED, TRUNCATED, statistics_of
+from services.policy_trainer.update import FROM_TEACHER, LOSS_TOKENS, SHAPED, TRUNCATED, statistics_of
 from services.policy_trainer.worker.samples import RETURNS, TOKEN_ADVANTAGES, BatchTokens
 from shared.credit import CreditTask, token_kl
 from shared.rpc.errors import BadInput, RpcError
-from shared.stages import CREDIT, REFERENCE, VALUE_AFTER, VALUES, Per, declared
+from shared.stages import CREDIT, REFERENCE, TEACHER, VALUE_AFTER, VALUES, Per, declared
 from shared.topology.algorithm import Advantage, is_function
 from shared.user_function import find_function
 
 Credit = Callable[[CreditTask, CreditSpec], object]
 """An estimator: returns the advantages of a task, [T], and if the run has a critic also the returns, [T]."""
-_TOKEN_KEYS = tuple(key for key in (*CREDIT.needs, *REFERENCE.makes, *VALUES.makes) if declared()[key].per is Per.TOKEN)
+_TOKEN_KEYS = tuple(
+    key for key in (*CREDIT.needs, *REFERENCE.makes, *TEACHER.makes, *VALUES.makes) if declared()[key].per is Per.TOKEN
+)
 
 
 def gae(
@@ -192,7 +194,11 @@ def tasks_of(
         rewards = scalars[SHAPED][sample].astype(np.float64)
         turns = per_token["turn_rewards"].astype(np.float64) * spec.turn_scale
         placed = place(rewards, turns, mask, lengths, sample_index)
-        kl = None
+        kl = teacher_kl = None
+        if spec.distill_coef:
+            difference = token_kl("k1", per_token["rollout_logprobs"], per_token[TEACHER.makes[0]])
+            teacher_kl = np.where(mask, difference, 0.0)
+            placed -= spec.distill_coef * teacher_kl
         if spec.kl_estimator:
             estimates = token_kl(spec.kl_estimator, per_token["rollout_logprobs"], per_token["ref_logprobs"])
             kl = np.where(mask, estimates, 0.0)
@@ -202,6 +208,7 @@ def tasks_of(
             rewards=rewards,
             token_rewards=placed,
             kl=kl,
+            teacher_kl=teacher_kl,
             mask=mask,
             lengths=lengths,
             sample_index=sample_index,
@@ -235,13 +242,15 @@ def assign(
             continue
         made.append({name: array.astype(np.float32) for name, array in arrays.items()})
         rows.append({"count": float(task.mask.sum()), **_moments("", arrays[TOKEN_ADVANTAGES][task.mask])})
+        if task.teacher_kl is not None:
+            rows[-1] |= _moments(FROM_TEACHER, task.teacher_kl[task.mask])
         if task.values is not None:
             returns = arrays[RETURNS][task.mask]
             rows[-1] |= _moments("return_", returns) | _moments("error_", returns - task.values[task.mask])
     if wrong:
         text = f"{cause}; advantages of {len(wrong)} of {len(wrong) + len(made)} tasks refused, weights untouched"
         raise RpcError(ErrorCode.BAD_DATA, text, names=wrong)
-    names = statistics_of(spec.values) if rows else ()
+    names = statistics_of(spec) if rows else ()
     return made, {name: np.array([row[name] for row in rows], np.float64) for name in names}
 
 

@@ -1,13 +1,15 @@
 """Computes the loss of each token, composed of named terms, and the sums from which metrics are derived. Nothing is
 normalised. `BatchLoss` binds the loss to the flat arrays of one mini-batch.
 
-With r = exp(cur - anchor), W the token's weight, A its sample's advantage and P the policy loss of `losses.policy`:
+With r = exp(cur - anchor), W the token's weight, A its advantage and P the policy loss of `losses.policy`:
 
     anchor proximal: l = sg[1[kept] min(exp(prox - rollout), C)] P(r, A) + kl_coef KL - entropy_coef H
     anchor present:  the same with prox = sg[cur], which holds until the first update of the step
     anchor rollout:  l = P(r, A) + kl_coef KL - entropy_coef H
 
-The gradient is that of sum(W l). Masking and truncation do not change W.
+The gradient is that of sum(W l). Masking and truncation do not change W. With a teacher, A is the advantage minus
+distill_coef (anchor - teacher) (`losses.divergence.distilled`), or l has the term distill_coef KL(teacher || policy)
+(`losses.divergence.forward_kl`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from proto.messages import ErrorCode, LossSpec
 from proto.tensors import Array
 from services.policy_trainer.worker.losses.divergence import (
     KL_LOSSES,
+    distilled,
+    forward_kl,
     importance_sums,
     importance_weight,
     kept,
@@ -33,10 +37,12 @@ from services.policy_trainer.worker.losses.tokens import TokenData, weighted
 from services.policy_trainer.worker.losses.value import value_loss
 from services.policy_trainer.worker.samples import SCORE_KEYS, loss_keys
 from shared.model.logprobs import Entropy, Scores
+from shared.model.picks import IdsOf
 from shared.rpc.errors import RpcError
-from shared.stages import VALUE_LOSS, VALUES, Per
+from shared.stages import LINEAR_LOSS, TEACHER, VALUE_LOSS, VALUES, Per
 from shared.tensors_torch import to_device
 
+TEACHER_IDS = TEACHER.makes[1]
 RATIO_MASKS = ("", "token", "sequence", "geometric")
 
 
@@ -79,22 +85,28 @@ def token_loss(
     policy_loss: PolicyLoss | None = None,
     *,
     version: int = -1,
+    others: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sum of W * loss over the tokens (a scalar with a gradient) and detached additive sums.
 
     `cur` [M] are log-probs with a gradient. `entropy` [M] has a gradient if `spec.entropy_coef` is not 0. `policy_loss`
     is the result of `check` and defaults to the loss that `spec` names. `version` is the policy version of the
-    trainer's log-probs, or -1 if the model has been updated since that version. The following are summed over the
-    tokens: those of `weighted` with the terms `policy`, `kl` and `bonus` (of the entropy), 1 if the ratio was clipped
-    (`clipped`), 1 if the ratio mask excluded the token (`masked`), `entropy`, `version`, and the sums of
-    `mismatch_sums` and `importance_sums`, which the tokens of cross_entropy do not have, because no engine sampled
-    them.
+    trainer's log-probs, or -1 if the model has been updated since that version. `others` [M, k] are log-probs of the
+    teacher's top k, with a gradient. The following are summed over the tokens: those of `weighted` with the terms
+    `policy`, `kl`, `bonus` (of the entropy) and `distill` (of the forward KL), 1 if the ratio was clipped (`clipped`),
+    1 if the ratio mask excluded the token (`masked`), `entropy`, `version`, the sums of `distilled` or, with forward
+    KL, that KL (`teacher_kl`) and the probability of the top k (`teacher_mass`), and those of `mismatch_sums` and
+    `importance_sums`, which the tokens of cross_entropy do not have, because no engine sampled them.
     """
     if spec.anchor == "present":
         data = replace(data, shards={**data.shards, "prox_logprobs": cur.detach()})
     anchor = data.rollout if spec.anchor == "rollout" else data.prox
     if anchor is None:
         raise RpcError(ErrorCode.BAD_REQUEST, "anchor proximal without prox_logprobs: run forward first")
+    from_teacher: dict[str, Tensor] = {}
+    if data.teacher is not None and spec.distill_coef:
+        advantages, from_teacher = distilled(spec.distill_coef, anchor.detach(), data.teacher, data.advantages)
+        data = replace(data, advantages=advantages)
     policy, clipped = (policy_loss or check(spec))(spec, cur, anchor, data)
     counted = torch.ones_like(clipped)
     if spec.anchor != "rollout":
@@ -103,6 +115,11 @@ def token_loss(
     terms = {"policy": (1.0, policy)}
     if data.ref is not None and spec.kl_estimator:
         terms["kl"] = (spec.kl_coef, KL_LOSSES[spec.kl_estimator](cur, data.ref))
+    if others is not None:
+        teacher = data.shards["teacher_topk"].to(others.dtype)
+        distance = forward_kl(others, teacher)
+        terms["distill"] = (spec.distill_coef, distance)
+        from_teacher = {"teacher_kl": distance.detach().sum(), "teacher_mass": teacher.exp().sum()}
     if spec.entropy_coef:
         terms["bonus"] = (-spec.entropy_coef, entropy)
     loss, sums = weighted(data, terms)
@@ -112,6 +129,7 @@ def token_loss(
             "masked": (~counted).sum(),
             "entropy": entropy.sum(),
             "version": data.versions.sum(),
+            **from_teacher,
         }
         if spec.name != "cross_entropy":  # otherwise no engine sampled the tokens
             own = cur if spec.anchor == "rollout" else anchor
@@ -130,6 +148,17 @@ def value_token_loss(spec: LossSpec, cur: Tensor, data: TokenData) -> tuple[Tens
     with torch.no_grad():
         beyond = (cur - old).abs() > spec.clip_high if clip is not None else torch.zeros_like(cur)
         sums["clipped"] = beyond.sum()
+    return loss, {name: value.detach() for name, value in sums.items()}
+
+
+def linear_token_loss(cur: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the sum of -W * A * cur over the tokens (a scalar with a gradient) and detached additive sums.
+
+    `cur` [M] are a model's outputs with a gradient. With A = -dL/ds for the sum s of a sample's outputs, the gradient
+    is that of L. The sums are those of `weighted` with the term `linear`, and `version` as in `token_loss`.
+    """
+    loss, sums = weighted(data, {"linear": (1.0, -data.advantages * cur)})
+    sums["version"] = data.versions.sum()
     return loss, {name: value.detach() for name, value in sums.items()}
 
 
@@ -161,12 +190,13 @@ class BatchLoss:
         """The form of entropy that the backend must compute in addition to its outputs."""
         if spec.name == VALUE_LOSS:
             check_value(spec)
-        else:
+        elif spec.name != LINEAR_LOSS:
             self._policy = check(spec, own)
             self.entropy = "gradient" if spec.entropy_coef else "value"
         lengths = flat["lengths"].astype(np.int64)
         # The model's inputs are not copied: the backend has put them on the device.
-        names = [key.name for key in loss_keys(spec) if key.per is Per.TOKEN and key.name not in SCORE_KEYS]
+        keys = [key for key in loss_keys(spec) if key.name not in SCORE_KEYS]
+        names = [key.name for key in keys if key.per is Per.TOKEN]
         arrays = [advantages, weights, np.repeat(np.arange(len(lengths)), lengths), *(flat[name] for name in names)]
         own_advantages, own_weights, sequences, *shards = to_device(arrays, torch.device(device))
         self._tokens = TokenData(
@@ -176,6 +206,12 @@ class BatchLoss:
             sequences=sequences,
             sequence_count=len(lengths),
         )
+        of_trained = [key.name for key in keys if key.per is Per.TRAINED]
+        arrays = [np.cumsum(flat["loss_mask"], dtype=np.int64) - 1, *(flat[name] for name in of_trained)]
+        self._place, *shards = to_device(arrays, torch.device(device))
+        self._of_trained = dict(zip(of_trained, shards, strict=True))
+        self.others: IdsOf | None = self._teacher_ids if TEACHER_IDS in of_trained else None
+        """Returns the ids whose log-probs the backend must compute in addition to its outputs; None: no others."""
         self._kept = torch.zeros(len(flat["loss_mask"]), device=device) if keeps else None
 
     def __call__(self, scores: Scores, add_up: Callable[[Tensor], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,10 +219,19 @@ class BatchLoss:
         if self._kept is not None:
             self._kept[at] = cur.detach().float()
         data = self._tokens.at(at, add_up)
+        if self._spec.name == LINEAR_LOSS:
+            return linear_token_loss(cur, data)
+        if self._of_trained:
+            rows = self._place[at]
+            shards = {name: values[rows] for name, values in self._of_trained.items()}
+            data = replace(data, shards={**data.shards, **shards})
         if self._policy is None:
             return value_token_loss(self._spec, cur, data)
         value = torch.zeros_like(cur) if entropy is None else entropy
-        return token_loss(self._spec, cur, data, value, self._policy, version=self._version)
+        return token_loss(self._spec, cur, data, value, self._policy, version=self._version, others=scores.others)
+
+    def _teacher_ids(self, at: Tensor) -> Tensor:
+        return self._of_trained[TEACHER_IDS][self._place[at]]
 
     def kept_logprobs(self) -> Array:
         """Return float32 [T]: the log-probs that the pass computed on this rank, and 0 for all other tokens."""

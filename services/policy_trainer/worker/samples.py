@@ -12,9 +12,9 @@ from proto.messages import Credit, ErrorCode, Forward, ForwardBackward, LossSpec
 from proto.tensors import Array
 from services.policy_trainer.update import CREDIT_SCALE
 from shared.batch import Batch
-from shared.credit import KL_KEYS, kl_sums
+from shared.credit import KL_KEYS, kl_sums, sample_sums
 from shared.rpc.errors import RpcError
-from shared.stages import CREDIT, PROXIMAL, REFERENCE, VALUES, Key, Per, declared
+from shared.stages import CREDIT, PROXIMAL, REFERENCE, TEACHER, VALUES, Key, Per, declared
 
 Columns = Mapping[str, Sequence[Array]]
 """The arrays of a batch by key, one per task."""
@@ -34,12 +34,13 @@ def loss_keys(spec: LossSpec) -> list[Key]:
 def keys_of(request: Forward | ForwardBackward | Credit) -> tuple[str, ...]:
     """Return the keys of the shards that a call reads."""
     if isinstance(request, Forward):
-        of_samples = KL_KEYS if request.kl_estimator else ("sample_index",) if request.ends else ()
+        of_samples = KL_KEYS if request.kl_estimator else ("sample_index",) if request.ends or request.sums else ()
         return (*SCORE_KEYS, *of_samples)
     if isinstance(request, Credit):
         spec = request.credit
         values = VALUES.makes if spec.values else ()
-        return (*CREDIT.needs, *values, *(REFERENCE.makes if spec.kl_estimator else ()))
+        teacher = TEACHER.makes[:1] if spec.distill_coef else ()
+        return (*CREDIT.needs, *values, *(REFERENCE.makes if spec.kl_estimator else ()), *teacher)
     keys = tuple(key.name for key in loss_keys(request.loss))
     return (*keys, *([TOKEN_ADVANTAGES] if CREDIT_SCALE in request.batch.scalars else ()))
 
@@ -104,9 +105,14 @@ def check(handles: Sequence[TaskHandle], columns: Columns) -> None:
 def _problem(task: dict[str, Array], samples: int) -> str:
     lengths, keys = task["lengths"], declared()
     sizes = {Per.TOKEN: int(lengths.sum()), Per.SEQUENCE: len(lengths), Per.SAMPLE: samples}
+    if "loss_mask" in task:
+        sizes[Per.TRAINED] = int(np.count_nonzero(task["loss_mask"]))
+    widths = {values.shape[-1] for name, values in task.items() if not keys[name].width}
+    if len(widths) > 1:
+        return f"its shards of the teacher's top k have {' and '.join(map(str, sorted(widths)))} columns"
     for name, values in task.items():
         key = keys[name]
-        wanted = (sizes[key.per], *key.row)
+        wanted = (sizes[key.per], *(key.row if key.width else widths))
         if values.shape != wanted:
             of = f"{sizes[Per.SEQUENCE]} sequences of {sizes[Per.TOKEN]} tokens"
             return f"{name} has shape {list(values.shape)}, but its lengths say {list(wanted)} ({of})"
@@ -118,9 +124,17 @@ def _problem(task: dict[str, Array], samples: int) -> str:
     for name, values in task.items():
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             bad = ~np.isfinite(values)
-            first = f"{keys[name].per.name.lower()} {int(bad.argmax()) // keys[name].width}"
+            first = f"{keys[name].per.name.lower()} {int(bad.argmax()) // (bad.size // len(bad))}"
             return f"{name} has values that are not finite: {int(bad.sum())}, the first at {first}"
     return ""
+
+
+def leave_out(tokens: BatchTokens, left_out: Array) -> None:
+    """Set the mask to 0 where `left_out`, bool [T], and drop what only trained tokens have there."""
+    mask, keys = tokens.flat["loss_mask"], declared()
+    stay = ~left_out[mask != 0]
+    trained = {name: values[stay] for name, values in tokens.flat.items() if keys[name].per is Per.TRAINED}
+    tokens.flat.update(trained, loss_mask=mask * ~left_out)
 
 
 def with_ends(tokens: BatchTokens) -> tuple[dict[str, Array], Array]:
@@ -164,9 +178,17 @@ def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -
 
 def sample_kls(tokens: BatchTokens, samples_of_task: Sequence[int], ref: Array, estimator: str) -> Array:
     """Return float32 [samples]: `kl_sums` for the log-probs `ref` [T] of the reference."""
-    size = sum(samples_of_task)
-    of_sequence = _sample_of_sequence(tokens, samples_of_task, size)
-    return kl_sums(estimator, {**tokens.flat, "sample_index": of_sequence}, ref, size)
+    return kl_sums(estimator, _numbered(tokens, samples_of_task), ref, sum(samples_of_task))
+
+
+def sample_totals(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -> Array:
+    """Return float64 [samples]: the sum of `values` [T] over the trained tokens of each sample."""
+    return sample_sums(_numbered(tokens, samples_of_task), values, sum(samples_of_task))
+
+
+def _numbered(tokens: BatchTokens, samples_of_task: Sequence[int]) -> dict[str, Array]:
+    """Return the arrays of the batch, with the number of each sequence's sample in the batch as `sample_index`."""
+    return {**tokens.flat, "sample_index": _sample_of_sequence(tokens, samples_of_task, sum(samples_of_task))}
 
 
 def sample_means(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -> Array:

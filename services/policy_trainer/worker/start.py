@@ -32,6 +32,7 @@ def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, 
     model, publishes = rank.model, rank.model.publishes
     if model.deterministic:
         require_deterministic_algorithms()
+    sampled = publishes is not None and publishes.sampled
     with_digests = publishes is not None and not publishes.mapped
     drills: list[Drill] = []
 
@@ -41,11 +42,11 @@ def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, 
     backend = make_backend(rank.run, model, rank.place, meeting, drill)
     backend.called.register_forward_hook(lambda *_: rank.advance())
     canaries = None
-    if publishes is not None:
+    if sampled:
         canaries = Canaries(
             backend, model.folder, model.dtype, model.seed, with_digests=with_digests, drill=next(iter(drills), None)
         )
-    earlier = EarlierVersions(publishes.earlier if publishes is not None else 0)
+    earlier = EarlierVersions(model.earlier)
     loaded = Loaded(backend, canaries, earlier)
     subjects = (
         TrainingCalls(rank, loaded, choice),

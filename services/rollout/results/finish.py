@@ -30,7 +30,7 @@ from shared.stages import TEXT, TRAIN, declared
 DATA_CALL_S = 30.0
 _NO_MASK, _NO_VERSIONS = np.zeros(0, np.uint8), np.zeros(0, np.int32)
 _NEWEST = np.int32(np.iinfo(np.int32).max)
-_PART, _METRIC = "reward/part/", "workflow/"
+_PART, _METRIC, _SOURCE = "reward/part/", "workflow/", "reward/source/"
 MOST_NAMES = 64
 """Maximum number of names per process. Each name adds a column to every later task."""
 NAME_CHARS = 64
@@ -348,6 +348,9 @@ class NamedValues:
 
 def _named(sample: Made, score: Score) -> dict[str, float]:
     """Return one sample's values under their names in metrics.jsonl."""
-    return {f"{_PART}{name}": value for name, value in score.parts.items()} | {
-        f"{_METRIC}{name}": value for name, value in sample.metrics.items()
-    }
+    source = sample.sample.source
+    return (
+        ({f"{_SOURCE}{source}": score.value} if source and score.value is not None else {})
+        | {f"{_PART}{name}": value for name, value in score.parts.items()}
+        | {f"{_METRIC}{name}": value for name, value in sample.metrics.items()}
+    )

@@ -42,7 +42,7 @@ class SampleTexts:
 
         for sample, text in zip(flat, await lease.within(TEXT_S, self._on_text(decode)), strict=True):
             sample.completion = text
-            sample.messages = messages_of(sample.row, text)
+            sample.messages = sample.messages or messages_of(sample.row, text)
 
     async def recorded(
         self,

@@ -21,7 +21,7 @@ from shared.sample import Sample
 
 if TYPE_CHECKING:
     from services.rollout.user_code.host import Ended, UserHost
-    from shared.topology.schema import RewardRetry
+    from shared.topology.reward import RewardRetry
 
 SERVER_ERROR, TOO_MANY = 500, 429
 MOST_RETRY_AFTER_S = 86_400.0

@@ -26,7 +26,7 @@ from services.rollout.user_code.pool import MOST_BROKEN, TEXT_CHARS, Failing, Us
 from shared.sample import Sample
 
 if TYPE_CHECKING:
-    from shared.topology.schema import RewardRetry, RewardTerm
+    from shared.topology.reward import RewardRetry, RewardTerm
 
 WATCH_S = 0.25
 PLAIN_CALLS = 16

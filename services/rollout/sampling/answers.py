@@ -24,6 +24,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from proto.messages import ErrorCode
+from proto.tensors import Array
 from services.rollout.engine import (
     Engine,
     FinishReason,
@@ -33,9 +35,20 @@ from services.rollout.engine import (
     Prompt,
     SamplingParams,
 )
+from services.rollout.rewards.score import Score
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
-from services.rollout.sampling.trajectory import BlockVersions, Completion, Made, answers_of, single_turns
+from services.rollout.sampling.trajectory import (
+    BlockVersions,
+    Completion,
+    Made,
+    SequenceTokens,
+    answers_of,
+    at_end,
+    single_turns,
+)
+from shared.data.source import content_text, is_conversation
 from shared.lease import Lease, LeaseLost
+from shared.rpc.errors import RpcError
 from shared.sample import Sample
 
 STALE_S = 3600.0
@@ -49,10 +62,12 @@ NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0,
 class AnswerSampler:
     """Samples the tasks of a lease, one answer per sample. It is used only on the service's loop."""
 
-    def __init__(self, engine: Engine, journal: PartialJournal | None) -> None:
-        """Without a `journal`, a sample that is cut off starts over."""
+    def __init__(self, engine: Engine | None, journal: PartialJournal | None, *, ends: bool = False) -> None:
+        """Without a `journal`, a sample that is cut off starts over. Without an `engine`, the rows have the answers.
+        With `ends`, a value is learned at the end of each sample (`at_end`)."""
         self._engine = engine
         self._journal = journal
+        self._ends = ends
 
     async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Made]]:
         """Return every sample of the lease's tasks, in the shape [tasks][samples], without texts. For `versions`, see
@@ -64,26 +79,29 @@ class AnswerSampler:
         return [
             [
                 Made(
-                    sequences,
+                    [at_end(sequence) for sequence in sequences] if self._ends else sequences,
                     answer.finish_reason == FinishReason.LENGTH,
-                    Sample(task.handle.task_id, task.row, [], "", answer.token_ids.tolist(), answer.finish_reason),
+                    _sample(task, answer),
+                    score=None if task.answers is None else Score(0.0),  # nothing learns from its reward
                 )
-                for sequences, answer in zip(single_turns(task.prompt_ids, group), group, strict=True)
+                for sequences, answer in zip(_sequences(task, group), group, strict=True)
             ]
             for task, group in zip(tasks.ready, groups, strict=True)
         ]
 
     async def sample(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Completion]]:
         """Return the answers for each task, sampled as one block. Raises LeaseLost."""
-        recited = dataset_answers(tasks.ready, tasks.sampling.samples, versions.began)
+        recited = dataset_answers(tasks.ready, versions.began)
         if recited is not None:
             return answers_of(recited, versions)
+        if self._engine is None:
+            raise RpcError(ErrorCode.INTERNAL, "a lease has tasks to sample, but this run has no engine")
         try:
             if self._journal is None or lease.grant.exact:
                 prompts = [task.prompt() for task in tasks.ready]
                 groups = await self._engine.generate(prompts, tasks.sampling, lease.cancel)
                 return answers_of(groups, versions)
-            return await self._noted(self._journal, lease, tasks, versions)
+            return await self._noted(self._engine, self._journal, lease, tasks, versions)
         except GenerationCancelled as error:
             raise LeaseLost(str(error)) from None
 
@@ -93,7 +111,7 @@ class AnswerSampler:
             self._journal.forget([task.handle.task_id for task in tasks])
 
     async def _noted(
-        self, journal: PartialJournal, lease: Lease, tasks: PreparedTasks, versions: BlockVersions
+        self, engine: Engine, journal: PartialJournal, lease: Lease, tasks: PreparedTasks, versions: BlockVersions
     ) -> list[list[Completion]]:
         sampling = tasks.sampling
         wanted = ResumableNotes(
@@ -115,27 +133,47 @@ class AnswerSampler:
                     journal.note(part.answers(groups, versions), versions.lineage, sampling.temperature)
 
                 watch = GenerationWatch(journal.every_s, note)
-                groups = await self._engine.generate(part.prompts, part.sampling, lease.cancel, watch)
+                groups = await engine.generate(part.prompts, part.sampling, lease.cancel, watch)
                 answers |= part.answers(groups, versions)
         return [answers[task_id] for task_id in ids]
 
 
-def dataset_answers(tasks: Sequence[ReadyTask], samples: int, swaps: int) -> list[list[Generation]] | None:
+def dataset_answers(tasks: Sequence[ReadyTask], swaps: int) -> list[list[Generation]] | None:
     """Return the data set's answers in place of sampled ones, or None if `tasks` must be sampled.
 
-    This runs supervised fine-tuning through the sampling path, without running a model. Each task gets `samples`
-    identical answers, and `swaps` is the engine's count of weight swaps. Log-probs are 0, as if the author of the data
-    set had been certain. These log-probs suit only losses that do not use the sampler's log-probs, such as
-    `algorithm.loss.name: cross_entropy`.
+    This runs training on the rows' answers through the sampling path, without running a model. `swaps` is the engine's
+    count of weight swaps. Log-probs are 0, as if the author of the data set had been certain. These log-probs suit only
+    losses that do not use the sampler's log-probs (`Loss.from_rows`).
     """
-    answers = [np.asarray(task.answer_ids, np.int32) for task in tasks if task.answer_ids is not None]
+    answers = [task.answers for task in tasks if task.answers is not None]
     if len(answers) < len(tasks) or not tasks:
         return None
-    stop = FinishReason.STOP
-    return [
-        [Generation(ids, np.zeros(len(ids), np.float32), stop, np.full(len(ids), swaps, np.int32))] * samples
-        for ids in answers
-    ]
+    return [[_recited(np.asarray(one.token_ids, np.int32), swaps) for one in of_task] for of_task in answers]
+
+
+def _recited(ids: Array, swaps: int) -> Generation:
+    return Generation(ids, np.zeros(len(ids), np.float32), FinishReason.STOP, np.full(len(ids), swaps, np.int32))
+
+
+def _sequences(task: ReadyTask, group: Sequence[Completion]) -> list[list[SequenceTokens]]:
+    trained = None if task.answers is None else [np.asarray(answer.trained) for answer in task.answers]
+    return single_turns(task.prompt_ids, group, trained)
+
+
+def _sample(task: ReadyTask, answer: Completion) -> Sample:
+    """Return the sample of a task without its text. One whose answers are from a conversation has its messages."""
+    learned = task.row["messages"] if task.answers is not None and is_conversation(task.row) else []
+    messages = [message | {"content": content_text(message)} for message in learned]
+    return Sample(
+        task.handle.task_id,
+        task.row,
+        messages,
+        "",
+        answer.token_ids.tolist(),
+        answer.finish_reason,
+        turns=sum(message["role"] == "assistant" for message in messages) or 1,
+        source=task.source,
+    )
 
 
 class _Fresh:

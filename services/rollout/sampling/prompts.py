@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -15,13 +16,15 @@ from typing import Any
 
 import msgspec
 
-from shared.data.source import content_text, not_text
+from shared.data.source import ANSWER, answer_text, content_text, not_text
 from shared.rpc.errors import BadInput
 from shared.tokenizer import answer_ends, load_tokenizer, special_tokens
 from shared.workflow import ToolCall
 
 CLOCK = datetime(2025, 1, 1)  # a template writes the local date
 """The time that chat templates see in deterministic runs."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The mark at which a chat template begins what the policy generates."""
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _DIGITS = "0123456789"
 _STAND_INS = 16
@@ -40,6 +43,14 @@ class PromptTooLong(ValueError):
 
 class NoChatTemplate(ValueError):
     """A prompt consists of messages, but the tokenizer has no chat template. The message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenAnswer:
+    """The token ids after a prompt, from the data set, and which of them are trained on."""
+
+    token_ids: list[int]
+    trained: list[bool]
 
 
 class PromptBuilder:
@@ -77,8 +88,14 @@ class PromptBuilder:
                 f"{size}; enlarge the embedding (resize_token_embeddings), or use the model's original tokenizer",
             )
 
-    def token_ids(self, row: dict[str, Any], at_most: int | None = None) -> list[int]:
-        """Return the token ids of the row's prompt: raw text as it is, messages through the chat template.
+    def token_ids(
+        self,
+        row: dict[str, Any],
+        at_most: int | None = None,
+        template_args: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """Return the token ids of the row's prompt: raw text as it is, messages through the chat template, which has
+        `template_args` beside its variables for the whole run.
 
         Raises a one-line ValueError if there is no prompt or the template rejects it, NoChatTemplate if there is no
         template, and PromptTooLong for a prompt well above `at_most` tokens, before the whole prompt is tokenised.
@@ -93,7 +110,7 @@ class PromptBuilder:
             elif isinstance(prompt, list):
                 if not self._tokenizer.chat_template:
                     raise NoChatTemplate("the prompt has messages, but the model's tokenizer has no chat template")
-                ids = self._ids(self._rendered(prompt, row.get("tools")), at_most)
+                ids = self._ids(self._rendered(prompt, row.get("tools"), args=template_args), at_most)
             else:
                 raise ValueError("row has no prompt (text or a list of messages)")
         except (PromptTooLong, NoChatTemplate):
@@ -104,18 +121,91 @@ class PromptBuilder:
             raise ValueError("prompt has no tokens")
         return [int(token) for token in ids]
 
-    def answer_ids(self, row: dict[str, Any]) -> list[int]:
-        """Return the token ids of the row's `answer` as the policy would have to generate it, with the token that ends
+    def answer(self, row: dict[str, Any], field: str = ANSWER) -> GivenAnswer:
+        """Return the answer in the `field` of the row as the policy would have to generate it, with the token that ends
         it (`AnswerEnds`).
 
         Raises a one-line ValueError if there is no answer, or if sampling would not end at that token.
         """
-        answer = row.get("answer")
-        if answer is None:
-            raise ValueError("row has no answer: supervised fine-tuning (loss cross_entropy) learns from nothing else")
+        answer = answer_text(row, field)
         end = self._ends.end(messages=isinstance(row.get("prompt"), list))
-        ids = self._tokenizer(str(answer), add_special_tokens=False)["input_ids"]
-        return [*(int(token) for token in ids), end]
+        ids = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return GivenAnswer([*(int(token) for token in ids), end], [True] * (len(ids) + 1))
+
+    def conversation(
+        self, row: dict[str, Any], template_args: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[list[int], GivenAnswer]:
+        """Return the token ids of the row's `messages` before the first answer, and those up to the end of the last
+        answer, of which the tokens of every answer are trained on.
+
+        Answers are tokenised apart from what precedes them, as if they had been sampled. Raises a one-line ValueError
+        if the template rejects the messages, if it writes an answer otherwise once other messages follow, so that a
+        policy would learn in contexts that it never meets, or if sampling would not end where an answer ends.
+        """
+        if not self._tokenizer.chat_template:
+            raise NoChatTemplate("the row has messages, but the model's tokenizer has no chat template")
+        try:
+            text, answers = self._marked(row["messages"], row.get("tools"), template_args)
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"{error}".replace("\n", " ")[:200]) from None
+        ids: list[int] = []
+        trained: list[bool] = []
+        at = first = 0
+        for start, end in answers:
+            ids += self._ids(text[at:start], None)
+            first = first or len(ids)
+            own = self._ids(text[start:end], None)
+            length = max((number for number, token in enumerate(own, 1) if token in self._ends.stop), default=0)
+            if not length:
+                raise ValueError(
+                    f"what the chat template writes as the answer {text[start:end]!r:.60} does not include a token at "
+                    f"which sampling ends ({self._ends.stop}), so the policy would not learn to end answers"
+                )
+            trained += [False] * (len(ids) - len(trained)) + [True] * length
+            ids += own
+            at = end
+        return ids[:first], GivenAnswer(ids[first : len(trained)], trained[first:])
+
+    def _marked(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, args: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return a conversation as text, and the begin and end of each answer: where the template marks it as generated
+        or, if it marks nothing, from the prompt for the answer to the next message."""
+        whole = self._rendered(messages, tools, prompted=False, args=args)
+        spans = []
+        for number in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
+            before = self._rendered(messages[:number], tools, args=args)
+            after = self._rendered(messages[: number + 1], tools, prompted=False, args=args)
+            if not whole.startswith(after):
+                raise ValueError(f"the chat template rewrites message {number}, an answer, when other messages follow")
+            spans.append((len(before), len(after)))
+            if not self._marks(tools) and not after.startswith(before):
+                raise ValueError(
+                    f"the chat template does not continue its prompt for message {number} with that answer"
+                )
+        if not spans:
+            raise ValueError("messages have no answer (a message of role assistant) to train on")
+        if not self._marks(tools):
+            return whole, spans
+        from transformers.utils import chat_template_utils
+
+        jinja: Any = chat_template_utils
+        (text,), (marked,) = jinja.render_jinja_template(
+            [_texts(messages)],
+            tools=tools,
+            chat_template=self._tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **self._template_args, **args},
+        )
+        if len(marked) != len(spans):
+            raise ValueError(
+                f"the chat template marks {len(marked)} texts as generated, but there are {len(spans)} answers"
+            )
+        return text, [(start, end) for start, end in marked]
+
+    def _marks(self, tools: list[dict[str, Any]] | None) -> bool:
+        """Return whether the template marks what the policy generates."""
+        return bool(_GENERATION.search(self._tokenizer.get_chat_template(tools=tools)))
 
     def _tokens_after_a_text(self) -> list[int]:
         """Return the tokens that the tokenizer appends to a text, such as an end token. A prompt must not end with
@@ -199,18 +289,20 @@ class PromptBuilder:
         raise ValueError("the chat template does not write an assistant's answer unchanged and exactly once")
 
     def _rendered(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, prompted: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        prompted: bool = True,
+        args: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return the conversation as text. Unless `prompted`, nothing follows that asks for an answer."""
-        for message in messages:
-            if isinstance(message.get("content"), list) and (part := not_text(message["content"])):
-                raise ValueError(f"a message of role {message.get('role')}: {part}; a policy reads text only")
         text: str = self._tokenizer.apply_chat_template(
-            [m | {"content": content_text(m)} if isinstance(m.get("content"), list) else m for m in messages],
+            _texts(messages),
             tools=tools,
             add_generation_prompt=prompted and self._add_generation_prompt,
             tokenize=False,
-            **self._template_args,
+            **{**self._template_args, **args},
         )
         return text
 
@@ -264,6 +356,14 @@ class PromptBuilder:
     def _text_of(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return text
+
+
+def _texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the text of each. Raises ValueError for content that is not text."""
+    for message in messages:
+        if isinstance(message.get("content"), list) and (part := not_text(message["content"])):
+            raise ValueError(f"a message of role {message.get('role')}: {part}; a policy reads text only")
+    return [m | {"content": content_text(m)} if isinstance(m.get("content"), list) else m for m in messages]
 
 
 def _stand_in_call(result: Mapping[str, Any]) -> list[dict[str, Any]]:

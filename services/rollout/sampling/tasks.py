@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,12 +14,13 @@ from msgspec.structs import replace
 from proto.ids import split_task_id
 from proto.messages import DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
 from services.rollout.engine import Prompt, SamplingParams
-from services.rollout.sampling.prompts import NoChatTemplate, PromptBuilder, PromptTooLong
+from services.rollout.sampling.prompts import GivenAnswer, NoChatTemplate, PromptBuilder, PromptTooLong
 from shared.data import DataError, Row, Source, SourceChanged, SourceLost, open_source
-from shared.data.source import RowCheck, RowDigests
+from shared.data.source import ANSWER, RowCheck, RowDigests, is_conversation
 from shared.lease import Lease
 from shared.rpc.errors import BadInput, RpcError
 from shared.stages import TRAIN
+from shared.topology.data import TrainSource
 
 if TYPE_CHECKING:
     from shared.topology import Topology
@@ -39,8 +41,10 @@ class ReadyTask:
     handle: TaskHandle
     row: Row
     prompt_ids: list[int]
-    answer_ids: list[int] | None = None
-    """The answer's token ids if the data set provides it (supervised fine-tuning), or None if the answer is sampled."""
+    answers: list[GivenAnswer] | None = None
+    """The answer of each sample if the data set provides them, or None if the answers are sampled."""
+    source: str = ""
+    """The name of the row's source, if the training set has several."""
 
     def prompt(self) -> Prompt:
         return Prompt(self.handle.task_id, self.prompt_ids)
@@ -79,6 +83,48 @@ async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTask
     )
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A source of a data set. `first` is the number of its first row in the data set, and `rows` the number of its rows
+    with which the run began."""
+
+    source: Source
+    chosen: TrainSource
+    check: RowCheck | None
+    rows: int
+    name: str
+    first: int
+
+    @classmethod
+    def opened(
+        cls, key: str, chosen: TrainSource, begun: Mapping[str, RowDigests], *, name: str = "", first: int = 0
+    ) -> _Part:
+        """Open the source that the topology key `key` names. Raises BadInput for a source that cannot be read."""
+        try:
+            source = open_source(chosen.source, where=key)
+        except DataError as error:
+            raise BadInput(str(error)) from error
+        check = RowCheck(source, begun[key]) if key in begun else None
+        return cls(source, chosen, check, begun[key].rows if key in begun else len(source), name, first)
+
+    def with_system(self, row: Row, index: int) -> Row:
+        """Return the row with the source's system message, unless its prompt begins with another one. Raises ValueError
+        if the prompt is text."""
+        system, prompt = self.chosen.system, row["prompt"]
+        if system is None:
+            return row
+        if isinstance(prompt, str):
+            key = f"data.train.sources.{self.name}.system"
+            raise ValueError(
+                f"{self.source.place(index)}: the prompt is text, which {key} cannot precede; use messages"
+            )
+        if prompt[0].get("role") == "system":
+            return row
+        begun = {"role": "system", "content": system}
+        lists = {"prompt": [begun, *prompt]}
+        return row | lists | ({"messages": [begun, *row["messages"]]} if is_conversation(row) else {})
+
+
 class TaskSets:
     """The run's data sets and their sampling parameters. Only one thread at a time may use the object; this is the
     tokenizer's thread."""
@@ -98,20 +144,18 @@ class TaskSets:
         self._topology = topology
         self._prompts = prompts
         self._context_tokens = context_tokens
-        self._recites = topology.algorithm.loss.name == "cross_entropy"
-        self._sources: dict[str, Source] = {}
-        self._checks: dict[str, RowCheck] = {}
-        named = {TRAIN: topology.data.train.source} | {
-            name: chosen.source for name, chosen in topology.data.eval.items()
-        }
-        for split, source in named.items():
-            key = "data.train.source" if split == TRAIN else f"data.eval.{split}.source"
-            try:
-                self._sources[split] = open_source(source, where=key)
-            except DataError as error:
-                raise BadInput(str(error)) from error
-            if key in begun:
-                self._checks[split] = RowCheck(self._sources[split], begun[key])
+        self._fields = topology.algorithm.loss.answers
+        self._end_tokens = int(topology.policy.head == "value")
+        """Number of tokens that follow an answer (`at_end`)."""
+        self._parts: dict[str, list[_Part]] = {TRAIN: [], **{name: [] for name in topology.data.eval}}
+        first = 0
+        for name, chosen in topology.data.train.named.items():
+            part = _Part.opened(topology.data.train.key(name), chosen, begun, name=name, first=first)
+            self._parts[TRAIN].append(part)
+            first += part.rows
+        for name, section in topology.data.eval.items():
+            alone = TrainSource.model_construct(source=section.source)
+            self._parts[name].append(_Part.opened(f"data.eval.{name}.source", alone, begun))
 
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
         """Return the rows and prompts of a lease. A bad row or a prompt that is too long becomes a DROP with a one-line
@@ -121,23 +165,18 @@ class TaskSets:
         file has changed.
         """
         sampling = self._sampling(grant)
-        longest = self._context_tokens - sampling.max_new_tokens
-        limit = f"the model's context of {self._context_tokens} less {sampling.max_new_tokens} new tokens"
-        configured = self._topology.data.train.max_prompt_tokens
-        if grant.split == TRAIN and configured is not None and configured < longest:
-            longest, limit = configured, "data.train.max_prompt_tokens"
         ready: list[ReadyTask] = []
         dropped: list[TaskResult] = []
         not_sampled: dict[str, Row] = {}
         for handle in grant.batch.tasks:
             row: Row | None = None
             try:
-                index = split_task_id(handle.task_id)[2]
-                if grant.split in self._checks:
-                    self._checks[grant.split].check(index)  # raises SourceChanged if it named another row
-                row = self._sources[grant.split].row(index)
-                ids = self._token_ids(grant.split, handle.task_id, row, longest, limit)
-                answer = self._answer(grant.split, handle.task_id, row, sampling.max_new_tokens)
+                part, index = self._part(grant.split, handle.task_id)
+                if part.check is not None:
+                    part.check.check(index)  # raises SourceChanged if it named another row
+                row = part.source.row(index)
+                row = part.with_system(row, index)
+                ids, answers = self._tokens(grant, part, index, row, sampling.max_new_tokens)
             except SourceChanged as error:
                 raise BadInput(str(error)) from error
             except SourceLost as error:
@@ -146,41 +185,56 @@ class TaskSets:
                 dropped.append(drop(handle, _why(error), f"{handle.task_id}: {error}"))
                 not_sampled |= {handle.task_id: row} if row is not None else {}
                 continue
-            ready.append(ReadyTask(handle, row, ids, answer))
+            ready.append(ReadyTask(handle, row, ids, answers, part.name))
         min_survivors = min(2, sampling.samples) if grant.split == TRAIN else 1
         return PreparedTasks(ready, dropped, sampling, min_survivors, not_sampled)
 
-    def _token_ids(self, split: str, task_id: str, row: Row, longest: int, limit: str) -> list[int]:
-        try:
-            ids = self._prompts.token_ids(row, longest)
-        except ValueError as error:
-            place = self._place(split, task_id)
-            match error:
-                case PromptTooLong():
-                    raise _TooLong(f"{place}: {error} ({limit})") from None
-                case NoChatTemplate():
-                    raise NoChatTemplate(f"{place}: {error}") from None
-                case _:
-                    raise ValueError(f"{place}: {error}") from None
-        if len(ids) > longest:
-            place = self._place(split, task_id)
-            raise _TooLong(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
-        return ids
+    def _part(self, split: str, task_id: str) -> tuple[_Part, int]:
+        """Return the source of a task and the index of its row there."""
+        number, parts = split_task_id(task_id)[2], self._parts[split]
+        part = parts[bisect.bisect_right(parts, number, key=lambda part: part.first) - 1]
+        return part, number - part.first
 
-    def _answer(self, split: str, task_id: str, row: Row, longest: int) -> list[int] | None:
-        if split != TRAIN or not self._recites:
-            return None
-        try:
-            ids = self._prompts.answer_ids(row)
-        except ValueError as error:
-            raise ValueError(f"{self._place(split, task_id)}: {error}") from None
-        if len(ids) > longest:
-            place = self._place(split, task_id)
-            raise _TooLong(f"{place}: answer of {len(ids)} tokens: the limit is {longest} (sampling.max_new_tokens)")
-        return ids
+    def _limit(self, split: str, part: _Part, new_tokens: int) -> tuple[int, str]:
+        """Return the maximum number of tokens in a prompt, and what sets it."""
+        context = f"the model's context of {self._context_tokens} less {new_tokens} new tokens"
+        limits = [(self._context_tokens - new_tokens, context)]
+        if split == TRAIN:
+            train, own = self._topology.data.train.max_prompt_tokens, part.chosen.max_prompt_tokens
+            limits += [] if train is None else [(train, "data.train.max_prompt_tokens")]
+            limits += [] if own is None else [(own, f"data.train.sources.{part.name}.max_prompt_tokens")]
+        return min(limits, key=lambda limit: limit[0])
 
-    def _place(self, split: str, task_id: str) -> str:
-        return self._sources[split].place(split_task_id(task_id)[2])
+    def _tokens(
+        self, grant: LeaseGrant, part: _Part, index: int, row: Row, new_tokens: int
+    ) -> tuple[list[int], list[GivenAnswer] | None]:
+        """Return the token ids of the row's prompt, and the answers of its samples if these are trained on."""
+        longest, limit = self._limit(grant.split, part, new_tokens)
+        cut = self._topology.data.train.truncate if grant.split == TRAIN else "drop"
+        place, fields = part.source.place(index), self._fields if grant.split == TRAIN else ()
+        answers: list[GivenAnswer] = []
+        try:
+            if ANSWER in fields and is_conversation(row):
+                ids, answer = self._prompts.conversation(row, part.chosen.chat_template)
+                answers = [answer]
+            else:
+                ids = self._prompts.token_ids(row, longest if cut == "drop" else None, part.chosen.chat_template)
+                answers = [self._prompts.answer(row, name) for name in fields]
+        except PromptTooLong as error:
+            raise _TooLong(f"{place}: {error} ({limit})") from None
+        except NoChatTemplate as error:
+            raise NoChatTemplate(f"{place}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        for name, answer in zip(fields, answers, strict=True):
+            if (tokens := len(answer.token_ids) + self._end_tokens) > new_tokens:
+                size = f"{place}: {name} of {tokens} tokens"
+                raise _TooLong(f"{size}: the limit is {new_tokens} (sampling.max_new_tokens)")
+        if len(ids) > longest:
+            if cut == "drop" or longest < 1:
+                raise _TooLong(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
+            ids = ids[-longest:] if cut == "left" else ids[:longest]
+        return ids, (answers * grant.group_size if len(answers) == 1 else answers or None)
 
     def _sampling(self, grant: LeaseGrant) -> SamplingParams:
         topology = self._topology
@@ -190,7 +244,7 @@ class TaskSets:
             if chosen is None:
                 raise RpcError(ErrorCode.BAD_REQUEST, f"lease of {grant.split!r}: data.eval.{grant.split} is not set")
             temperature, new_tokens = chosen.temperature, chosen.max_new_tokens or new_tokens
-        recites = grant.split == TRAIN and self._recites
+        recites = grant.split == TRAIN and bool(self._fields)
         return SamplingParams(
             samples=grant.group_size,
             temperature=temperature,

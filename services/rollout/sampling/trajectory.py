@@ -154,20 +154,41 @@ def with_turn_rewards(made: Made, score: Score, *, per_token: bool) -> tuple[Mad
     return made, replace(score, value=value)
 
 
-def single_turns(prompt_ids: Sequence[int], answers: Sequence[Completion]) -> list[list[SequenceTokens]]:
-    """Return the sequence of each sample of a single turn: the prompt, followed by the sampled tokens."""
+def at_end(sequence: SequenceTokens) -> SequenceTokens:
+    """Return the sequence as a value head learns from it: with one more token, which alone is trained.
+
+    The output for a token depends on the tokens before it, so that for the added one is the value of the whole
+    sequence. Its id does not matter.
+    """
+    last = sequence.token_ids[-1:]
+    return SequenceTokens(
+        np.concatenate((sequence.token_ids, last)),
+        np.concatenate((np.zeros_like(sequence.loss_mask), np.ones(1, np.uint8))),
+        np.zeros(len(sequence.token_ids) + 1, np.float32),
+        np.concatenate((np.full_like(sequence.versions, -1), sequence.versions[-1:])),
+    )
+
+
+def single_turns(
+    prompt_ids: Sequence[int], answers: Sequence[Completion], trained: Sequence[Array] | None = None
+) -> list[list[SequenceTokens]]:
+    """Return the sequence of each sample of a single turn: the prompt, followed by the sampled tokens. `trained`, bool
+    [N] for each answer, tells which of these are trained on; None: all."""
     given = len(prompt_ids)
     prompt = np.array(prompt_ids, np.int32)
     not_sampled, no_logprobs = np.zeros(given, np.uint8), np.zeros(given, np.float32)
     no_versions = np.full(given, -1, np.int32)
+    masks = [np.ones(len(answer.token_ids), np.uint8) for answer in answers]
+    if trained is not None:
+        masks = [mask.astype(np.uint8) for mask in trained]
     return [
         [
             SequenceTokens(
                 np.concatenate((prompt, answer.token_ids)),
-                np.concatenate((not_sampled, np.ones(len(answer.token_ids), np.uint8))),
+                np.concatenate((not_sampled, mask)),
                 np.concatenate((no_logprobs, answer.logprobs)),
-                np.concatenate((no_versions, answer.versions)),
+                np.concatenate((no_versions, np.where(mask == 1, answer.versions, np.int32(-1)))),
             )
         ]
-        for answer in answers
+        for answer, mask in zip(answers, masks, strict=True)
     ]

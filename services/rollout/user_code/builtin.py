@@ -56,6 +56,11 @@ def exact_match(sample: Sample) -> float:
     return float(sample.completion.strip() == str(sample.row["answer"]).strip())
 
 
+def none(sample: Sample) -> float:
+    """Return 0.0, the reward in a run that learns from a teacher or from rows alone and names no reward function."""
+    return 0.0
+
+
 def numeric(sample: Sample, *, tolerance: float = 1e-6, relative: float = 0.0) -> float:
     """Return 1.0 if the completion's last number is within `tolerance` + `relative` * |answer| of the row's `answer`.
 
@@ -235,6 +240,7 @@ class Builtin:
 
 REWARDS = {
     "exact_match": Builtin(exact_match, (ANSWER,), inline=True),
+    "none": Builtin(none, inline=True),
     "numeric": Builtin(numeric, (replace(ANSWER, holds="a number", check=row_number),), inline=True),
     "regex": Builtin(
         regex,

@@ -213,6 +213,7 @@ def _so_far(task: ReadyTask, conversation: Conversation, sampled: list[int]) -> 
         token_ids=sampled,
         finish_reason=conversation.finish_reason,
         turns=conversation.turns,
+        source=task.source,
     )
 
 

@@ -133,9 +133,9 @@ def test_the_policy_and_a_copy_of_it_have_the_same_score(engine: str, tmp_path: 
     }.items():
         sets = (*SMALL, f"services.rollout.engine={engine}")
         sets += ("data.eval.many={source: 'builtin:addition?split=test', samples: 4, temperature: 1.0, rows: 32}",)
-        done = evaluate(*options, "--run-dir", str(tmp_path / name), sets=sets)
+        done = evaluate(*options, "--run-dir", str(tmp_path / f"run-{name}"), sets=sets)
         assert done.returncode == 0, done.stderr + done.stdout
-        row = row_of(tmp_path / name)
+        row = row_of(tmp_path / f"run-{name}")
         assert row["eval/many/pass@4"] >= row["eval/many/avg@4"] > 0
         assert done.stdout.count("\nmany ") == 1
         found.append(row["eval/heldout/accuracy"])

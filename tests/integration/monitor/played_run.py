@@ -51,7 +51,7 @@ def metrics_row(step: int, *, offset: float = 0.0) -> dict[str, float]:
         "time/forward_backward": 0.4,
         "time/publish": 0.05,
         "throughput/tokens_per_s": 5100.0 + 20 * step,
-        **({"eval/held-out/accuracy": 0.3 + share / 2} if step % 20 == 0 else {}),
+        **({"eval/held-out/reward": 0.3 + share / 2} if step % 20 == 0 else {}),
     }
 
 

@@ -322,7 +322,7 @@ def test_a_late_observer_gets_curves_and_spans_and_sees_a_rewind(tmp_path: Path)
     with monitored(tmp_path) as run:
         first, second = asyncio.run(scenario(PlayedRun(run)))
     assert first.steps["reward/mean"].tolist() == list(range(1, 31))
-    assert first.values["eval/held-out/accuracy"].tolist() == [metrics_row(20)["eval/held-out/accuracy"]]
+    assert first.values["eval/held-out/reward"].tolist() == [metrics_row(20)["eval/held-out/reward"]]
     assert first.newest["step"] == 30
     assert {(row.service, row.values["what"]) for row in first.spans} >= {("rollout", "generate"), ("rollout", "lease")}
     assert second.steps["reward/mean"].tolist() == list(range(1, 41))

@@ -120,7 +120,7 @@ def test_the_reference_scores_as_on_the_cpu_and_leaves_the_device(model: Path, t
     ids, lengths, mask = ragged()
     task = {"token_ids": ids, "lengths": lengths, "loss_mask": mask}
 
-    async def scored(device: str) -> list[Array]:
+    async def scored(device: str) -> Array:
         scorer = FrozenScorer(
             lambda: FrozenTorch(model, "float32", 4096, device, FASTEST),
             source=model,
@@ -129,18 +129,18 @@ def test_the_reference_scores_as_on_the_cpu_and_leaves_the_device(model: Path, t
             scratch=tmp_path / f"{device}.bin",
         )
         await scorer.start()
-        found = await scorer.score([task], threading.Event())
+        ((found,),) = await scorer.score([task], threading.Event())
         if device != "cpu":
             before = used_bytes()
             await scorer.leave()
             assert before - used_bytes() > 10e6
             await scorer.come_back()
-            (again,) = await scorer.score([task], threading.Event())
-            assert np.array_equal(again, found[0])
+            ((again,),) = await scorer.score([task], threading.Event())
+            assert np.array_equal(again, found)
         scorer.stop()
         return found
 
-    np.testing.assert_allclose(asyncio.run(scored(DEVICE))[0], asyncio.run(scored("cpu"))[0], rtol=CLOSE, atol=CLOSE)
+    np.testing.assert_allclose(asyncio.run(scored(DEVICE)), asyncio.run(scored("cpu")), rtol=CLOSE, atol=CLOSE)
 
 
 def test_the_engine_reproduces_the_logprobs_of_its_samples_and_leaves_the_device(model: Path) -> None:

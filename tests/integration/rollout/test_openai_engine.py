@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +23,9 @@ from services.rollout.engines.openai_engine import OpenAIEngine
 from services.rollout.weights.sync import WeightsSync
 from shared.rpc.errors import RpcError
 from shared.weights.drill import perturb
-from tests.integration.rollout.vllm_case import REPOSITORY, TINY, Case
+from tests.integration.rollout.vllm_case import TINY, Case
 from tests.integration.rollout.vllm_process import SEED, TOLERANCE, CancelLater, plain
-from tests.integration.tiny.harness import free_port
+from tests.integration.rollout.vllm_server import server
 from tests.integration.whole_cluster import cluster
 from tests.weights_refs import weights_ref
 
@@ -40,50 +34,8 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.long,
 ]
-START_S = 240
 EXTENSION = ["--worker-extension-cls", "services.rollout.engines.vllm_worker.PolicyWeights"]
 TRUE_LOGPROBS = ["--logprobs-mode", "processed_logprobs"]
-ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-}
-
-
-@contextmanager
-def server(folder: Path, *options: str, **environment: str) -> Iterator[str]:
-    """Start vLLM's server with the shipped model and yield its base URL once it answers."""
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(TINY), "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--kv-cache-memory-bytes", "268435456"]
-    command += ["--served-model-name", "tiny", *options]
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env={**os.environ, **ENVIRONMENT, **environment}, stdout=log, stderr=log
-        )
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    try:
-        while True:
-            assert process.poll() is None, (folder / "server.log").read_text()[-3000:]
-            assert time.monotonic() < until, (folder / "server.log").read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()  # noqa: S310
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
 
 
 def engine(url: str, temperature: float = 1.0, **arguments: str) -> OpenAIEngine:

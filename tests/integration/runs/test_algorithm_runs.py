@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sqlite3
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.metric_names import undocumented
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOPOLOGIES = REPOSITORY / "launch" / "topologies"
 MODEL = TOPOLOGIES / "models" / "tiny-qwen3"
+TOOLS = TOPOLOGIES / "models" / "tiny-tools"
 OWN = """
 import numpy as np
 
@@ -46,16 +48,44 @@ def run(topology: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
     return rows
 
 
-def negative_log_likelihood(run: Path, step: int) -> float:
-    """Return the mean loss over a step's answer tokens, including the end token, under the run's initial model."""
+def numbers(run: Path, step: int) -> list[int]:
+    """Return the numbers of the rows of a step."""
     with contextlib.closing(sqlite3.connect(run / "journal.sqlite")) as journal:
         [(ids,)] = journal.execute("SELECT task_ids FROM steps WHERE step = ?", (step,)).fetchall()
+    return [int(task_id.rpartition("/")[2]) for task_id in json.loads(ids)]
+
+
+def conversation_loss(run: Path, step: int) -> float:
+    """Return the mean loss of a step's conversations over the tokens after each header of an answer, up to its end."""
+    tokenizer = AutoTokenizer.from_pretrained(TOOLS)
+    model = AutoModelForCausalLM.from_pretrained(TOOLS, dtype=torch.float32).eval()
+    rows = [json.loads(line) for line in (TOPOLOGIES / "recipes" / "sft_chat.jsonl").read_text().splitlines()]
+    found: list[float] = []
+    for number in numbers(run, step):
+        messages = rows[number]["messages"]
+        messages[4]["content"] = messages[4]["content"][0]["text"]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        answers = [match.span(1) for match in re.finditer(r"assistant\n(.*?<\|im_end\|>)", text, re.DOTALL)]
+        assert len(answers) == 3
+        with torch.no_grad():
+            logprobs = model(torch.tensor([encoded["input_ids"]])).logits[0].log_softmax(-1)
+        for place, (token, (start, end)) in enumerate(
+            zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        ):
+            if any(first <= start and end <= last for first, last in answers):
+                found.append(-float(logprobs[place - 1, token]))
+    return float(np.mean(found))
+
+
+def negative_log_likelihood(run: Path, step: int) -> float:
+    """Return the mean loss over a step's answer tokens, including the end token, under the run's initial model."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     source = open_source("builtin:addition", where="test")
     found: list[float] = []
-    for task_id in json.loads(ids):
-        row = source.row(int(task_id.rpartition("/")[2]))
+    for number in numbers(run, step):
+        row = source.row(number)
         prompt = tokenizer(row["prompt"])["input_ids"]
         answer = [*tokenizer(row["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         with torch.no_grad():
@@ -71,7 +101,16 @@ def test_supervised_fine_tuning_learns_from_the_answers(tmp_path: Path) -> None:
     assert rows[1]["loss/policy"] == pytest.approx(negative_log_likelihood(tmp_path / "run", step=1), rel=1e-5)
     assert rows[-1]["loss/policy"] < rows[1]["loss/policy"]
     assert rows[-1]["eval/heldout/accuracy"] > rows[0]["eval/heldout/accuracy"] + 0.05
-    assert {row["reward/mean"] for row in rows[1:]} == {1.0}
+    assert not [name for row in rows for name in row if name.startswith("reward/")]  # nothing is scored
+
+
+@pytest.mark.timeout(260)
+def test_supervised_fine_tuning_learns_every_answer_of_conversations(tmp_path: Path) -> None:
+    rows = run("recipes/sft_chat.yaml", tmp_path, "run.steps=12")
+    losses = [row["loss/policy"] for row in rows]
+    assert losses[0] == pytest.approx(conversation_loss(tmp_path / "run", step=1), rel=1e-5)
+    assert losses[-1] < 0.7 * losses[0]
+    assert {row["rollout/truncated_fraction"] for row in rows} == {0.0}
 
 
 @pytest.mark.timeout(260)

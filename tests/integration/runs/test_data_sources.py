@@ -78,5 +78,36 @@ def test_a_run_trains_on_reasoning_gym_and_evaluates_on_tables_although_its_row_
     assert 0 < max(row["reward/mean"] for row in rows) < 1
     for line in (lines[0], lines[-1]):  # These are the same rows, sampled greedily by the same version.
         assert line["eval/table/rows_scored"] == line["eval/saved/rows_scored"] == HELD_OUT
-        assert line["eval/table/accuracy"] == line["eval/saved/accuracy"]
-    assert lines[0]["eval/table/accuracy"] > 0
+        assert line["eval/table/reward"] == line["eval/saved/reward"]
+    assert lines[0]["eval/table/reward"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_run_takes_tasks_from_two_sources_by_weights_that_change(tmp_path: Path) -> None:
+    for name, first in (("low", 10), ("high", 50)):
+        prompts = [(a, b) for a in range(first, first + 40) for b in range(10, 20)]
+        rows = ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in prompts)
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    low = f"{{source: 'jsonl:{tmp_path}/low.jsonl', weight: 3.0}}"
+    high = f"{{source: 'jsonl:{tmp_path}/high.jsonl', weight: [[1, 0.0], [4, 1.0]]}}"
+    overrides = [
+        "run.steps=6",
+        "data.train.source=null",
+        f"data.train.sources={{low: {low}, high: {high}}}",
+        "data.eval={}",
+        f"algorithm.tasks_per_step={TASKS}",
+        "algorithm.kl=null",
+        "services.reference=null",
+        "optimizer.schedule=linear",
+    ]
+    with cluster(TOPOLOGY, tmp_path, *overrides, limit_s=180) as run:
+        assert run.end() == 0, run.output()
+        rows_of_run, steps = run.rows(), run.journaled_steps()
+    taken = [sum(int(task.rpartition("/")[2]) >= 400 for task in tasks) for _, (_, tasks) in sorted(steps.items())]
+    assert taken == [0, 0, 0, TASKS // 4, TASKS // 4, TASKS // 4]
+    for row, high_tasks in zip(rows_of_run, taken, strict=True):
+        assert "reward/source/low" in row
+        assert ("reward/source/high" in row) == (high_tasks > 0)
+    rates = [row["policy/lr"] for row in rows_of_run]
+    assert rates == pytest.approx([rates[0] * (6 - step) / 6 for step in range(6)])

@@ -34,6 +34,8 @@ GRADE = 7
 
 def overrides(recipe: Path, folder: Path) -> list[str]:
     """Return the settings that the recipe tells users to use."""
+    if recipe.stem == "distill":
+        return [f"teacher.model={MODEL}"]
     if recipe.stem != "gsm8k":
         return []
     rows = [

@@ -92,7 +92,7 @@ def test_a_run_records_what_it_trained_and_evaluated(tmp_path: Path) -> None:
         assert once(records)
         assert {each.state for each in records} == {SampleState.SCORED}
         groups = [[each.reward for each in records if each.task == task] for task in {each.task for each in records}]
-        assert np.mean(groups) == pytest.approx(rows[version]["eval/heldout/accuracy"])
+        assert np.mean(groups) == pytest.approx(rows[version]["eval/heldout/reward"])
         assert np.mean(np.max(groups, axis=1)) == pytest.approx(rows[version]["eval/heldout/pass@2"])
     shown = ctl(run.path, "samples", "--step", "2", "--worst", "3", "--json")
     assert len(json.loads(shown.stdout)["samples"]) == 3
@@ -158,7 +158,7 @@ def test_each_reward_function_is_recorded_by_name_and_failed_samples_with_their_
     for version in (0, STEPS):
         scored = read(run.path, split="eval/heldout", step=version)
         assert len(scored) == 2 * ROWS
-        assert np.mean([each.reward or 0 for each in scored]) == pytest.approx(rows[version]["eval/heldout/accuracy"])
+        assert np.mean([each.reward or 0 for each in scored]) == pytest.approx(rows[version]["eval/heldout/reward"])
     shown = ctl(run.path, "samples", "--task", failed[0].task, "--split", failed[0].split)
     assert "cannot judge this" in shown.stdout
 

@@ -52,8 +52,8 @@ def test_a_legend_has_the_newest_value_of_each_series_unless_a_pointer_is_over_a
     browser: Browser, run: Path, size: dict[str, int]
 ) -> None:
     steps = range(1, 41)
-    rewrite(run, *(row(step) | ({"eval/held/accuracy": step / 100} if step % 25 == 0 else {}) for step in steps))
-    newest = {"step": "40", "reward/mean": f"{row(40)['reward/mean']:.4g}", "eval/held/accuracy": "0.25"}
+    rewrite(run, *(row(step) | ({"eval/held/reward": step / 100} if step % 25 == 0 else {}) for step in steps))
+    newest = {"step": "40", "reward/mean": f"{row(40)['reward/mean']:.4g}", "eval/held/reward": "0.25"}
     with page_of(run) as url, visit(browser, url, size=size) as page:
         assert legend(page, "reward") == newest
         value = chart(page, "reward").locator(".u-legend .u-value").nth(1)

@@ -20,6 +20,7 @@ GEOMETRIC_LOW, GEOMETRIC_HIGH = 0.9, 1.1
 """Bounds of the geometric mean. The mean varies less than the ratio of a token, so these bounds are narrow enough to
 mask some sequences."""
 MAX_NEW_TOKENS = 16
+DPO_BETA, SIMPO_BETA, SIMPO_MARGIN = 0.3, 2.0, 0.5
 GAMMA, LAM, VALUE_CLIP = 0.97, 0.9, 0.2
 
 

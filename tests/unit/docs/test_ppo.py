@@ -26,6 +26,7 @@ def test_the_estimator_in_your_code_is_gae_with_lambda_0() -> None:
         rewards=np.ones(3),
         token_rewards=rewards,
         kl=None,
+        teacher_kl=None,
         mask=mask,
         lengths=lengths,
         sample_index=np.arange(3),

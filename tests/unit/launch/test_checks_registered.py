@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from launch.checks import adapter, critic, preflight, rewards, schedule
+from launch.checks import adapter, critic, distill, preflight, rewards, schedule, sources
 
 HELPERS = {"_check_rows", "_check_address", "_check_model_memory"}
 """Functions that a check or `preflight.check` itself calls."""
@@ -13,7 +13,7 @@ HELPERS = {"_check_rows", "_check_address", "_check_model_memory"}
 def test_every_check_is_registered_once() -> None:
     named = {
         name
-        for module in (adapter, critic, preflight, rewards, schedule)
+        for module in (adapter, critic, distill, preflight, rewards, schedule, sources)
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and name.startswith(("_check", "check_"))
     } - {"check_host"}

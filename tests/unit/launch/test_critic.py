@@ -83,11 +83,13 @@ def test_a_value_head_that_the_run_does_not_have_is_refused(dtype: type, model: 
     add_tensors(model, {"score.bias": np.full(1, 0.5, dtype)})
     (line,) = found(f"critic.model={model}").errors
     assert line == (
-        f"t.yaml: critic.model: {model}: score.bias is not zero, but the critic's head has no bias; use a model whose "
-        "head has none"
+        f"t.yaml: critic.model: {model}: score.bias is not zero, but a value head has no bias here; use a model "
+        "whose head has none"
     )
     add_tensors(model, {"score.bias": np.zeros(2, dtype), "score.weight": np.zeros((2, 64), dtype)})
-    assert head_problem(str(model)).startswith("score.weight has shape [2, 64], but a critic has one value per token")
+    assert head_problem(str(model)).startswith(
+        "score.weight has shape [2, 64], but a value head has one value per token"
+    )
 
 
 def test_the_files_of_the_critics_folder_are_checked(model: Path) -> None:

@@ -71,11 +71,12 @@ def test_a_run_that_evaluates_needs_an_evaluation_set(tmp_path: Path) -> None:
 def test_a_metric_that_no_evaluation_produces_is_refused_and_the_nearest_name_suggested(tmp_path: Path) -> None:
     path = write(make(tmp_path))
     several = "data.eval.held={source: builtin:addition, every: 5, temperature: 0.5, samples: 4}"
-    for metric in ("accuracy", "avg@4", "pass@4"):
+    for metric in ("accuracy", "reward", "avg@4", "pass@1", "pass@2", "pass@4", "part/form"):
         assert load(path, [several, f"checkpoint.keep_best=eval/held/{metric}"]).checkpoint.keep_best
     refused = {
         "eval/held/acuracy": "use eval/held/accuracy",
-        "eval/held/pass@8": "use eval/held/pass@4",
+        "eval/held/pass@8": "use eval/held/pass@.",
+        "eval/other/part/form": "use eval/held/.*",
         "reward/mean": "use eval/held/.*",
     }
     for metric, remedy in refused.items():
@@ -177,4 +178,10 @@ def test_the_table_has_a_line_for_each_set(tmp_path: Path) -> None:
         ["held", "90", "1", "0.500", "-", "-", "2"],
         ["math", "8", "4", "0.250", "0.250", "0.625", "0"],
     ]
+    more = {"eval/math/pass@1": 0.25, "eval/math/pass@2": 0.4, "eval/math/part/form": 0.75}
+    assert table(topology, row | more)[3:] == ["math: pass@1 0.250, pass@2 0.400, form 0.750"]
+    graded = row | {"eval/held/reward": 0.5, "eval/math/reward": 0.25}
+    assert "accuracy" in table(topology, graded)[0]
+    del graded["eval/math/accuracy"]
+    assert [line.split()[3] for line in table(topology, graded)] == ["reward", "0.500", "0.250"]
     assert table(topology, {})[1].split() == ["held", "0", "1", "-", "-", "-", "0"]

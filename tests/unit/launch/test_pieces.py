@@ -19,7 +19,7 @@ from launch.checks import preflight
 from launch.commands.place import lock
 from launch.processes import guard
 from launch.processes.plan import threads_of
-from launch.viewers.progress import PLAIN_EVERY_S, Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
+from launch.viewers.progress import PLAIN_EVERY_S, Metrics, Screen, Troubles, duration, evaluation_lines, rewind_text
 from launch.viewers.status import _merge
 from proto.messages import DropReason, HostRow, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
 from shared.rpc.errors import RpcError
@@ -66,8 +66,19 @@ def test_summary_compares_first_and_last_evaluation(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step, accuracy in ((0, 0.4), (5, 0.5), (10, 0.7)):
         write_row(path, **{"step": step, "eval/heldout/accuracy": accuracy})
-    (line,) = accuracy_lines(Metrics(tmp_path, steps=10))
+    (line,) = evaluation_lines(Metrics(tmp_path, steps=10))
     assert "0.400 (step 0) -> 0.700 (step 10), +0.300" in line
+
+
+def test_a_mean_reward_is_called_accuracy_only_if_every_reward_was_0_or_1(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_row(path, **{"step": 0, "eval/right/reward": 0.4, "eval/right/accuracy": 0.4, "eval/graded/reward": 0.0})
+    write_row(path, **{"step": 5, "eval/right/reward": 0.6, "eval/right/accuracy": 0.6, "eval/graded/reward": 0.35})
+    write_row(path, **{"step": 9, "eval/graded/accuracy": 0.0, "eval/graded/reward": 0.0, "eval/graded/part/form": 0.5})
+    assert evaluation_lines(Metrics(tmp_path, steps=10)) == [
+        "reward     graded: 0.000 (step 0) -> 0.000 (step 9), +0.000",
+        "accuracy   right: 0.400 (step 0) -> 0.600 (step 5), +0.200",
+    ]
 
 
 def test_progress_goes_back_when_the_run_is_rewound(tmp_path: Path) -> None:
@@ -79,7 +90,7 @@ def test_progress_goes_back_when_the_run_is_rewound(tmp_path: Path) -> None:
     path.write_text("".join(kept))
     metrics.poll(1.0)
     assert metrics.step == 2
-    assert metrics.accuracy == {"heldout": [(0, 0.0), (1, 0.1), (2, 0.2)]}
+    assert metrics.evaluations == {"heldout": ("accuracy", [(0, 0.0), (1, 0.1), (2, 0.2)])}
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,19 @@ def errors(*overrides: str) -> list[str]:
     return [line.removeprefix("t.yaml: ") for line in found]
 
 
+def test_a_source_of_texts_with_a_system_message_or_variables_of_the_template_is_refused() -> None:
+    sources = (
+        "{plain: {source: 'builtin:addition'}, said: {source: 'builtin:addition', system: s}, "
+        "made: {source: 'builtin:addition', chat_template: {think: true}}}"
+    )
+    found = errors("data.train.source=null", f"data.train.sources={sources}")
+    assert [line for line in found if "prompt that is text" in line] == [
+        f"data.train.sources.{name}.{key}: has no effect on a prompt that is text (builtin:addition row 0); write the "
+        f"prompt as messages, or remove {key}"
+        for name, key in (("said", "system"), ("made", "chat_template"))
+    ]
+
+
 @pytest.mark.parametrize("key", ["reward.function", "reward.functions[1].function"])
 def test_an_unknown_builtin_is_reported_with_the_nearest_match(key: str) -> None:
     wrong = "{function: builtin:exact_macth}"

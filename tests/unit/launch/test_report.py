@@ -110,10 +110,10 @@ def test_steps_that_were_rolled_back_are_not_drawn(tmp_path: Path) -> None:
 
 
 def test_metrics_are_chosen_by_name_and_by_pattern() -> None:
-    known = ["eval/a/accuracy", "eval/b/accuracy", "x"]
-    assert chosen(known, ["eval/*/accuracy"]) == ["eval/a/accuracy", "eval/b/accuracy"]
+    known = ["eval/a/reward", "eval/b/reward", "x"]
+    assert chosen(known, ["eval/*/reward"]) == ["eval/a/reward", "eval/b/reward"]
     assert chosen(known, ["x"]) == ["x"]
-    assert chosen(known, []) == ["eval/a/accuracy", "eval/b/accuracy"]
+    assert chosen(known, []) == ["eval/a/reward", "eval/b/reward"]
 
 
 def test_an_unknown_metric_is_refused_and_the_nearest_name_suggested() -> None:

@@ -32,7 +32,7 @@ def evaluated(step: int) -> Values:
     """Return the results of the evaluation at `step`, if there is one. The results at step 20 are the best."""
     if step % 20:
         return {}
-    return {"eval/held/accuracy": after(step, 20, 0.8, 0.5), "eval/held/rows_scored": 256.0, "eval/easy/accuracy": 0.9}
+    return {"eval/held/reward": after(step, 20, 0.8, 0.5), "eval/held/rows_scored": 256.0, "eval/easy/reward": 0.9}
 
 
 CASES: list[tuple[str, Callable[[int], Values], str]] = [
@@ -54,7 +54,7 @@ CASES: list[tuple[str, Callable[[int], Values], str]] = [
     ("gradient", lambda s: {"policy/grad_norm": after(s, 60, 2.0, 50.0)}, "from 2 to 50"),
     ("gradient", lambda s: {"policy/updates_skipped": after(s, 60, 0.0, 1.0)}, "updates skipped for bad data: 1"),
     ("learning-rate", lambda s: {"policy/lr": 0.0}, "the learning rate is 0.0e+00"),
-    ("overfitting", evaluated, "eval/held/accuracy has fallen from 0.800 (step 20) to 0.500"),
+    ("overfitting", evaluated, "eval/held/reward has fallen from 0.800 (step 20) to 0.500"),
     (
         "explained-variance",
         lambda s: {"critic/explained_variance": after(s, 60, 0.1, -0.3)},

@@ -37,15 +37,15 @@ from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.scheduler_calls import StepTasks
 from services.policy_trainer.worker import credit as credits
-from services.policy_trainer.worker.loss import TokenData, check, token_loss, value_token_loss
+from services.policy_trainer.worker.loss import TokenData, check, linear_token_loss, token_loss, value_token_loss
 from services.policy_trainer.worker.losses.policy import own_policy_loss
 from services.policy_trainer.worker.samples import BatchTokens
 from services.scheduler.planning import make_plan
 from shared.batch import Batch
 from shared.credit import kl_sums
-from shared.stages import CREDIT, PROXIMAL, ROLLOUT, VALUES
+from shared.stages import CREDIT, LINEAR_LOSS, PROXIMAL, REFERENCE_SCORE, ROLLOUT, SCORE, VALUES
 from shared.topology import Topology, TopologyError, load
-from shared.topology.algorithm import ADVANTAGES, LOSSES, Algorithm
+from shared.topology.algorithm import ADVANTAGES, LOSSES, REFERENCED, Algorithm
 from shared.topology.fields import Section
 from shared.topology.models import CRITIC, POLICY
 from tests.keys import SAMPLED
@@ -67,9 +67,9 @@ def loss(cur, anchor, tokens, *, factor=1.0):
     return -factor * tokens.advantages * (cur - 0.5 * anchor)
 """
 
-SUPERVISED, GAE = "cross_entropy", "gae"
-"""A loss and an advantage that cannot be selected by one key alone, because the loss needs a group of one, which the
-default advantage refuses, and the advantage needs a critic."""
+SUPERVISED, REWARD_MODEL, GAE, NONE = "cross_entropy", "bradley_terry", "gae", "none"
+"""Losses and advantages that cannot be selected by one key alone, because the first loss needs a group of one, which
+the default advantage refuses, the second one needs a value head, and the advantages need a critic or a teacher."""
 CHANGES: dict[str, tuple[str, ...]] = {
     "tasks_per_step": ("8",),
     "group_size": ("3",),
@@ -85,7 +85,9 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "advantage.truncated": ("bootstrap",),
     "advantage.whiten": ("mini_batch", "none"),
     "advantage.params": ("{shift: 0.5}",),
-    "loss.name": (*(name for name in LOSSES if name != SUPERVISED), "'own_functions:loss'"),
+    "loss.name": (*(name for name in LOSSES if name not in (SUPERVISED, REWARD_MODEL)), "'own_functions:loss'"),
+    "loss.beta": ("0.5",),
+    "loss.margin": ("0.25",),
     "loss.clip": ("[0.1, 0.15]", "[1.0, 0.15]"),
     "loss.dual_clip": ("1.25",),
     "loss.clamp": ("upper", "both"),
@@ -101,6 +103,9 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "kl.in": ("loss", "reward"),
     "kl.coef": ("0.3",),
     "kl.refresh_every": ("20",),
+    "distill.kl": ("reverse",),
+    "distill.coef": ("0.3",),
+    "distill.top_k": ("1",),
     "filter_zero_variance.max_refill": ("2",),
     "entropy_coef": ("0.1",),
     "overlong": ("mask",),
@@ -112,6 +117,7 @@ KL = ("algorithm.kl={coef: 0.1}",)
 KL_IN_REWARD = ("algorithm.kl={coef: 0.1, estimator: k1, in: reward}",)
 TWICE = ("algorithm.num_iterations=2",)
 ON_ROLLOUT = ("algorithm.loss.anchor=rollout",)
+DISTILLED = ("teacher={model: ./model}", "algorithm.distill={}")
 CRITIC_OF_ONE = ("critic={optimizer: {lr: 1.0e-3}, num_iterations: 2}", "algorithm.advantage.name=gae")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "one update": (),
@@ -128,7 +134,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "normalised": ("algorithm.normalise_rewards=batch", "algorithm.advantage.name=rloo", *ON_ROLLOUT),
     "filtered": ("algorithm.filter_zero_variance={}", "algorithm.advantage.scale=none", *TWICE),
     "refreshed": ("algorithm.kl={coef: 0.1, refresh_every: 40}",),
-    **{f"advantage {name}": (f"algorithm.advantage.name={name}", *ON_ROLLOUT) for name in ADVANTAGES if name != GAE},
+    **{
+        f"advantage {name}": (f"algorithm.advantage.name={name}", *ON_ROLLOUT)
+        for name in ADVANTAGES
+        if name not in (GAE, NONE)
+    },
     "advantage gae": (*CRITIC_OF_ONE, *ON_ROLLOUT),
     "advantage with values of one's own": (
         CRITIC_OF_ONE[0],
@@ -142,8 +152,16 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "loss gspo": ("algorithm.loss={name: gspo, aggregation: seq_mean_token_mean}", *TWICE),
     "loss importance_sampling": ("algorithm.loss.name=importance_sampling", *TWICE),
     "loss of one's own": ("algorithm.loss.name='own_functions:loss'", *TWICE),
+    "distilled": (*DISTILLED, *TWICE),
+    "distilled by forward KL": ("teacher={model: ./model}", "algorithm.distill={kl: forward, top_k: 2}"),
+    "distilled in the rewards of tokens": (*DISTILLED, "algorithm.advantage.name=reinforce"),
+    "distilled without rewards": (*DISTILLED, "algorithm.advantage.name=none"),
     "adapter": ("policy.lora={rank: 4}", *KL),
     "adapter with a KL in the reward": ("policy.lora={rank: 4}", *KL_IN_REWARD, *TWICE),
+    **{
+        f"pairs by {name}": (f"algorithm.loss.name={name}", "algorithm.group_size=2")
+        for name in ("dpo", "ipo", "simpo")
+    },
     "supervised": (f"algorithm.loss.name={SUPERVISED}", "algorithm.group_size=1", *KL),
 }
 TOPOLOGY = """\
@@ -184,10 +202,11 @@ class Table:
         self.logits = torch.from_numpy(rng.normal(scale=0.5, size=(tokens, VOCABULARY))).requires_grad_()
         self.shift = torch.zeros(VOCABULARY, dtype=torch.float64, requires_grad=True)
         """Parameter that all tokens share, so that a ratio can rise where the advantage is negative."""
-        self.rollout, self.ref = (
-            self.scores()[0].detach() + 0.4 * torch.randn(tokens, generator=_seeded(i)) for i in (1, 2)
+        self.rollout, self.ref, self.teacher = (
+            self.scores()[0].detach() + 0.4 * torch.randn(tokens, generator=_seeded(i)) for i in (1, 2, 3)
         )
         self.first = {f"train/0/{task}": task * algorithm.group_size for task in range(algorithm.tasks_per_step)}
+        self.topk = torch.from_numpy(rng.normal(size=(tokens, 3))).log_softmax(-1)
         self.prox = torch.zeros(tokens)
         self.token_advantages = torch.zeros(tokens)
         self.sums: list[dict[str, float]] = []
@@ -211,6 +230,8 @@ class Table:
         }
         if kl is not None and kl.place == "reward" and topology.services.reference is not None:
             scalars |= self.kls(kl.estimator)
+        if topology.algorithm.loss.name in REFERENCED:
+            scalars[REFERENCE_SCORE] = self.sums_of(self.ref)
         meta = BatchMeta(tasks=tasks, parts=[BatchPart(ROLLOUT.name, list(SAMPLED))], stores=[STORE])
         return StepBatch(step=1, batch=meta, scalars=scalars, reward_mean_unfiltered=0.0)
 
@@ -233,8 +254,16 @@ class Table:
         }
         return {"kl": kl_sums(estimator, shards, self.ref.numpy(), len(self.lengths))} if estimator else {}
 
-    async def forward(self, batch: Batch, keys: Sequence[str], _: float, *, kl_estimator: str) -> ForwardDone:
+    def sums_of(self, logprobs: torch.Tensor) -> Array:
+        return np.array([part.sum() for part in np.split(logprobs.numpy(), np.cumsum(self.lengths)[:-1])], np.float64)
+
+    async def forward(
+        self, batch: Batch, keys: Sequence[str], _: float, *, kl_estimator: str, sums: bool
+    ) -> ForwardDone:
         self.prox = self.scores()[0].detach()
+        if sums:
+            scores = {SCORE: self.sums_of(self.prox)}
+            return ForwardDone(meta=BatchMeta(tasks=batch.meta.tasks, scalars=scores), seconds=0.0)
         part = BatchPart(PROXIMAL.name, [f"{key}:1-1" for key in keys])
         meta = BatchMeta(tasks=batch.meta.tasks, parts=[part], stores=[STORE], scalars=self.kls(kl_estimator))
         return ForwardDone(meta=meta, seconds=0.0)
@@ -249,6 +278,7 @@ class Table:
             "token_ids": of_token,
             "rollout_logprobs": self.rollout.numpy(),
             "ref_logprobs": self.ref.numpy(),
+            "teacher_logprobs": self.teacher.numpy(),
             "versions": np.zeros(len(of_token)),
             "turn_rewards": np.where(of_token % 3 == 0, 0.25, 0.0),
             "values": self.critic.first.numpy(),
@@ -288,11 +318,17 @@ class Table:
             versions=torch.zeros(len(at)),
             prox=self.prox[at] if loss.anchor == "proximal" else None,
             ref=self.ref[at] if loss.kl_estimator else None,
+            teacher=self.teacher[at] if loss.distill_coef and not loss.distill_top_k else None,
+            topk=self.topk[at, : loss.distill_top_k] if loss.distill_top_k else None,
             sequences=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
             sequence_count=len(lengths),
         )
         cur, entropy = self.scores()
-        total, sums = token_loss(loss, cur[at], data, entropy[at], check(loss, self.own))
+        others = (self.logits + self.shift).log_softmax(-1)[at, : loss.distill_top_k] if loss.distill_top_k else None
+        if loss.name == LINEAR_LOSS:
+            total, sums = linear_token_loss(cur[at], data)
+        else:
+            total, sums = token_loss(loss, cur[at], data, entropy[at], check(loss, self.own), others=others)
         total.backward()  # type: ignore[no-untyped-call]
         self.sums.append({name: float(value) for name, value in sums.items()})
         return ForwardBackwardDone(sums=self.sums[-1], seconds=0.0)

@@ -230,6 +230,25 @@ def test_reinforce_is_the_discounted_sum_of_later_rewards_with_the_kl_at_each_to
     assert not task.kl[~task.mask].any()
 
 
+def test_the_difference_to_a_teacher_is_a_reward_of_each_token_and_discounts() -> None:
+    handles, shards, scalars = batch(np.random.default_rng(6), 3)
+    for task in shards:
+        task["teacher_logprobs"] = task["ref_logprobs"]
+    spec = CreditSpec(name="reinforce", gamma=0.5, distill_coef=0.3)
+    as_kl = CreditSpec(name="reinforce", gamma=0.5, kl_estimator="k1", kl_coef=0.3)
+    made, statistics = credited(handles, shards, scalars, spec)
+    expected, _ = credited(handles, shards, scalars, as_kl)
+    assert [array.tobytes() for array in made] == [array.tobytes() for array in expected]
+    trained = [task["loss_mask"] != 0 for task in shards]
+    differences = np.concatenate(
+        [
+            (task["rollout_logprobs"].astype(np.float64) - task["teacher_logprobs"])[mask]
+            for task, mask in zip(shards, trained, strict=True)
+        ]
+    )
+    assert moments(statistics, "teacher_")[1] == pytest.approx(differences.mean(), rel=1e-12)
+
+
 def test_masked_samples_have_no_credit_and_do_not_count() -> None:
     handles, shards, scalars = batch(np.random.default_rng(4), 3)
     scalars[LOSS_TOKENS][:] = 0

@@ -19,7 +19,7 @@ from services.policy_trainer.worker.losses import divergence
 from services.policy_trainer.worker.losses.policy import POLICY_LOSSES, own_policy_loss
 from services.policy_trainer.worker.losses.tokens import TokenData
 from shared.rpc.errors import RpcError
-from shared.topology.algorithm import LOSSES, Loss
+from shared.topology.algorithm import Loss
 from tests.unit.policy_trainer.test_numbers import step_batch
 from tests.unit.policy_trainer.training import token_data
 
@@ -196,7 +196,7 @@ def test_gspo_includes_the_parts_of_a_sequence_on_other_ranks() -> None:
         torch.testing.assert_close(gradient(total, cur)[mine], whole[mine], rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_extreme_log_ratios_give_finite_gradients(name: str) -> None:
     cur, tokens = data()
     far = token_data(
@@ -215,7 +215,7 @@ def test_extreme_log_ratios_give_finite_gradients(name: str) -> None:
     assert bool(torch.isfinite(gradient(total, low)).all())
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_batch_without_tokens_has_no_loss(name: str) -> None:
     empty = torch.zeros(0, requires_grad=True)
     nothing = token_data(

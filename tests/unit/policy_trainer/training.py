@@ -39,10 +39,18 @@ def one_rank(
 
 
 def token_data(
-    *, rollout: Tensor, versions: Tensor, prox: Tensor | None = None, ref: Tensor | None = None, **others: Any
+    *,
+    rollout: Tensor,
+    versions: Tensor,
+    prox: Tensor | None = None,
+    ref: Tensor | None = None,
+    teacher: Tensor | None = None,
+    topk: Tensor | None = None,
+    **others: Any,
 ) -> TokenData:
     """Return the data of tokens whose shards have these values. `others` are the other fields of `TokenData`."""
     named = {"rollout_logprobs": rollout, "versions": versions, "prox_logprobs": prox, "ref_logprobs": ref}
+    named |= {"teacher_logprobs": teacher, "teacher_topk": topk}
     return TokenData(shards={key: values for key, values in named.items() if values is not None}, **others)
 
 
@@ -53,4 +61,4 @@ def accumulate(
     loss = BatchLoss(spec, flat, advantages, weights, "cpu")
     mask = flat["loss_mask"] * (weights != 0)
     sequences = Sequences(flat["token_ids"], flat["lengths"], mask)
-    return made.forward_backward(sequences, spec.temperature, loss, entropy=loss.entropy)
+    return made.forward_backward(sequences, spec.temperature, loss, entropy=loss.entropy, others=loss.others)

@@ -27,6 +27,7 @@ from shared.colocation.turns import OwnDevices
 from shared.lease import Lease, LeaseLost
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
+from shared.model.picks import Likeliest
 from shared.topology.passes import FASTEST
 from tests.unit.rollout.rollout_engine import MODEL
 from tests.unit.shared.test_lease import book_of, gets_on, grant
@@ -78,13 +79,16 @@ def tasks() -> list[dict[str, Array]]:
     return made
 
 
-def scorer_of(folder: Path, max_tokens: int, temperature: float = 1.0) -> FrozenScorer:
+def scorer_of(
+    folder: Path, max_tokens: int, temperature: float = 1.0, likeliest: Likeliest | None = None
+) -> FrozenScorer:
     return FrozenScorer(
         lambda: FrozenTorch(MODEL, "float32", max_tokens, passes=FASTEST),
         source=MODEL,
         threads=1,
         temperature=temperature,
         scratch=folder / "reference-0.bin",
+        likeliest=likeliest,
     )
 
 
@@ -96,7 +100,7 @@ def test_reference_values_equal_those_of_each_sequence_scored_alone(temperature:
 
     async def run() -> list[Array]:
         await scorer.start()
-        return await scorer.score(shards, threading.Event())
+        return [values for (values,) in await scorer.score(shards, threading.Event())]
 
     scored = asyncio.run(run())
     scorer.stop()
@@ -116,13 +120,42 @@ def test_reference_values_equal_those_of_each_sequence_scored_alone(temperature:
         assert np.abs(values - wanted).max() < 1e-4
 
 
+@pytest.mark.parametrize("max_tokens", [16, 4096])
+def test_the_likeliest_tokens_are_those_of_each_sequence_scored_alone(max_tokens: int, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    shards = tasks()
+
+    async def run() -> list[tuple[Array, ...]]:
+        scorer = scorer_of(tmp_path, max_tokens, 0.6, Likeliest(5, 40))
+        await scorer.start()
+        scored = await scorer.score(shards, threading.Event())
+        scorer.stop()
+        return scored
+
+    for task, (found, values) in zip(shards, asyncio.run(run()), strict=True):
+        assert (found.dtype, values.dtype) == (np.int32, np.float32)
+        rows, at = [], 0
+        for length in task["lengths"].tolist():
+            ids = torch.from_numpy(task["token_ids"][at : at + length].astype(np.int64))
+            with torch.inference_mode():
+                logprobs = (model(input_ids=ids[None]).logits[0] / 0.6).log_softmax(-1)
+            rows.append(logprobs[np.flatnonzero(task["loss_mask"][at : at + length]) - 1])
+            at += length
+        wanted = torch.cat(rows)
+        assert len(found) == len(wanted) == np.count_nonzero(task["loss_mask"])
+        top = wanted[:, :40].topk(5)
+        assert np.abs(values - top.values.numpy()).max() < 1e-4
+        assert np.abs(wanted.gather(1, torch.from_numpy(found).long()).numpy() - values).max() < 1e-4
+        assert found.max() < 40
+
+
 def test_small_micro_batches_give_the_same_values_and_report_progress_more_often(tmp_path: Path) -> None:
     shards = tasks()
 
     async def run(max_tokens: int) -> tuple[list[Array], int]:
         scorer = scorer_of(tmp_path, max_tokens)
         await scorer.start()
-        scored = await scorer.score(shards, threading.Event())
+        scored = [values for (values,) in await scorer.score(shards, threading.Event())]
         scorer.stop()
         return scored, scorer.progress
 
@@ -209,7 +242,8 @@ def test_a_lease_stays_alive_while_its_rank_waits_for_a_rank_that_is_still_fetch
         async def call(*_: Any, **__: Any) -> None:
             await there.wait()
 
-        parts: list[Any] = [None, NoModel(), None, OwnDevices(), Group(), [SimpleNamespace(call=call)], ""]
+        model = SimpleNamespace(service="reference", stage="reference")
+        parts: list[Any] = [None, model, NoModel(), None, OwnDevices(), Group(), [SimpleNamespace(call=call)], ""]
         made = Scoring(*parts)
         leading = asyncio.create_task(made.lead(lease, book, []))
         await asyncio.sleep(0.01)

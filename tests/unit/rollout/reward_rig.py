@@ -11,7 +11,7 @@ from typing import Any
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import Score
 from shared.sample import Sample
-from shared.topology.schema import RewardRetry
+from shared.topology.reward import RewardRetry
 
 MIB = 1 << 20
 

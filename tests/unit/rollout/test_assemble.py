@@ -147,6 +147,17 @@ def test_named_values_of_samples_follow_the_order_of_survivors_and_their_number_
     assert np.isnan(later["workflow/turns"]).all()
 
 
+def test_a_sample_of_a_source_has_its_reward_under_the_name_of_the_source() -> None:
+    made = answer(5, 2)
+    of_source = [replace(made, sample=replace(made.sample, source=name)) for name in ("a", "", "b")]
+    scores = [[Score(1.0), Score(0.5), Score(0.25)]]
+    block = assemble([task(0, 1)], [of_source], scores, min_survivors=2)
+    columns = NamedValues().columns(block.named)
+    assert list(columns) == ["reward/source/a", "reward/source/b"]
+    assert np.nan_to_num(columns["reward/source/a"], nan=-1).tolist() == [1.0, -1, -1]
+    assert np.nan_to_num(columns["reward/source/b"], nan=-1).tolist() == [-1, -1, 0.25]
+
+
 def test_rewards_of_turns_are_added_to_the_sample_and_become_a_key_if_tokens_have_advantages() -> None:
     one = answer(5, 2, prompt=(7, 8))
     assert with_turn_rewards(one, Score(1.0), per_token=False) == (one, Score(1.0))

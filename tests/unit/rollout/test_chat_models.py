@@ -57,15 +57,15 @@ def test_an_answer_to_messages_ends_as_the_chat_template_ends_it_and_one_to_text
     tmp_path: Path,
 ) -> None:
     made = builder(chat_model(tmp_path, eos="<eos>", generation={"eos_token_id": END}))
-    assert made.answer_ids(CHAT)[-1] == END
-    assert made.answer_ids(TEXT)[-1] == EOS
+    assert made.answer(CHAT).token_ids[-1] == END
+    assert made.answer(TEXT).token_ids[-1] == EOS
 
 
 def test_an_answer_whose_end_does_not_end_sampling_is_refused(tmp_path: Path) -> None:
     made = builder(chat_model(tmp_path, eos="<eos>", generation={"eos_token_id": EOS}))
-    assert made.answer_ids(TEXT)[-1] == EOS
+    assert made.answer(TEXT).token_ids[-1] == EOS
     with pytest.raises(ValueError, match=r"ends an answer with token 2, but sampling ends at \[3\] only; add it"):
-        made.answer_ids(CHAT)
+        made.answer(CHAT)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 from services.rollout.rewards.pool import RewardPool
 from shared.sample import Sample
-from shared.topology.schema import RewardRetry
+from shared.topology.reward import RewardRetry
 from tests.unit.rollout.reward_rig import Line
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from proto.messages import LossReason, Trouble, TroubleKind
 from services.rollout.rewards.judge import Judge, RewardCall, unavailable
 from services.rollout.rewards.pool import RewardPool
 from shared.sample import Sample
-from shared.topology.schema import RewardRetry
+from shared.topology.reward import RewardRetry
 from tests.unit.rollout.reward_rig import Line, pool, sample, values
 
 pytestmark = pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from proto.messages import BatchMeta, DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import TaskSets, prepare
+from shared.data.open import open_source
+from shared.data.source import read_rows
 from shared.lease import Lease, LeaseLost
 from shared.rpc.errors import RpcError
 from shared.sample import messages_of
@@ -75,6 +78,73 @@ def test_train_tasks_are_sampled_with_the_settings_from_the_topology(sets: TaskS
     assert [task.prompt().name for task in prepared.ready] == ["train/0/0", "train/0/1"]
 
 
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if think %}={% endif %}"
+
+
+def of_sources(folder: Path, train: str) -> TaskSets:
+    """Return the task sets of two sources with two rows each, of messages in `chat` and of texts in `raw`."""
+    model = Path(shutil.copytree(MODEL, folder / "model"))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    chats = [
+        [{"role": "user", "content": "1+2="}],
+        [{"role": "system", "content": "9"}, {"role": "user", "content": "3"}],
+    ]
+    for name, made in (("chat", chats), ("raw", ["4+5=", "1234567890"])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in made))
+    text = TOPOLOGY.format(model=model).replace('source: "jsonl:rows.jsonl", max_prompt_tokens: 60', train)
+    (folder / "t.yaml").write_text(text)
+    return TaskSets(load(folder / "t.yaml"), PromptBuilder(model, add_generation_prompt=True), context_tokens=512)
+
+
+def test_a_source_adds_its_system_message_and_its_variables_of_the_template(tmp_path: Path) -> None:
+    chat = '{source: "jsonl:chat.jsonl", system: "7", chat_template: {think: true}}'
+    sets = of_sources(tmp_path, f'sources: {{chat: {chat}, raw: {{source: "jsonl:raw.jsonl"}}}}')
+    tokenizer = PromptBuilder(tmp_path / "model", add_generation_prompt=True)
+    ready = sets.prepare(grant("train", 0, 1, 2, 3)).ready
+    texts = ["".join(tokenizer.pieces(task.prompt_ids)) for task in ready]
+    assert [text.replace("<unk>", "") for text in texts][2:] == ["4+5=", "1234567890"]
+    assert [task.source for task in ready] == ["chat", "chat", "raw", "raw"]
+    assert [message["content"] for message in ready[0].row["prompt"]] == ["7", "1+2="]
+    assert [message["content"] for message in ready[1].row["prompt"]] == ["9", "3"]  # It has a system message.
+    assert texts[0].endswith("1+2==")
+    assert "7" in texts[0]
+    [evaluated] = sets.prepare(grant("same", 3)).ready
+    assert evaluated.source == ""
+
+
+def test_rows_of_a_source_keep_their_numbers_when_rows_are_added_to_the_one_before(tmp_path: Path) -> None:
+    train = 'sources: {raw: {source: "jsonl:raw.jsonl"}, chat: {source: "jsonl:chat.jsonl"}}'
+    sets = of_sources(tmp_path, train)
+    begun = {
+        f"data.train.sources.{name}.source": read_rows(open_source(f"jsonl:{tmp_path}/{name}.jsonl", where="")).digests
+        for name in ("raw", "chat")
+    }
+    before = [task.row["prompt"] for task in sets.prepare(grant("train", 0, 1, 2, 3)).ready]
+    with (tmp_path / "raw.jsonl").open("a") as file:
+        file.write('{"prompt": "1"}\n')
+    prompts = PromptBuilder(tmp_path / "model", add_generation_prompt=True)
+    again = TaskSets(load(tmp_path / "t.yaml"), prompts, context_tokens=512, begun=begun)
+    assert [task.row["prompt"] for task in again.prepare(grant("train", 0, 1, 2, 3)).ready] == before
+
+
+@pytest.mark.parametrize(("cut", "left"), [("left", "7890"), ("right", "1234"), ("drop", None)])
+def test_a_prompt_that_is_too_long_is_cut_or_dropped(cut: str, left: str | None, tmp_path: Path) -> None:
+    raw = '{source: "jsonl:raw.jsonl", max_prompt_tokens: 4}'
+    sets = of_sources(tmp_path, f"truncate: {cut}, sources: {{raw: {raw}}}")
+    prepared = sets.prepare(grant("train", 0, 1))
+    texts = ["".join(sets._prompts.pieces(task.prompt_ids)) for task in prepared.ready]
+    assert texts == (["4+5="] if left is None else ["4+5=", left])
+    limit = r"prompt of 10 tokens: the limit is 4 \(data\.train\.sources\.raw\.max_prompt_tokens\)"
+    assert [bool(re.search(limit, result.reason)) for result in prepared.dropped] == [True] * (left is None)
+
+
+def test_a_system_message_before_a_text_drops_the_row_and_says_so(tmp_path: Path) -> None:
+    sets = of_sources(tmp_path, 'sources: {raw: {source: "jsonl:raw.jsonl", system: "7"}}')
+    [result] = sets.prepare(grant("train", 0)).dropped
+    assert result.why == DropReason.BAD_ROW
+    assert "the prompt is text, which data.train.sources.raw.system cannot precede; use messages" in result.reason
+
+
 def test_raw_text_is_tokenised_unchanged_and_messages_through_the_template(sets: TaskSets) -> None:
     raw, chat = sets.prepare(grant("train", 0, 1)).ready
     assert len(raw.prompt_ids) == 4
@@ -118,11 +188,30 @@ def test_rewards_see_the_whole_trained_answer_in_supervised_fine_tuning(prompts:
     supervised = TaskSets(load(tmp_path / "t.yaml"), prompts, context_tokens=512)
     trained = supervised.prepare(grant("train", 0, group_size=1))
     (task,) = trained.ready
-    assert task.answer_ids is not None
-    assert prompts.completion(task.answer_ids, trained.sampling.stop) == "3 1 4"
+    assert task.answers is not None
+    assert prompts.completion(task.answers[0].token_ids, trained.sampling.stop) == "3 1 4"
     evaluated = supervised.prepare(grant("same", 0, group_size=1))
     # Sampled text still ends at the stop text.
-    assert prompts.completion(task.answer_ids, evaluated.sampling.stop) == "3 "
+    assert prompts.completion(task.answers[0].token_ids, evaluated.sampling.stop) == "3 "
+
+
+def test_a_preference_has_two_answers_and_is_dropped_if_either_is_too_long(
+    prompts: PromptBuilder, tmp_path: Path
+) -> None:
+    rows = [{"chosen": "3", "rejected": "12"}, {"chosen": "3", "rejected": "123456789"}, {"chosen": "3"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": "1+2=", **row}) + "\n" for row in rows))
+    text = TOPOLOGY.format(model=MODEL).replace("temperature: 0.9, ", "")
+    text = text.replace("group_size: 4, loss: {anchor: rollout}", "loss: {name: simpo}")
+    (tmp_path / "t.yaml").write_text(text)
+    made = TaskSets(load(tmp_path / "t.yaml"), prompts, context_tokens=512).prepare(
+        grant("train", 0, 1, 2, group_size=2)
+    )
+    (task,) = made.ready
+    assert [prompts.completion(answer.token_ids, ()) for answer in task.answers or ()] == ["3", "12"]
+    assert made.min_survivors == 2
+    assert [each.why for each in made.dropped] == [DropReason.TOO_LONG, DropReason.BAD_ROW]
+    assert "rejected of 10 tokens: the limit is 8 (sampling.max_new_tokens)" in made.dropped[0].reason
+    assert "row has no rejected" in made.dropped[1].reason
 
 
 def test_an_evaluation_uses_its_own_sampling_settings(sets: TaskSets) -> None:

@@ -26,7 +26,7 @@ from services.rollout.weights.versions import EngineVersions
 from shared.actor.telemetry import TelemetrySender
 from shared.colocation.turns import OwnDevices
 from shared.lease import Lease, LeaseBook
-from shared.topology.schema import RewardRetry
+from shared.topology.reward import RewardRetry
 from tests.unit.rollout.rollout_engine import sampling
 from tests.unit.rollout.told_engine import ToldEngine, ToldWeights, ref_of, weights_of
 

@@ -99,9 +99,10 @@ def test_a_checkpoint_is_ordered_when_trained_bytes_fill_the_store() -> None:
 
 def test_every_epoch_has_its_own_order_of_all_usable_rows() -> None:
     order = EpochOrder(plan(rows=[0, 2, 3, 5], shuffle=True))
-    epochs = [order.some(start, 9) for start in (0, 4, 8)]  # A block never has rows from two epochs.
-    assert all(sorted(rows) == [0, 2, 3, 5] for _, rows in epochs)
-    assert [epoch for epoch, _ in epochs] == [0, 1, 2]
-    assert len({tuple(rows) for _, rows in epochs}) > 1
-    assert [order.at(position) for position in (4, 7)] == [(1, epochs[1][1][0]), (1, epochs[1][1][3])]
-    assert EpochOrder(plan(rows=[0, 2, 3, 5], shuffle=True)).some(9, 2) == (2, epochs[2][1][1:3])
+    places = order.some(0, 12)
+    assert [epoch for epoch, _ in places] == [0] * 4 + [1] * 4 + [2] * 4
+    epochs = [[row for _, row in places[first : first + 4]] for first in (0, 4, 8)]
+    assert all(sorted(rows) == [0, 2, 3, 5] for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) > 1
+    assert [order.at(position) for position in (4, 7)] == [places[4], places[7]]
+    assert EpochOrder(plan(rows=[0, 2, 3, 5], shuffle=True)).some(7, 3) == places[7:10]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from proto.messages import (
@@ -17,12 +20,14 @@ from proto.messages import (
     TaskHandle,
     WaitEvals,
 )
+from services.scheduler.evaluations import Evaluation, best_of
 from services.scheduler.events import (
     Configure,
     Tell,
     WriteRow,
 )
 from services.scheduler.plan import EvalPlan, Plan
+from shared.evaluation import draws, scores
 from tests.unit.scheduler.bench import Bench, ids, plan
 
 
@@ -40,7 +45,8 @@ def test_evaluations_are_leased_first_with_their_exact_version_and_are_not_count
     assert bench.acknowledge() == {(task, 1) for task in ids(grant)}
     assert bench.ask(WaitEvals(driver=1, step=0)).accuracy == {"held": 0.5}
     (told,) = [effect.values for effect in bench.effects if isinstance(effect, Tell) and effect.topic == "eval"]
-    assert (told["step"], told["eval/held/accuracy"]) == (0, 0.5)
+    assert (told["step"], told["eval/held/reward"]) == (0, 0.5)
+    assert "eval/held/accuracy" not in told  # a reward of 0.5 is neither right nor wrong
 
 
 def test_a_run_without_steps_samples_nothing_but_its_evaluations() -> None:
@@ -108,8 +114,48 @@ def test_several_samples_per_row_give_their_mean_and_the_best_of_them() -> None:
     bench.complete(grant, samples=4, reward=[1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0])
     (row,) = [effect.row for effect in bench.effects if isinstance(effect, WriteRow)]
     assert row["eval/held/accuracy"] == row["eval/held/avg@4"] == 0.25
+    assert row["eval/held/reward"] == row["eval/held/pass@1"] == 0.25
+    assert row["eval/held/pass@2"] == pytest.approx((1 / 2 + 0 + 5 / 6) / 3)
     assert row["eval/held/pass@4"] == pytest.approx(2 / 3)
     assert [row[f"eval/held/{name}"] for name in ("rows_scored", "rows_dropped", "samples_failed")] == [3, 0, 0]
+
+
+def test_pass_at_k_is_the_best_of_k_samples_averaged_over_all_subsets() -> None:
+    three_of_eight = [0.0] * 5 + [1.0] * 3
+    assert [best_of(k, three_of_eight) for k in draws(8)] == pytest.approx([0.375, 9 / 14, 13 / 14, 1.0], abs=1e-15)
+    assert best_of(2, [0.0, 0.5, 1.0, 1.0]) == pytest.approx(0.916667, abs=1e-6)
+    rewards = sorted([-1.0, 0.25, 0.5, 0.5, 2.0, 7.5, -3.0])
+    for k in range(1, 8):
+        subsets = [max(chosen) for chosen in itertools.combinations(rewards, k)]
+        assert best_of(k, rewards) == pytest.approx(math.fsum(subsets) / len(subsets), abs=1e-12)
+    assert best_of(8, rewards) == 7.5
+    assert best_of(512, [0.0] * 1000 + [1.0] * 24) == pytest.approx(1 - math.comb(1000, 512) / math.comb(1024, 512))
+
+
+@pytest.mark.parametrize(
+    ("samples", "ks"), [(1, []), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (10, [1, 2, 4, 8, 10])]
+)
+def test_pass_at_k_is_given_for_powers_of_two_and_for_all_samples(samples: int, ks: list[int]) -> None:
+    evaluation = Evaluation.of("held", (0, 0), samples, ["held/0/0"])
+    evaluation.score(0, {"reward": np.ones(samples, np.float32)}, 0)
+    names = [name for name in evaluation.metrics() if "/pass@" in name]
+    assert sorted(names) == sorted(f"eval/held/pass@{k}" for k in ks)
+    assert {f"eval/held/{name}" for name in scores(samples)} <= evaluation.metrics().keys()
+
+
+def test_named_rewards_are_reported_and_failed_samples_count_as_0() -> None:
+    evaluation = Evaluation.of("held", (0, 0), 2, ["held/0/0", "held/0/1", "held/0/2"])
+    form, other = np.array([0.5, 1.0], np.float32), np.array([np.nan, 0.25], np.float32)
+    columns = {"reward/part/form": form, "reward/part/other": other, "workflow/turns": form}
+    evaluation.score(1, {"reward": np.array([1, 0], np.float32), **columns}, 0)
+    evaluation.score(2, {"reward": np.ones(1, np.float32), "reward/part/form": np.ones(1, np.float32)}, 1)
+    metrics = evaluation.metrics()
+    assert metrics["eval/held/part/form"] == (0.75 + 0.5) / 2
+    assert metrics["eval/held/part/other"] == 0.25
+    assert metrics["eval/held/accuracy"] == metrics["eval/held/reward"] == 0.5
+    assert not any("turns" in name for name in metrics)
+    evaluation.score(0, {"reward": np.array([0.5, 0], np.float32)}, 0)
+    assert "eval/held/accuracy" not in evaluation.metrics()
 
 
 def test_failed_samples_in_an_evaluation_are_counted_as_wrong_answers() -> None:
@@ -129,4 +175,5 @@ def test_failed_samples_in_an_evaluation_are_counted_as_wrong_answers() -> None:
     (row,) = [effect.row for effect in bench.effects if isinstance(effect, WriteRow)]
     assert row["eval/held/accuracy"] == row["eval/held/avg@4"] == 0.25 / 2
     assert row["eval/held/pass@4"] == 0.5
+    assert row["eval/held/pass@2"] == 0.25
     assert [row[f"eval/held/{name}"] for name in ("rows_scored", "rows_dropped", "samples_failed")] == [2, 1, 7]

@@ -26,7 +26,7 @@ from services.scheduler.events import (
 from services.scheduler.ledger import FAILURE
 from services.scheduler.state import Scheduler
 from services.scheduler.steps import HOPELESS_TASKS
-from shared.stages import REFERENCE, ROLLOUT
+from shared.stages import REFERENCE, ROLLOUT, TEACHER
 from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, ids, plan
 
 
@@ -222,6 +222,31 @@ def test_a_reference_lease_carries_the_handles_of_accepted_rollouts_only() -> No
     assert bench.counts()["ROLLED_OUT"] == 1
     bench.complete(grant)
     assert bench.counts()["READY"] == 1
+
+
+def test_a_task_passes_the_stages_of_several_frozen_models_one_after_the_other() -> None:
+    bench = Bench(plan(stages=(ROLLOUT, REFERENCE, TEACHER))).start()
+    first, second = bench.granted(most=1), bench.granted(most=1)
+    bench.complete(first)
+    bench.complete(second)
+    by_reference = bench.granted("reference", most=1)
+    by_teacher = bench.granted("teacher", most=1)
+    assert (ids(by_reference), ids(by_teacher)) == (
+        ids(first),
+        ids(second),
+    )  # each model scores what the other does not
+    assert bench.lease("teacher", most=1) is None
+    held = bench.calls
+    bench.complete(by_reference)
+    then_by_teacher = bench.answer(bench.effects, held)
+    assert ids(then_by_teacher) == ids(first)
+    bench.complete(by_teacher)
+    then_by_reference = bench.granted("reference", most=1)
+    assert ids(then_by_reference) == ids(second)
+    assert bench.counts()["READY"] == 0
+    bench.complete(then_by_teacher)
+    bench.complete(then_by_reference)
+    assert bench.counts()["READY"] == 2
 
 
 def test_tasks_of_a_lost_reference_lease_are_sampled_again() -> None:

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from launch.checks import preflight
+from services.scheduler.plan import SourcePlan
 from services.scheduler.planning import make_plan
+from shared.data.open import open_source
+from shared.data.source import read_rows
+from shared.inputs import Inputs
 from shared.rpc.errors import BadInput
 from shared.topology import Topology, load, task_bytes
 from tests.unit.shared.topology.small_topology import BASE, make, write
@@ -36,6 +40,27 @@ def test_a_row_that_cannot_fit_the_context_does_not_raise_what_the_stores_must_h
     plan, bad = make_plan(run, tmp_path / "t.yaml")
     assert (len(plan.rows), bad) == (3, [])
     assert plan.task_bytes == task_bytes(run, CONTEXT - NEW)
+
+
+def test_the_rows_of_several_sources_are_numbered_one_after_another_as_the_run_began(tmp_path: Path) -> None:
+    (tmp_path / "more.jsonl").write_text(json.dumps(SHORT) + "\n{}\n" + json.dumps(SHORT) + "\n")
+    sources = (
+        "{a: {source: 'jsonl:rows.jsonl', weight: [[1, 3.0], [5, 1.0]]}, "
+        "b: {source: 'jsonl:more.jsonl', system: Answer with the sum alone.}}"
+    )
+    run = topology(tmp_path, [SHORT] * 4, "data.train.source=null", f"data.train.sources={sources}")
+    plan, [bad] = make_plan(run, tmp_path / "t.yaml")
+    assert list(plan.rows) == [0, 1, 2, 3, 4, 6]
+    assert (bad.index, bad.line) == (1, 2)
+    tasks = run.algorithm.tasks_per_step
+    assert plan.sources == (SourcePlan(range(4), ((0, 3.0), (4 * tasks, 1.0))), SourcePlan([4, 6], ((0, 1.0),)))
+    assert plan.task_bytes == task_bytes(run, CONTEXT - NEW)  # The system message needs room, too.
+    read = {key: read_rows(open_source(source, where=key)) for key, source in run.data.sources.items()}
+    Inputs({key: rows.digests for key, rows in read.items()}).save(tmp_path)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(SHORT) + "\n")
+    again, _ = make_plan(run, tmp_path / "t.yaml")
+    assert (again, again.fingerprint()) == (plan, plan.fingerprint())
 
 
 def test_the_dry_run_and_the_start_refuse_the_same_rows_in_the_same_words(tmp_path: Path) -> None:

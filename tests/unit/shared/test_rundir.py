@@ -51,6 +51,13 @@ def test_directory_that_holds_a_run_is_not_created_again(run: RunDir, shm_root: 
         RunDir.create(run.path, shm_root=shm_root)
 
 
+def test_a_folder_of_a_model_is_not_made_a_run_directory(tmp_path: Path, shm_root: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RpcError, match=rf"run directory {tmp_path}: holds a model \(config.json\); choose another"):
+        RunDir.create(tmp_path, shm_root=shm_root)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_reopened_run_has_fresh_sockets_and_shared_memory_and_keeps_the_rest(run: RunDir, shm_root: Path) -> None:
     (run.checkpoints / "step-1").mkdir()
     (run.shm / "old").write_bytes(b"x")

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 from msgspec import structs
@@ -58,11 +59,25 @@ from shared.ranks.group import GroupEnded
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.samples.text import Choice
-from shared.stages import CREDIT, PROXIMAL, REFERENCE, TRAIN_ADVANTAGES, VALUE_AFTER, VALUE_LOSS, VALUES, Stage
+from shared.stages import (
+    CREDIT,
+    LINEAR_LOSS,
+    PROXIMAL,
+    REFERENCE,
+    REFERENCE_SCORE,
+    SCORE,
+    TRAIN_ADVANTAGES,
+    VALUE_AFTER,
+    VALUE_LOSS,
+    VALUES,
+    Stage,
+)
 from shared.topology.models import Head
 
 PUT_S = 120.0
 _REF_KEY = REFERENCE.makes[0]
+SUMS: Mapping[str, str] = MappingProxyType({_REF_KEY: REFERENCE_SCORE})
+"""The scalars with the sums of results, by the key of the results. Those of the other keys are `score`."""
 STAGES: Mapping[Head, tuple[Stage, ...]] = {"language": (PROXIMAL, REFERENCE), "value": (VALUES,)}
 """The stages whose shards a forward pass makes, by the head of the model. Only a model with an adapter makes those of
 the reference."""
@@ -113,6 +128,10 @@ class TrainingCalls:
                 outputs[key] = values[~added]
         if request.kl_estimator:
             scalars[KL_SCALAR] = samples.sample_kls(tokens, counts, outputs[_REF_KEY], request.kl_estimator)
+        if request.sums:
+            scalars |= {SUMS.get(key, SCORE): samples.sample_totals(tokens, counts, outputs[key]) for key in outputs}
+            meta = BatchMeta(tasks=_bare(request.batch.tasks) if rank.place.leads else [], stores=[""])
+            return ForwardDone(meta=_with_scalars(meta, scalars), seconds=time.perf_counter() - began)
         ends = tokens.tokens_of_task.cumsum()
         pieces = [
             {key: values[end - size : end] for key, values in outputs.items()}
@@ -120,9 +139,7 @@ class TrainingCalls:
         ]
         stage = next(stage for stage in self._stages if request.keys[0] in stage.makes)
         meta = await self._put(request, stage.name, request.keys, pieces)
-        if meta.tasks:
-            meta = structs.replace(meta, scalars=scalars)
-        return ForwardDone(meta=meta, seconds=time.perf_counter() - began)
+        return ForwardDone(meta=_with_scalars(meta, scalars), seconds=time.perf_counter() - began)
 
     def _check(self, request: Forward) -> None:
         """Raise RpcError(bad_request) if the model cannot compute what is asked for."""
@@ -135,6 +152,8 @@ class TrainingCalls:
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         if request.ends and VALUES not in self._stages:
             raise RpcError(ErrorCode.BAD_REQUEST, f"forward of {name} with ends: only a critic has them")
+        if request.sums and (request.ends or request.kl_estimator):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted} with sums: it has neither ends nor a KL")
         if request.kl_estimator and _REF_KEY not in request.keys:
             text = f"forward for {wanted} with kl_estimator {request.kl_estimator}: it needs {_REF_KEY}"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
@@ -201,19 +220,20 @@ class TrainingCalls:
     async def _forward_backward(self, request: ForwardBackward, _: Call) -> ForwardBackwardDone:
         began, rank = time.perf_counter(), self._rank
         recorded = self._records.wanted(request.batch, rank.step) if rank.place.leads else []
-        # With cp, this rank computes only its part of each sequence.
+        # With cp, this rank computes only its part of each sequence. Values are no log-probs.
         keeps = bool(recorded) and request.loss.anchor != "proximal" and rank.place.layout.cp == 1
+        keeps = keeps and VALUES not in self._stages
 
         async def bind() -> tuple[samples.BatchTokens, BatchLoss]:
-            if (request.loss.name == VALUE_LOSS) != (VALUES in self._stages):
+            if request.loss.name != LINEAR_LOSS and (request.loss.name == VALUE_LOSS) != (VALUES in self._stages):
                 text = f"loss {request.loss.name}: {rank.model.name} computes {self._stages[0].makes[0]}"
                 raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; send it to the model that has this loss")
             tokens = await rank.reader.tokens(request)
             counts = [task.samples for task in request.batch.tasks]
 
             def spread() -> BatchLoss:
-                advantages = np.zeros(len(tokens.flat["token_ids"]), np.float32)  # a critic learns the returns
-                if VALUES not in self._stages:
+                advantages = np.zeros(len(tokens.flat["token_ids"]), np.float32)
+                if request.loss.name != VALUE_LOSS:  # a critic learns the returns
                     advantages = samples.spread(tokens, counts, _scalar(request.batch, ADVANTAGES))
                 if CREDIT_SCALE in request.batch.scalars:
                     scale, shift = (
@@ -224,7 +244,7 @@ class TrainingCalls:
                     advantages = advantages + (tokens.flat[TOKEN_ADVANTAGES] - shift) * scale
                 weights = samples.spread(tokens, counts, _scalar(request.batch, WEIGHTS))
                 # Tokens of weight 0 belong to masked-out samples and do not need to be scored.
-                tokens.flat["loss_mask"] = tokens.flat["loss_mask"] * (weights != 0)
+                samples.leave_out(tokens, weights == 0)
                 if CREDIT_SCALE in request.batch.scalars:
                     tokens.flat[TRAIN_ADVANTAGES] = np.where(tokens.flat["loss_mask"] != 0, advantages, 0.0)
                 device = rank.model.settings.device
@@ -240,7 +260,9 @@ class TrainingCalls:
         sequences, temperature = _sequences(tokens.flat), request.loss.temperature
 
         def work() -> dict[str, float]:
-            return self._backend.forward_backward(sequences, temperature, loss, entropy=loss.entropy)
+            return self._backend.forward_backward(
+                sequences, temperature, loss, entropy=loss.entropy, others=loss.others
+            )
 
         sums = await rank.together("ForwardBackward", work)
         if recorded:
@@ -317,6 +339,16 @@ def check_optimizer(optimizer: AdamW) -> None:
         if not 0 <= value < limit:  # a NaN is refused, too
             upper = " and below 1" if limit == 1 else " and finite"
             raise RpcError(ErrorCode.BAD_REQUEST, f"OptimStep.optimizer.{name} is {value}: it must be 0 or more{upper}")
+
+
+def _bare(tasks: Sequence[TaskHandle]) -> list[TaskHandle]:
+    """Return handles of tasks that have got no shards."""
+    return [TaskHandle(task.task_id, task.fence, task.samples, task.tokens) for task in tasks]
+
+
+def _with_scalars(meta: BatchMeta, scalars: dict[str, Array]) -> BatchMeta:
+    """Return the results of a call with their scalars, or as they are if another rank has the same results."""
+    return structs.replace(meta, scalars=scalars) if meta.tasks else meta
 
 
 def _sequences(flat: Mapping[str, Array]) -> Sequences:

@@ -7,13 +7,22 @@ import time
 from pathlib import Path
 
 import structlog
+import torch
 from torch import Tensor
 
 from proto.messages import Canary, ErrorCode, Publish, Published, Saved, SaveModel, WorkerRequest
 from services.policy_trainer.worker.backend import Backend
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
-from services.policy_trainer.worker.weights.publish import Canaries, Staging, put_and_digested, put_weights, weights_ref
+from services.policy_trainer.worker.weights.publish import (
+    NUMBER,
+    Canaries,
+    Staging,
+    number_ref,
+    put_and_digested,
+    put_weights,
+    weights_ref,
+)
 from shared import model_folder
 from shared.dataplane.client import Receipt
 from shared.model.adapter import adapters_merged
@@ -38,6 +47,8 @@ class WeightsCalls:
         """Gather the weights and run the canary in call order. Send the bytes while the canary and the next gradient
         are computed."""
         rank, loaded, canaries = self._rank, self._loaded, self._loaded.canaries
+        if canaries is None and rank.model.publishes is not None:
+            return await self._publish_number(request)
         if canaries is None:
             raise RpcError(ErrorCode.BAD_REQUEST, f"publish {rank.model.name}: no engine samples with this model")
         is_earlier = request.step < rank.step and rank.model.deterministic and not rank.dirty
@@ -72,6 +83,21 @@ class WeightsCalls:
             raise
         rank.begin_publication(self._answer(request, call, weights, put, record, canaries, canary, began))
         return DEFERRED
+
+    async def _publish_number(self, request: Publish) -> Published:
+        """Publish a version with which no engine samples: a number, without weights and canaries."""
+        rank, began = self._rank, time.perf_counter()
+
+        async def may_publish() -> None:
+            if request.step > rank.step:
+                await rank.require_step(request.step, "publish")
+
+        await rank.ready(request, may_publish())
+        if not rank.publishes:
+            return Published(seconds=time.perf_counter() - began)
+        step = {NUMBER: torch.tensor([request.step])}
+        receipt = await put_weights(rank.data, step, request, self._staging)
+        return Published(ref=number_ref(receipt, request), seconds=time.perf_counter() - began)
 
     async def _answer(
         self,

@@ -44,6 +44,40 @@ def k3(cur: Tensor, ref: Tensor) -> Tensor:
     return torch.expm1(delta) - delta
 
 
+@torch.no_grad()
+def distilled(coef: float, anchor: Tensor, teacher: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the advantages [M] lowered by `coef` times anchor - teacher, and sums over the tokens: of that difference
+    (`teacher_kl`), and its largest absolute value (`teacher_gap_max`).
+
+    With a policy loss whose gradient is -A grad log p, the term has the gradient of coef * KL(policy || teacher) of the
+    next token, averaged over the sampled prefixes. The log-probs are those at the start of the step, from which the
+    ratio is measured, so several updates of a step have the same advantages.
+
+    Sources: Agarwal et al., "On-Policy Distillation of Language Models" (arXiv 2306.13649), with reverse KL; Thinking
+    Machines Lab, "On-Policy Distillation", 2025, for the form as an advantage.
+    """
+    difference = anchor - teacher
+    largest = difference.abs().max() if len(difference) else difference.sum()
+    return advantages - coef * difference, {"teacher_kl": difference.sum(), "teacher_gap_max": largest}
+
+
+MIN_TAIL = 1e-6
+"""Lower bound of the probability of the tokens outside the teacher's top k, which 1 - sum(p) has lost to rounding below
+it in float32."""
+
+
+def forward_kl(cur: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(teacher || policy) [M] from log-probs [M, k] of the teacher's likeliest tokens; all others count as one
+    token. `cur` are the policy's, with a gradient.
+
+    Sources: Agarwal et al., "On-Policy Distillation of Language Models" (arXiv 2306.13649), with forward KL; the bucket
+    of the other tokens as in NeMo-RL's and verl's losses on the teacher's top k.
+    """
+    likely = teacher.exp()
+    rest, own_rest = ((1.0 - p.sum(-1)).clamp(min=MIN_TAIL) for p in (likely, cur.exp()))
+    return (likely * (teacher - cur)).sum(-1) + rest * (rest.log() - own_rest.log())
+
+
 KL_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType({"k2": k2, "k3": k3})
 """Estimators by name. k1 is absent, because its expected gradient in a loss is zero (E[grad log p] = 0)."""
 

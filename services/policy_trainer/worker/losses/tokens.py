@@ -22,7 +22,7 @@ def _alone(sums: Tensor) -> Tensor:
 class TokenData:
     """The tokens of one micro-batch that count in the loss.
 
-    `shards` holds the per-token shards that the loss reads, by key (`shared.stages`): each is [M], or [M, width] for a
+    `shards` holds the shards of tokens that the loss reads, by key (`shared.stages`): each is [M], or [M, width] for a
     key with a width. `advantages` and `weights` are float32 [M]. `sequences` int64 [M] holds the index of each token's
     sequence, below `sequence_count`. A micro-batch contains all tokens of a sequence. With context parallelism, some
     are on other ranks, and `add_up` sums a tensor over these ranks.
@@ -54,6 +54,11 @@ class TokenData:
     def ref(self) -> Tensor | None:
         """The reference's log-probs, if the loss has a KL term."""
         return self.shards.get("ref_logprobs")
+
+    @property
+    def teacher(self) -> Tensor | None:
+        """The teacher's log-probs, if the loss distils."""
+        return self.shards.get("teacher_logprobs")
 
     def at(self, tokens: Tensor, add_up: Callable[[Tensor], Tensor]) -> TokenData:
         """Return the data of the tokens at the positions `tokens`, int64."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from shared.megatron.cpu_shims import in_megatron
 from shared.megatron.pieces import Pieces
 from shared.model import cpu
 from shared.model.logprobs import Entropy, Scores
+from shared.model.picks import IdsOf
 from shared.model.value_head import classifier_config
 from shared.ranks.layout import RankPlace
 from shared.tensors_torch import to_numpy
@@ -97,7 +99,13 @@ class MegatronBackend:
 
     @in_megatron
     def forward_backward(
-        self, sequences: Sequences, temperature: float, loss: TokenLoss, *, entropy: Entropy
+        self,
+        sequences: Sequences,
+        temperature: float,
+        loss: TokenLoss,
+        *,
+        entropy: Entropy,
+        others: IdsOf | None = None,
     ) -> dict[str, float]:
         """Add the unscaled gradient of every micro-batch to the buffers. `step` sums them over the ranks."""
         parts: list[Mapping[str, Tensor]] = []
@@ -112,6 +120,7 @@ class MegatronBackend:
             temperature,
             entropy,
             shared_loss,
+            others=others,
             model=self._trained.model,
             forward_only=False,
         )
@@ -119,22 +128,27 @@ class MegatronBackend:
 
     def _on_every_rank(self, scores: Scores, loss: TokenLoss, parts: list[Mapping[str, Tensor]]) -> Tensor:
         """Return a scalar with the gradient of `loss`, which only one rank of a tensor-parallel group computes."""
-        outputs = [scores.outputs]
-        if scores.entropy is not None and scores.entropy.requires_grad:
-            outputs.append(scores.entropy)
-        grads = torch.zeros((len(outputs), len(scores.tokens)), dtype=outputs[0].dtype, device=outputs[0].device)
+        fields = {"outputs": scores.outputs, "entropy": scores.entropy, "others": scores.others}
+        outputs = {name: values for name, values in fields.items() if values is not None and values.requires_grad}
+        widths = [values[0].numel() if len(values) else 1 for values in outputs.values()]
+        grads = scores.outputs.new_zeros((len(scores.tokens), sum(widths)))
         if self.place.counts:
-            leaves = [output.detach().requires_grad_() for output in outputs]
-            local = Scores(scores.tokens, leaves[0], leaves[1] if len(leaves) > 1 else scores.entropy)
-            total, sums = loss(local, self._groups.sum_over_sequence_ranks)
+            leaves = {name: values.detach().requires_grad_() for name, values in outputs.items()}
+            total, sums = loss(replace(scores, **leaves), self._groups.sum_over_sequence_ranks)
             parts.append(sums)
             if total.requires_grad:
-                computed = torch.autograd.grad(total, leaves, allow_unused=True)
-                for row, grad in zip(grads, computed, strict=True):
+                computed = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+                for columns, grad in zip(torch.split(grads, widths, 1), computed, strict=True):
                     if grad is not None:
-                        row.copy_(grad)
+                        columns.copy_(grad.view(columns.shape))
         self._groups.first_of_tp(grads)
-        return sum((output @ grad for output, grad in zip(outputs, grads, strict=True)), outputs[0].new_zeros(()))
+        return sum(
+            (
+                (values * grad.view(values.shape)).sum()
+                for values, grad in zip(outputs.values(), torch.split(grads, widths, 1), strict=True)
+            ),
+            scores.outputs.new_zeros(()),
+        )
 
     # ---- updates
 

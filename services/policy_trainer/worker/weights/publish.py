@@ -51,6 +51,8 @@ MEDIAN = 0.5
 SIGNAL = 2.0
 """Minimum number of tolerances by which the drill moves the median log-prob. This bounds the calibrated tolerance."""
 PUT_S = 300.0
+NUMBER = "step"
+"""Name of the only tensor of a version with which no engine samples."""
 _CANARY = "canary"
 _EARLIER_NAME = re.compile(r"(\d+)/(.+)")
 
@@ -272,6 +274,22 @@ async def put_and_digested(
     """Return the results of both, or raise the error of one, once neither reads the weights any longer."""
     await asyncio.gather(put, record, return_exceptions=True)
     return put.result(), record.result()
+
+
+def number_ref(receipt: Receipt, request: Publish) -> WeightsRef:
+    """Return the reference of a version with which no engine samples. Its canaries have no tokens."""
+    nothing = Canary(token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), tolerance=0.0)
+    return WeightsRef(
+        lineage=request.lineage,
+        step=request.step,
+        task_id=receipt.task_id,
+        fence=receipt.fence,
+        store=request.store,
+        nbytes=receipt.nbytes,
+        canary=nothing,
+        drill=nothing,
+        drill_seed=0,
+    )
 
 
 def weights_ref(

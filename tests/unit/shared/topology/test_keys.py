@@ -33,7 +33,7 @@ from shared.topology.capacity import parameter_counts
 from shared.topology.fields import Section
 from shared.topology.memory_plan import per_process
 from shared.topology.passes import FASTEST
-from shared.topology.schema import Reward
+from shared.topology.reward import Reward
 from shared.topology.service_checks import UNSUPPORTED
 from tests.parity.gradient_cases import back, cases
 from tests.unit.policy_trainer.test_algorithm_keys import CHANGES as ALGORITHM
@@ -48,7 +48,17 @@ ROOT = Path(__file__).resolve().parents[4]
 HOSTS = ("placement.hosts={a: {}, b: {}}", "transport.listen=10.0.0.1")
 CRITIC = ("critic={optimizer: {lr: 1.0e-3}}", "algorithm.advantage={name: gae}")
 LORA = ("policy.lora={rank: 8}",)
+TEACHER = ("teacher={model: ./model}", "algorithm.distill={}")
 MEGATRON = (*CRITIC, "services.critic={backend: megatron}")
+FROZEN: dict[str, tuple[str, ...]] = {
+    "services.reference.gpus": ("services.reference.gpus=1",),
+    "services.reference.threads": ("services.reference.threads=2",),
+    "services.reference.parallel.tp": ("services.reference={backend: megatron, parallel: {tp: 2}}",),
+    "services.reference.parallel.pp": ("services.reference={backend: megatron, parallel: {pp: 2}}",),
+    "services.reference.parallel.cp": ("services.reference={backend: megatron, parallel: {cp: 2}}",),
+    "services.reference.host": (*HOSTS, "services.reference.host=a"),
+}
+SOURCES = "data.train={sources: {a: {source: builtin:addition}, b: {source: jsonl:rows.jsonl}}, max_prompt_tokens: 32}"
 OBSERVED: dict[str, tuple[str, ...]] = {
     "run.name": ("run.name=other",),
     "run.steps": ("run.steps=4",),
@@ -61,6 +71,8 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "policy.lora.target_modules": (*LORA, "policy.lora.target_modules=[q_proj]"),
     "policy.lora.exclude_modules": (*LORA, "policy.lora.exclude_modules=[q_proj]"),
     "data.train.source": ("data.train.source=builtin:addition",),
+    "data.train.sources.*.source": (SOURCES, "data.train.sources.a.source=builtin:addition?split=test"),
+    "data.train.sources.*.weight": (SOURCES, "data.train.sources.a.weight=[[1, 1.0], [9, 0.25]]"),
     "data.train.max_prompt_tokens": ("data.train.max_prompt_tokens=31",),
     "data.train.shuffle": ("data.train.shuffle=false",),
     "data.eval.*.source": ("data.eval.held.source=jsonl:rows.jsonl",),
@@ -82,17 +94,19 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "services.policy-trainer.workers": ("services.policy-trainer.workers=2",),
     "critic.model": (*CRITIC, "critic.model=./larger"),
     "critic.dtype": (*CRITIC, "critic.dtype=float32"),
+    "teacher.model": (*TEACHER, "teacher.model=./larger"),
+    "teacher.dtype": (*TEACHER, "teacher.dtype=float32"),
     "services.critic.gpus": (*CRITIC, "services.critic.gpus=1"),
     "services.critic.threads": (*CRITIC, "services.critic.threads=2"),
     "services.critic.parallel.tp": (*MEGATRON, "services.critic.parallel.tp=2"),
     "services.critic.parallel.pp": (*MEGATRON, "services.critic.parallel.pp=2"),
     "services.critic.parallel.cp": (*CRITIC, "services.critic.parallel.cp=2"),
     "services.critic.workers": (*CRITIC, "services.critic.workers=2"),
-    "services.reference.gpus": ("services.reference.gpus=1",),
-    "services.reference.threads": ("services.reference.threads=2",),
-    "services.reference.parallel.tp": ("services.reference={backend: megatron, parallel: {tp: 2}}",),
-    "services.reference.parallel.pp": ("services.reference={backend: megatron, parallel: {pp: 2}}",),
-    "services.reference.parallel.cp": ("services.reference={backend: megatron, parallel: {cp: 2}}",),
+    **FROZEN,
+    **{
+        key.replace("reference", "teacher"): (*TEACHER, *(value.replace("reference", "teacher") for value in given))
+        for key, given in FROZEN.items()
+    },
     "services.rollout.gpus": ("services.rollout.gpus=1",),
     "services.rollout.threads": ("services.rollout.threads=2",),
     "services.rollout.instances": ("services.rollout.instances=3",),
@@ -108,7 +122,6 @@ OBSERVED: dict[str, tuple[str, ...]] = {
         "services.policy-trainer={workers: 2, host: a}",
         "services.critic.host=[a, b]",
     ),
-    "services.reference.host": (*HOSTS, "services.reference.host=a"),
     "services.rollout.host": (*HOSTS, "services.rollout.host=[a, b]"),
     "placement.colocate": ("placement.colocate=[policy-trainer, reference]",),
     "lease.attempts": ("lease.attempts=4",),
@@ -120,21 +133,30 @@ OBSERVED: dict[str, tuple[str, ...]] = {
 BESIDE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((key for key in OBSERVED if "critic" in key), CRITIC),
     **dict.fromkeys((key for key in OBSERVED if "lora" in key), LORA),
+    **dict.fromkeys((key for key in OBSERVED if "teacher" in key), TEACHER),
     "services.critic.host": (*CRITIC, *HOSTS, "services.policy-trainer={workers: 2, host: a}"),
     "services.critic.parallel.tp": MEGATRON,
     "services.critic.parallel.pp": MEGATRON,
     "services.policy-trainer.host": HOSTS,
     "services.reference.host": HOSTS,
+    "services.teacher.host": (*TEACHER, *HOSTS),
     "services.rollout.host": HOSTS,
     "transport.scheduler_port": ("transport={listen: 10.0.0.1}",),
     "transport.supervisor_port": ("transport={listen: 10.0.0.1}",),
     "transport.monitor_port": ("transport={listen: 10.0.0.1}",),
     "services.policy-trainer.parallel.tp": ("services.policy-trainer={backend: megatron}",),
     "services.policy-trainer.parallel.pp": ("services.policy-trainer={backend: megatron}",),
-    "services.reference.parallel.tp": ("services.reference={backend: megatron}",),
-    "services.reference.parallel.pp": ("services.reference={backend: megatron}",),
-    "services.reference.parallel.cp": ("services.reference={backend: megatron}",),
+    **{
+        f"services.reference.parallel.{name}": ("services.reference={backend: megatron}",)
+        for name in ("tp", "pp", "cp")
+    },
+    **{
+        f"services.teacher.parallel.{name}": (*TEACHER, "services.teacher={backend: megatron}")
+        for name in ("tp", "pp", "cp")
+    },
     "data.eval.*.samples": ("data.eval.held={source: builtin:addition, every: 5, temperature: 0.5}",),
+    "data.train.sources.*.source": (SOURCES,),
+    "data.train.sources.*.weight": (SOURCES,),
 }
 """Settings that both topologies have in addition to BASE, by the key that is changed."""
 
@@ -255,6 +277,11 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "launch/host.py",
         "topology.policy.distribute",
         "integration/hosts/test_distribution.py::test_a_host_receives_the_files_from_home_and_its_topology_names_them",
+    ),
+    "policy.head": (
+        "services/policy_trainer/worker/start.py",
+        "head=model.head",
+        "integration/runs/test_preferences.py::test_a_reward_model_is_trained_without_an_engine_and_exported_as_a_classifier",
     ),
     "policy.lora.alpha": (
         "shared/topology/lora.py",
@@ -479,6 +506,27 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.monitor.traced_share",
         "unit/exporter/test_spans.py::test_every_process_traces_the_same_tasks",
     ),
+    **{
+        f"data.train.{key}": ("services/rollout/sampling/tasks.py", read, f"unit/rollout/test_tasks.py::{test}")
+        for key, read, test in (
+            (
+                "sources.*.system",
+                "chosen.system",
+                "test_a_source_adds_its_system_message_and_its_variables_of_the_template",
+            ),
+            (
+                "sources.*.chat_template",
+                "chosen.chat_template",
+                "test_a_source_adds_its_system_message_and_its_variables_of_the_template",
+            ),
+            (
+                "sources.*.max_prompt_tokens",
+                "chosen.max_prompt_tokens",
+                "test_a_prompt_that_is_too_long_is_cut_or_dropped",
+            ),
+            ("truncate", "data.train.truncate", "test_a_prompt_that_is_too_long_is_cut_or_dropped"),
+        )
+    },
     "checkpoint.every": (
         f"{TRAINER}/publisher.py",
         "topology.checkpoint.every",
@@ -542,6 +590,19 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         }.items()
     },
     **{
+        f"teacher.passes.{name}": (
+            "launch/checks/preflight.py",
+            "topology.own_models",
+            "unit/launch/test_teacher.py::test_a_teacher_has_passes_of_its_own",
+        )
+        for name in ("sequences", "head", "decoder")
+    },
+    "teacher.temperature": (
+        "services/reference/service.py",
+        "temperature=model.temperature",
+        "unit/shared/topology/test_distill_checks.py::test_a_teacher_is_a_second_frozen_model_with_the_policys_values",
+    ),
+    **{
         f"optimizer.{name}": (
             f"{TRAINER}/update.py",
             f"options.{name}",
@@ -557,6 +618,21 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
 }
 ELSEWHERE |= {
     key.replace("policy-trainer", "critic"): row for key, row in ELSEWHERE.items() if "services.policy-trainer." in key
+}
+ELSEWHERE |= {
+    key.replace("reference", "teacher"): row for key, row in ELSEWHERE.items() if "services.reference." in key
+}
+ELSEWHERE |= {
+    f"services.teacher.server.{name}": (
+        "services/reference/frozen_server.py",
+        f"server.{name}",
+        f"unit/reference/test_frozen_server.py::test_{test}",
+    )
+    for name, test in (
+        ("base_url", "a_model_on_a_server_scores_as_it_does_here"),
+        ("model", "a_model_that_is_not_served_is_refused_with_those_that_are"),
+        ("api_key_env", "an_api_key_that_is_not_set_is_refused_by_name"),
+    )
 }
 
 

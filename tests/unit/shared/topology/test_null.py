@@ -23,13 +23,26 @@ TWICE = "algorithm.num_iterations=2"
 KL = "algorithm.kl={coef: 0.1, refresh_every: 5}"
 SPILL = "services.batch-store={memory: 8MiB, spill: ./spill, spill_limit: 1GiB}"
 PASSES = "policy.passes={sequences: packed, head: blocks, decoder: modules}"
+SOURCES = (
+    "data.train={max_prompt_tokens: 32, sources: {held: {source: 'builtin:addition', system: s, max_prompt_tokens: 9}}}"
+)
 CRITIC = ("critic={optimizer: {lr: 1.0e-3}}", "algorithm.advantage={name: gae}")
+PAIRS = ("algorithm={tasks_per_step: 6, loss: {name: simpo}}", "services.rollout.partial_s=null")
+TEACHER = ("teacher={model: ./other}", "algorithm.distill={}")
+SERVED = (
+    "teacher={}",
+    "algorithm.distill={}",
+    "services.teacher={backend: server, server: {base_url: 'http://t', model: m, api_key_env: KEY}}",
+)
 WEB = "monitor.web={token: ./token, operator_token: ./other}"
 
 GIVEN: dict[str, tuple[str, ...]] = {
     "policy.passes": (PASSES,),
     "policy.lora": ("policy.lora={rank: 8}",),
     "policy.lora.adapter_path": ("policy.lora={rank: 8, adapter_path: ./adapter}",),
+    "data.train.source": (),
+    "data.train.sources.*.system": (SOURCES,),
+    "data.train.sources.*.max_prompt_tokens": (SOURCES,),
     "data.train.max_prompt_tokens": (),
     "data.eval.*.max_new_tokens": ("data.eval.held.max_new_tokens=5",),
     "data.eval.*.rows": ("data.eval.held.rows=2",),
@@ -43,6 +56,8 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "algorithm.advantage.lam_value": (*CRITIC, "algorithm.advantage.lam_value=0.5"),
     "algorithm.advantage.truncated": (*CRITIC, "algorithm.advantage.truncated=bootstrap"),
     "algorithm.advantage.whiten": ("algorithm.advantage={name: reinforce, whiten: none}",),
+    "algorithm.loss.beta": (*PAIRS, "algorithm.loss.beta=0.5"),
+    "algorithm.loss.margin": (*PAIRS, "algorithm.loss.margin=0.25"),
     "algorithm.loss.clip": (TWICE, "algorithm.loss.clip=[0.1, 0.1]"),
     "algorithm.loss.dual_clip": (TWICE, "algorithm.loss.dual_clip=3.0"),
     "algorithm.loss.clamp": (TWICE, "algorithm.loss.name=cispo", "algorithm.loss.clamp=both"),
@@ -51,6 +66,8 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "algorithm.loss.ratio_mask": ("algorithm.loss.ratio_mask={low: 0.4}",),
     "algorithm.kl": (),
     "algorithm.kl.refresh_every": (KL, "checkpoint.every=5", "run.steps=20"),
+    "algorithm.distill": TEACHER,
+    "algorithm.distill.top_k": (TEACHER[0], "algorithm.distill={kl: forward, top_k: 3}"),
     "algorithm.filter_zero_variance": ("algorithm.filter_zero_variance={}",),
     "algorithm.overlong_penalty": ("algorithm.overlong_penalty={tokens: 4}",),
     "optimizer.decay_steps": ("optimizer={lr: 1.0e-3, schedule: linear, decay_steps: 9}",),
@@ -65,6 +82,16 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "critic.value_clip": CRITIC,
     "critic.mini_batch_tasks": (*CRITIC, "critic.mini_batch_tasks=3"),
     "critic.num_iterations": (*CRITIC, "critic.num_iterations=2"),
+    "teacher": TEACHER,
+    "teacher.dtype": (*TEACHER, "teacher.dtype=float32"),
+    "teacher.passes": (*TEACHER, "teacher.passes={}"),
+    "teacher.temperature": (*TEACHER, "teacher.temperature=2.0"),
+    "services.teacher": TEACHER,
+    "services.teacher.server": SERVED,
+    "services.teacher.server.model": SERVED,
+    "services.teacher.server.api_key_env": SERVED,
+    "services.teacher.host": (*TEACHER, *HOSTS, "services.policy-trainer.host=a", "services.teacher.host=b"),
+    "services.teacher.threads": (*TEACHER, "services.teacher.threads=2"),
     "services.critic": CRITIC,
     "services.critic.host": (*CRITIC, *HOSTS, "services.policy-trainer.host=a", "services.critic.host=a"),
     "services.critic.threads": (*CRITIC, "services.critic.threads=2"),
@@ -108,10 +135,14 @@ GIVEN: dict[str, tuple[str, ...]] = {
 }
 """For each key that may be null, what gives it a value in BASE."""
 BESIDE: dict[str, tuple[str, ...]] = {
+    "data.train.source": ("data.train.sources={a: {source: 'builtin:addition'}}",),
     "reward.function": ("reward.functions=[{function: 'builtin:numeric'}]",),
     "algorithm.advantage.per": ("algorithm.advantage.whiten=null",),
     "algorithm.loss.clamp": ("algorithm.loss.clip=null",),
     "algorithm.kl": ("services.reference=null",),
+    "algorithm.distill": ("teacher=null", "services.teacher=null"),
+    "services.teacher.server": ("services.teacher.backend=torch",),
+    "teacher": ("algorithm.distill=null", "services.teacher=null"),
     "critic": ("services.critic=null", "algorithm.advantage={name: reinforce}"),
     "services.critic.host": ("services.policy-trainer.host=null", "placement.hosts={}"),
     "services.policy-trainer.host": ("placement.hosts={}",),
@@ -128,6 +159,8 @@ REFILLED = frozenset(
         "algorithm.advantage.lam_value",
         "algorithm.advantage.truncated",
         "algorithm.advantage.whiten",
+        "algorithm.loss.beta",
+        "algorithm.loss.margin",
         "algorithm.loss.clip",
         "algorithm.loss.clamp",
         "algorithm.loss.temperatures",
@@ -136,8 +169,12 @@ REFILLED = frozenset(
         "critic.dtype",
         "critic.mini_batch_tasks",
         "critic.num_iterations",
+        "teacher.dtype",
+        "teacher.temperature",
+        "algorithm.distill.top_k",
         "services.critic",
         "services.reference",
+        "services.teacher",
         "services.rollout.transfer_s",
     }
 )
@@ -186,6 +223,10 @@ def test_null_removes_the_value_that_a_resolved_topology_gives(key: str, folder:
     value = value_at(after.document(), place)
     if key in REFILLED:
         assert value is not None
-        assert value != value_at(given.document(), place) or key in ("services.critic", "services.reference")
+        assert value != value_at(given.document(), place) or key in (
+            "services.critic",
+            "services.reference",
+            "services.teacher",
+        )
     else:
         assert value is None

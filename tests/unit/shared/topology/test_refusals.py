@@ -36,6 +36,41 @@ LISTEN = ["transport.listen=10.0.0.1"]
             "  policy_trainer:",
             "t.yaml:22: services.policy_trainer: unknown key, nearest valid key 'policy-trainer'",
         ),
+        *(
+            (
+                'train: {source: "jsonl:rows.jsonl", max_prompt_tokens: 32}',
+                f"train: {{{train}}}",
+                f"t.yaml:6: data.train{line}",
+            )
+            for train, line in (
+                ("max_prompt_tokens: 3", ": needs either source or sources (one or more), but not both"),
+                (
+                    "source: builtin:addition, sources: {a: {source: builtin:addition}}",
+                    ": needs either source or sources (one or more), but not both",
+                ),
+                (
+                    "sources: {a: {source: builtin:addition, weight: 0}}",
+                    ".sources.a.weight: 0: the source would never be used; leave it out, or give weights by step",
+                ),
+                (
+                    "sources: {a: {source: builtin:addition, weight: [[5, 1.0], [5, 2.0]]}}",
+                    ".sources.a.weight: the steps [5, 5] must rise, and the first must be 1; name each step once",
+                ),
+                (
+                    "sources: {a: {source: builtin:addition, weight: [[1, 1.0], [5, 0.0]]}}",
+                    ": sources: no source has a weight above 0 at step 5; give one to a source",
+                ),
+                (
+                    "sources: {a: {source: builtin:addition, chat_template: {tools: 1}}}",
+                    ".sources.a.chat_template: tools: set by every call; name other variables of the template",
+                ),
+                (
+                    "max_prompt_tokens: 32, sources: {a: {source: builtin:addition, max_prompt_tokens: 33}}",
+                    ".sources.a.max_prompt_tokens: 33 is above data.train.max_prompt_tokens (32), for which room is "
+                    "reserved; raise that, or use at most 32",
+                ),
+            )
+        ),
         (
             "  dtype: bfloat16",
             "  loss: {}",
@@ -306,7 +341,7 @@ def test_unknown_host_and_unknown_colocated_service_are_reported(folder: Path) -
     assert problems(path) == [
         "t.yaml:25: services.rollout.host: no host 'beta' in placement.hosts; use 'betta'",
         "t.yaml:28: placement.colocate.1: 'monitor' is not a service with devices; use policy-trainer, critic, "
-        "reference or rollout",
+        "reference, teacher or rollout",
     ]
 
 

@@ -262,11 +262,14 @@ def test_overrides_apply_in_order_and_reach_into_lists(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("run.steps=x", "--set run.steps=x: run.steps: 'x' is not an integer (training steps, 1 or more)"),
+        (
+            "run.steps=x",
+            "--set run.steps=x: run.steps: 'x' is not an integer (training steps, 1 or more)",
+        ),
         ("run.stepz=4", "--set run.stepz=4: run.stepz: unknown key, nearest valid key 'steps'"),
         (
-            "data.train={max_prompt_tokens: 3}",
-            "--set data.train={max_prompt_tokens: 3}: data.train.source: required, but missing "
+            "data.eval.held={every: 3}",
+            "--set data.eval.held={every: 3}: data.eval.held.source: required, but missing "
             "(builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder>, "
             "hub:<owner>/<name>/<path> or reasoning-gym:<data set>)",
         ),

@@ -91,8 +91,8 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
 
 def test_panels_select_the_names_that_exist() -> None:
     reward = next(panel for panel in PANELS if panel.title == "reward")
-    known = ["eval/held/accuracy", "eval/held/rows_scored", "loss/kl", "reward/mean"]
-    assert reward.matching(known) == ["reward/mean", "eval/held/accuracy"]
+    known = ["eval/held/reward", "eval/held/rows_scored", "loss/kl", "reward/mean"]
+    assert reward.matching(known) == ["reward/mean", "eval/held/reward"]
 
 
 def test_metrics_from_the_stream_are_used_only_if_the_view_asks_for_them() -> None:
