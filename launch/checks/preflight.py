@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import importlib.util
 import os
 import resource
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from types import MappingProxyType
 
 from launch.checks import adapter, critic, distill, functions, model_proof, rewards, schedule
 from launch.checks import sources as source_checks
+from launch.checks.addresses import check_address, check_doors, check_server
 from launch.checks.findings import Findings
 from launch.processes.plan import gpus_described, gpus_wanted, own_gpus, visible_gpus
 from services.tracker.exporter import REMEDY, missing
@@ -54,10 +53,11 @@ def check(topology: Topology, file: str, begun: Mapping[str, RowDigests] = NO_RO
     no user's function is called.
     """
     findings = Findings(file)
+    left_out = RUN_CHECKS if topology.serve is not None else ()
     for key, source in sources(topology).items():
         _check_rows(topology, source, key, begun.get(key), findings)
     for one_check in CHECKS:
-        if calls or one_check is not rewards.check_calls:
+        if one_check not in left_out and (calls or one_check is not rewards.check_calls):
             one_check(topology, findings)
     findings.opened.clear()
     return findings
@@ -117,10 +117,11 @@ def shm_root(topology: Topology) -> Path:
 
 
 def sources(topology: Topology) -> dict[str, str]:
-    """Return every data source, by the key that names it. A hub data set that is not in the cache is left out."""
+    """Return every data source, by the key that names it. A hub data set that is not in the cache is left out, and a
+    server has none."""
     return {
         key: source
-        for key, source in topology.data.sources.items()
+        for key, source in (topology.data.sources if topology.serve is None else {}).items()
         if hub.source_name(source) is None or hub.source_files(source)
     }
 
@@ -225,7 +226,12 @@ def _check_engine(topology: Topology, findings: Findings) -> None:
 
 
 def _check_snapshots(topology: Topology, findings: Findings) -> None:
-    if refused := _refused_snapshots(topology):
+    refused = _refused_snapshots(topology)
+    if refused and topology.serve is not None:
+        findings.error(
+            f"{refused}; clients' models live in snapshots, so lower serve.max_models or serve.max_rank, too"
+        )
+    elif refused:
         findings.warn(f"{refused}: a killed trainer returns to its checkpoint")
 
 
@@ -401,17 +407,6 @@ def _check_trackers(topology: Topology, findings: Findings) -> None:
             )
 
 
-def check_doors(topology: Topology, findings: Findings) -> None:
-    """Check that the address and the ports for other hosts, if any, can be used."""
-    transport = topology.transport
-    if transport.listen is None:
-        return
-    for key in ("scheduler_port", "supervisor_port", "monitor_port"):
-        address = (transport.listen, getattr(transport, key))
-        if not _check_address(address, (f"transport.{key}", "transport.listen"), findings):
-            return
-
-
 def _check_monitor(topology: Topology, findings: Findings) -> None:
     """Check the libraries and the token files of the browser page and the exporter, and that their addresses can be
     used."""
@@ -420,7 +415,7 @@ def _check_monitor(topology: Topology, findings: Findings) -> None:
     findings.error(*missing_libraries(topology))
     for name, section in (("web", monitor.web), ("prometheus", monitor.prometheus)):
         if section is not None:
-            _check_address(split_address(section.listen), (f"monitor.{name}.listen",) * 2, findings)
+            check_address(split_address(section.listen), (f"monitor.{name}.listen",) * 2, findings)
 
 
 def missing_libraries(topology: Topology) -> list[str]:
@@ -446,26 +441,6 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _check_address(address: tuple[str, int], keys: tuple[str, str], findings: Findings) -> bool:
-    """Check that an address can be used. Return False if no other port on the same host can be used either.
-
-    `keys` are the topology keys that set the port and the host.
-    """
-    host, port = address
-    try:
-        with socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            return True
-    except socket.gaierror as error:
-        findings.error(f"{keys[1]}: {host}: {error.strerror}")
-        return False
-    except OSError as error:
-        here = error.errno != errno.EADDRNOTAVAIL
-        named = f"{keys[0]}: {port}" if here else f"{keys[1]}: {host}"
-        remedy = "choose another" if here else "give an address of this machine"
-        findings.error(f"{named} cannot be used ({os.strerror(error.errno or 0)}); {remedy}")
-        return here
-
-
 Check = Callable[[Topology, Findings], None]
 MODEL_CHECKS: tuple[Check, ...] = (
     _check_tokenizer,
@@ -479,15 +454,19 @@ MODEL_CHECKS: tuple[Check, ...] = (
 """Checks of the models' folders, on every machine that has some of its own."""
 HOST_CHECKS: tuple[Check, ...] = (_check_functions, _check_engine, _check_memory, _check_allocator)
 """Checks of the machine on which processes of the run compute."""
-CHECKS: tuple[Check, ...] = (
-    *HOST_CHECKS,
-    *MODEL_CHECKS,
+RUN_CHECKS: tuple[Check, ...] = (
     source_checks.check_prompts,
     source_checks.check_answers,
     rewards.check_fields,
     rewards.check_calls,
     adapter.check_rate,
     schedule.check_schedule,
+)
+"""Checks of what a training run adds to a cluster, which a server does not have."""
+CHECKS: tuple[Check, ...] = (
+    *HOST_CHECKS,
+    *MODEL_CHECKS,
+    *RUN_CHECKS,
     _check_snapshots,
     _check_gpus,
     _check_compiler,
@@ -495,5 +474,6 @@ CHECKS: tuple[Check, ...] = (
     _check_trackers,
     check_doors,
     _check_monitor,
+    check_server,
 )
 """All checks, which a dry run and a start make alike, after those of the rows."""

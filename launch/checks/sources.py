@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from launch.checks.findings import Findings
 from shared.data import DataError, Source
-from shared.data.source import answer_text
+from shared.data.source import ANSWER, answer_text, is_conversation
 from shared.topology import Topology
 
 LOOKED_AT = 64
@@ -54,6 +54,8 @@ def _answer_problem(rows: Source, index: int, fields: tuple[str, ...]) -> str:
     """Return why a row has no answers to train on, or an empty string, also for a row that cannot be used at all."""
     try:
         row = rows.row(index)
+        if ANSWER in fields and is_conversation(row):
+            return ""  # every message of the assistant is an answer
         for field in fields:
             answer_text(row, field)
     except DataError:

@@ -43,6 +43,7 @@ from shared.topology.lora import FOLDER as ADAPTER_FOLDER
 from shared.topology.memory_plan import by_place, memory_lines, uses
 from shared.topology.model_files import vocabulary
 from shared.topology.schema import Policy
+from shared.topology.serve import MADE_KEYS
 
 STATUS_DEADLINE_S = 2.0
 POLL_S = 1.0
@@ -55,7 +56,10 @@ _OVER = frozenset({ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAIN
 def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> None:
     """Print the processes that would run. `machines` names the machine found for each of the other hosts."""
     print(f"run directory  {path.absolute()}")
-    print(f"steps          {topology.run.last_step}")
+    if topology.serve is None:
+        print(f"steps          {topology.last_step}")
+    else:
+        print(f"server         http://{topology.serve.listen} ({', '.join(topology.serve.models)})")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
     if topology.monitor.web is not None:
         print(f"page           http://{topology.monitor.web.listen}/")
@@ -123,7 +127,7 @@ class Console:
         self._run = run
         self._topology = topology
         self._screen = screen
-        self._metrics = Metrics(run.path, steps=topology.run.last_step)
+        self._metrics = Metrics(run.path, steps=topology.last_step)
         self._begun = time.monotonic()
         self._rewinds = len(rewinds(run.journal))
         self._repeats = Repeats()
@@ -133,9 +137,12 @@ class Console:
 
     def begin(self) -> None:
         """Show what has been started."""
-        run = self._topology.run
-        work = "an evaluation" if run.evaluate else f"{run.steps} steps"
+        run, serve = self._topology.run, self._topology.serve
+        work = "a server" if serve is not None else "an evaluation" if run.evaluate else f"{run.steps} steps"
         self.notice(f"run {self._run.path}: {work}, {len(self._topology.services_plan())} services")
+        if serve is not None:
+            keys = serve.keys or f"{self._run.keys / MADE_KEYS} (made for this run)"
+            self.notice(f"server http://{serve.listen} (clients' keys: {keys})")
         if self._topology.monitor.web is not None:
             self.notice(f"page http://{self._topology.monitor.web.listen}/")
 
@@ -193,7 +200,8 @@ class Console:
                 for notice in troubles.take(status) if status is not None else ():
                     self.notice(notice)
             self._metrics.poll(time.monotonic())
-            text = self._metrics.text() if self._metrics.last else starting_text(states, status)
+            steps = status if self._topology.serve is None else None  # a server has none
+            text = self._metrics.text() if self._metrics.last else starting_text(states, steps)
             self._screen.progress(text, troubles=troubles.text, losses=troubles.losses)
 
     def summarise(self, ended: RunEnded) -> None:

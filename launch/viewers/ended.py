@@ -80,6 +80,6 @@ def last_row(run: RunDir) -> dict[str, Any]:
 def last_step(run: RunDir) -> int | None:
     """Return the number of steps of the run, 0 for an evaluation, or None if its topology cannot be read."""
     try:
-        return load_resolved(run.topology).run.last_step
+        return load_resolved(run.topology).last_step
     except TopologyError:
         return None

@@ -33,6 +33,7 @@ class ErrorCode(StrEnum):
     BUSY = "busy"  # no room now; retry after retry_after_s
     NOT_READY = "not_ready"  # nothing became available before the deadline; ask again
     MISSING = "missing"  # shards that do not exist (`names`)
+    GONE = "gone"  # the weights of a version no longer exist; sampling with it can never succeed
     COLLECTED = "collected"  # the task was collected: tombstoned and no longer readable
     CONFLICT = "conflict"  # same fence, different bytes; or a step, version or incarnation out of order
     LOST = "lost"  # the lease is no longer held, or the caller is not registered

@@ -157,3 +157,42 @@ class FinishRun(Request, frozen=True, kw_only=True):
     """
 
     driver: int
+
+
+@message(126, reply=Ack)
+class HoldShards(Request, frozen=True, kw_only=True):
+    """Keep the shards of tasks that the scheduler has not created, such as the data of a server's clients: the tasks
+    `<split>/<epoch>/<first>` to `<split>/<epoch>/<first + count - 1>`.
+
+    A server sends this before it puts the shards, because stores delete shards that nothing accounts for. The hold is
+    journaled. The same hold again changes nothing.
+
+    Errors:
+        bad_request: no task id results, or the range overlaps with another one that is held.
+        conflict: a newer driver has taken over.
+    """
+
+    driver: int
+    split: str  # "api" for the data of clients, or "weights" for versions
+    epoch: int  # number of the client's model
+    first: int  # index of the first task
+    count: int  # number of tasks
+
+
+@message(127, reply=Ack)
+class ReleaseShards(Request, frozen=True, kw_only=True):
+    """End a hold and delete the shards of its tasks from all stores. Later puts of these tasks are refused.
+
+    A range that is not held is no error, so that a driver may repeat the message.
+
+    Errors:
+        bad_request: a part of a range that is held.
+        conflict: a newer driver has taken over.
+    """
+
+    driver: int
+    split: str  # as in `HoldShards`
+    epoch: int  # as in `HoldShards`
+    first: int  # as in `HoldShards`
+    count: int  # as in `HoldShards`
+    fence: int = 1  # shards up to this fence are deleted

@@ -15,14 +15,17 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Name of a builtin loss of policies, the import path in the topology from which workers load one, "value", the
     loss of critics, which has no other options than those of the next three fields, or "linear", which has none: the
-    loss of a token is its advantage times the negative output of the model."""
+    loss of a token is its advantage times the negative output of the model. With anchor "given", a loss of clients:
+    cross_entropy, importance_sampling, ppo, cispo or dro."""
     clip_low: float
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; with "value", the value to
-    [old - clip_low, old + clip_high]."""
+    [old - clip_low, old + clip_high]; with anchor "given", the ratio to [clip_low, clip_high]."""
     clip_high: float  # as for `clip_low`
     anchor: str
     """"rollout", "proximal" or "present". The last replaces "proximal" in steps with a single update: the log-probs of
-    the call itself are the anchor. With "value", "values": the old values are those at the start of the step."""
+    the call itself are the anchor. With "value", "values": the old values are those at the start of the step. "given":
+    the loss of a client's model. Its targets, their weights or advantages, and the anchor are shards, and no other
+    option than `clip_low`, `clip_high`, `temperature` and `beta` applies."""
     temperature: float  # sampling temperature used in training; logits are divided by it
     tis_cap: float = 0.0  # cap of the truncated importance weight exp(prox - rollout)
     kl_estimator: str = ""  # "k1", "k2" or "k3"
@@ -37,6 +40,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     ratio_mask: str = ""  # "token", "sequence" or "geometric": level of the ratio mask
     mask_low: float = 0.0  # smallest exp(prox - rollout) that is trained on
     mask_high: float = 0.0  # largest exp(prox - rollout) that is trained on
+    beta: float = 0.0  # factor of the squared log-ratio (dro)
 
 
 class CreditSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +66,16 @@ class AdamW(msgspec.Struct, frozen=True, kw_only=True):
     beta2: float  # decay of the mean of the squared gradients
     eps: float  # added to the denominator
     weight_decay: float  # decoupled weight decay, multiplied by `lr`
-    clip_norm: float  # the gradient is scaled down to this norm if its own is larger
+    clip_norm: float  # the gradient is scaled down to this norm if its own is larger; 0: it is not clipped
+
+
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The adapter of a client's model. All adapters of a group of workers lie in slots of one larger rank."""
+
+    rank: int  # columns of A and B, from 1 to the rank of the slots
+    alpha: float  # the product B A is multiplied by alpha / rank
+    seed: int  # from which A is drawn, with the name of each layer; B begins as zero
+    groups: list[str]  # the groups of linear layers that get an adapter: some of "attention", "mlp" and "unembed"
 
 
 class WorkerRequest(Request, frozen=True, kw_only=True):
@@ -160,6 +173,9 @@ class ForwardBackwardDone(Message, frozen=True, kw_only=True):
     sums: dict[str, float]  # additive across workers and calls: `loss`, `kl`, `clipped`, `tokens` and others
     seconds: float
     imbalance: float = 1.0  # number of tokens on the fullest rank divided by the mean over all ranks
+    meta: BatchMeta | None = None
+    """The tasks, with one new entry in `parts`, the log-probs of their targets, as the answer to
+    `ForwardBackwardModel`; otherwise nil."""
 
 
 @message(85, reply=ForwardBackwardDone)
@@ -184,6 +200,7 @@ class OptimStepDone(Message, frozen=True, kw_only=True):
     lr: float  # learning rate of the update
     seconds: float
     snapshot_s: float = 0.0  # processor time of the snapshot, not included in `seconds`; 0: no snapshot was taken
+    step: int = 0  # the step at which a client's model now is
 
 
 @message(87, reply=OptimStepDone)
@@ -263,6 +280,7 @@ class HeldSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     lineage: int  # lineage of the weights
     step: int  # number of finished training steps
+    model: int = 0  # number of the client's model; 0: the model that the topology trains
 
 
 @message(94)
@@ -346,6 +364,103 @@ class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
     step: int  # as in `OptimStep`
     last: bool  # as in `OptimStep`; the worker is then at `step` with unchanged weights
     snapshot_lineage: int = -1  # as in `OptimStep`
+
+
+class ModelRequest(WorkerRequest, frozen=True, kw_only=True):
+    """A call to the model of a server's client. Many such models share the workers.
+
+    The state of the model is brought in before the call. A failed call refuses no call of another model, and of this
+    one only as `OptimStepModel` says.
+
+    Errors:
+        conflict: also, the model is not open.
+    """
+
+    model: int  # number of the model, above 0
+
+
+@message(123, reply=WorkerReady)
+class OpenModel(ModelRequest, frozen=True, kw_only=True):
+    """Give a client's model a state without a gradient: a new adapter, one that was saved, or a snapshot.
+
+    A client's model is at step n after n changes of its weights, which are optimizer steps and loads. After each
+    change, every rank keeps a snapshot in shared memory, which outlives the process. A model that was open before is
+    replaced. After a takeover (`GetWorkerState`), no model is open, but the snapshots remain.
+
+    Errors:
+        bad_request: these workers have no slots for adapters, or none of this rank or group of layers.
+        conflict: what was saved is damaged, or is another adapter or one of another base.
+        missing: there is no such folder or snapshot.
+    """
+
+    adapter: AdapterSpec  # the adapter
+    folder: str = ""  # absolute path of what `SaveState` has written; empty: a new adapter or a snapshot
+    with_optimizer: bool = False  # also load the moments in `folder`; otherwise they are zero
+    snapshot: bool = False  # continue from the snapshot of `step`
+    step: int = -1  # the step at which the model then is; -1: the one after its current step, or 0 if it is not open
+    failed: str = ""
+    """Why a `ForwardBackwardModel` since the last `OptimStepModel` has failed, as if it had failed now. Empty: none
+    has."""
+
+
+@message(128, reply=ForwardBackwardDone)
+class ForwardBackwardModel(ModelRequest, frozen=True, kw_only=True):
+    """Add the gradient of the loss, summed over all targets of a batch, to the accumulated gradient of a client's
+    model. Put the log-probs of the targets into the store on the worker's host as shards.
+
+    The shards have the keys `target_logprobs:<driver in hexadecimal>-<order>`. If the call fails, the accumulated
+    gradient is dropped, unless `forward_only` is true.
+    """
+
+    batch: BatchMeta  # the tasks, each of which is one sequence
+    loss: LossSpec  # the loss, whose anchor is "given"
+    forward_only: bool = False  # run the same pass and compute the same numbers, but no gradient
+    repeated: bool = False
+    """A call with a known answer is repeated after a loss. Its log-probs are not put, because they would replace those
+    that the answer names; `meta` is nil."""
+
+
+@message(129, reply=OptimStepDone)
+class OptimStepModel(ModelRequest, frozen=True, kw_only=True):
+    """Clip the gradient of a client's model, take an optimizer step, zero the gradient, and keep a snapshot.
+
+    If a `ForwardBackwardModel` has failed since the last call, or the gradient is not finite, no step is taken, and the
+    gradient is zeroed.
+
+    Errors:
+        bad_data: no step was taken for one of these reasons.
+        bad_request: a number of `optimizer` is negative or not finite, a beta is not below 1, or `eps` is 0. The
+            gradient stays.
+    """
+
+    optimizer: AdamW  # the numbers of the update
+
+
+@message(119, reply=Published)
+class PublishModel(ModelRequest, frozen=True, kw_only=True):
+    """Put the adapter of a client's model as shards of `weights/<model>/<step>` into a store and compute the canary.
+
+    The tensors are those of whole slots, padded with zeros.
+    """
+
+    store: str  # name of the store
+    fence: int  # as in `Publish`; higher in every life of the server and after every takeover
+
+
+@message(124, reply=Saved)
+class SaveState(ModelRequest, frozen=True, kw_only=True):
+    """Save a client's model in a folder, atomically: the adapter in the format of the library peft, with checksums.
+
+    The accumulated gradient is not saved.
+    """
+
+    path: str  # absolute path of the folder; a folder that is there is replaced
+    with_optimizer: bool  # also save the moments, with which training continues with the same bits
+
+
+@message(125, reply=Ack)
+class CloseModel(ModelRequest, frozen=True, kw_only=True):
+    """Forget a client's model and its snapshots. A model that is not open is no error."""
 
 
 @message(108, reply=Ack)

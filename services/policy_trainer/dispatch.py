@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from proto import messages
-from proto.messages import AdamW, CreditSpec, ErrorCode, LossSpec, WeightsRef, WorkerRequest
+from proto.messages import AdamW, BatchMeta, CreditSpec, ErrorCode, LossSpec, WeightsRef, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.metrics import add_up
 from shared.batch import Batch
@@ -27,12 +27,14 @@ from shared.rundir import parse_service_name
 from shared.topology.models import TrainedModel
 
 R = TypeVar("R", bound=Message)
-Divided = messages.Forward | messages.Credit | messages.ForwardBackward
+Divided = messages.Forward | messages.Credit | messages.ForwardBackward | messages.ForwardBackwardModel
 """Calls whose batch is divided among the data-parallel ranks. All ranks get the same request for every other call."""
 
 _RECOVERABLE = frozenset([ErrorCode.LOST, ErrorCode.MISSING, ErrorCode.DRAINING, ErrorCode.DEADLINE])
 """Error codes after which a reload helps. DEADLINE is included because workers answer with it after waiting for a
 store."""
+_FATAL = _RECOVERABLE - {ErrorCode.MISSING}
+"""The same for the model of a client, who has lost only the call whose shards are gone."""
 COMPUTE_S = 3600.0
 """Maximum time, in seconds, for one call to a worker, including its time in the queue."""
 TAKE_OVER_S = 120.0
@@ -51,8 +53,8 @@ class WorkersLost(RpcError):
 class WorkerDispatch:
     """Asynchronous calls to the worker group, numbered when they are made. The caller must await their results.
 
-    Every call may raise WorkersLost, or RpcError(conflict) if the driver has been replaced. The workers may be a group
-    of ranks or another dispatch on the bus (`dispatch_service`), which answers like a single rank.
+    Every call may raise WorkersLost, or RpcError(conflict) if the driver has been replaced. The methods concern the
+    model that the topology trains. For the models of a server's clients, see `services.policy_trainer.models`.
     """
 
     def __init__(self, clients: Sequence[Client], layout: Layout, driver: int) -> None:
@@ -198,10 +200,9 @@ class WorkerDispatch:
         `fence` is the first fence to try. If the store has collected that fence, the next one that
         it has not collected is used.
         """
-        request = messages.Publish(
-            driver=_NOT_YET, order=_NOT_YET, lineage=lineage, step=step, store=store, fence=fence
+        return self.published(
+            messages.Publish(driver=_NOT_YET, order=_NOT_YET, lineage=lineage, step=step, store=store, fence=fence)
         )
-        return asyncio.ensure_future(self._published(self._submit(request, messages.Published)))
 
     async def _published(self, answer: Awaitable[messages.Published]) -> WeightsRef:
         published = await answer
@@ -233,16 +234,16 @@ class WorkerDispatch:
         request = messages.Move(driver=_NOT_YET, order=_NOT_YET, parts=list(parts), to=to)
         return self._submit(request, messages.Moved)
 
-    # ---- relaying
+    # ---- calling
 
-    def relay(self, request: WorkerRequest) -> Awaitable[Message]:
-        """Forward a call made by another dispatch, with its driver and order replaced by this dispatch's own.
+    def call(self, request: WorkerRequest, reply: type[R]) -> Awaitable[R]:
+        """Make a call, whose `driver` and `order` are replaced by this dispatch's own. Calls run in the order in which
+        they are made."""
+        return self._submit(request, reply)
 
-        Raises ValueError for a batch that contains a task twice. Such a call gets no number.
-        """
-        if isinstance(request, Divided):
-            Batch(request.batch)
-        return self._submit(request, type(request).REPLY)
+    def published(self, request: messages.Publish | messages.PublishModel) -> Awaitable[WeightsRef]:
+        """Make a call that publishes, as `call` does, and return the reference."""
+        return asyncio.ensure_future(self._published(self._submit(request, messages.Published)))
 
     def _next_update(self) -> tuple[int, bool, int]:
         """Return the training step to which the next update belongs, whether it is the last of that step, and the
@@ -271,8 +272,9 @@ class WorkerDispatch:
         answer = merged(await self._call_all([parts[place.dp_rank] for place in self._places], reply))
         if isinstance(answer, messages.ForwardDone | messages.CreditDone):
             return cast(R, _in_order(answer, batch.task_ids))
-        if isinstance(answer, messages.ForwardBackwardDone) and self._parts > 1:
-            return cast(R, msgspec.structs.replace(answer, imbalance=imbalance(chunks)))
+        if isinstance(answer, messages.ForwardBackwardDone):
+            meta = answer.meta and Batch(answer.meta).take(_places(answer.meta, batch.task_ids)).meta
+            return cast(R, msgspec.structs.replace(answer, imbalance=imbalance(chunks), meta=meta))
         return answer
 
     async def _call_all(self, requests: Sequence[WorkerRequest], reply: type[R]) -> list[R]:
@@ -287,6 +289,8 @@ class WorkerDispatch:
                 await asyncio.wait(waiting, timeout=OTHER_ERRORS_S)
             errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
             if errors:
+                if isinstance(requests[0], messages.ModelRequest):
+                    raise self._cause(errors, _FATAL)
                 self._refused = True
                 raise self._cause(errors)
             return [call.result() for call in calls]
@@ -295,8 +299,11 @@ class WorkerDispatch:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
 
-    def _cause(self, errors: Sequence[BaseException]) -> BaseException:
-        """Select the error to raise. Ranks that have only learned of another rank's failure answer with LOST."""
+    def _cause(
+        self, errors: Sequence[BaseException], recoverable: frozenset[ErrorCode] = _RECOVERABLE
+    ) -> BaseException:
+        """Select the error to raise: WorkersLost for the `recoverable` codes. Ranks that have only learned of another
+        rank's failure answer with LOST."""
         bad = [error for error in errors if isinstance(error, RpcError) and error.code == ErrorCode.BAD_DATA]
         if bad:  # each rank names its own tasks
             return RpcError(
@@ -307,7 +314,7 @@ class WorkerDispatch:
         if isinstance(error, DeadlineExceeded):
             service, _ = parse_service_name(self._clients[0].peer)
             return DeadlineExceeded(f"{error}; the worker may be hanging: ctl restart {service}")
-        if isinstance(error, RpcError) and error.code in _RECOVERABLE:
+        if isinstance(error, RpcError) and error.code in recoverable:
             return WorkersLost(error.code, str(error), names=error.names)
         return error
 
@@ -330,7 +337,9 @@ def merged(answers: Sequence[R]) -> R:
         for answer in gradients:
             add_up(sums, answer.sums)
         seconds = max(answer.seconds for answer in gradients)
-        return cast(R, msgspec.structs.replace(first, sums=sums, seconds=seconds))
+        metas = [Batch(answer.meta) for answer in gradients if answer.meta is not None]
+        meta = Batch.concat(metas).meta if metas else None
+        return cast(R, msgspec.structs.replace(first, sums=sums, seconds=seconds, meta=meta))
     if isinstance(first, messages.ForwardDone | messages.CreditDone):
         parts = cast(Sequence[messages.ForwardDone | messages.CreditDone], answers)
         meta = Batch.concat([Batch(part.meta) for part in parts]).meta
@@ -359,11 +368,15 @@ def _in_order(
     done: messages.ForwardDone | messages.CreditDone, task_ids: Sequence[str]
 ) -> messages.ForwardDone | messages.CreditDone:
     """Return `done` with its tasks in the order of `task_ids`."""
-    batch = Batch(done.meta)
-    at = {task_id: index for index, task_id in enumerate(batch.task_ids)}
-    order = [at[task_id] for task_id in task_ids]
-    ordered = msgspec.structs.replace(done, meta=batch.take(order).meta)
+    order = _places(done.meta, task_ids)
+    ordered = msgspec.structs.replace(done, meta=Batch(done.meta).take(order).meta)
     if isinstance(ordered, messages.CreditDone):
         statistics = {name: values[order] for name, values in ordered.statistics.items()}
         return msgspec.structs.replace(ordered, statistics=statistics)
     return ordered
+
+
+def _places(meta: BatchMeta, task_ids: Sequence[str]) -> list[int]:
+    """Return the position in `meta` of each of `task_ids`."""
+    at = {task.task_id: index for index, task in enumerate(meta.tasks)}
+    return [at[task_id] for task_id in task_ids]

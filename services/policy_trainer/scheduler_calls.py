@@ -83,6 +83,18 @@ class SchedulerCalls:
         """Wait until the evaluations of version `step` are done and return their results."""
         return await self._poll(messages.WaitEvals(driver=self._driver, step=step), messages.EvalsDone)
 
+    async def hold(self, split: str, epoch: int, first: int, count: int) -> None:
+        """Have stores keep the shards of tasks `<split>/<epoch>/<first>` and following. Call this before the put."""
+        request = messages.HoldShards(driver=self._driver, split=split, epoch=epoch, first=first, count=count)
+        await self._ask(request, Ack)
+
+    async def release(self, split: str, epoch: int, first: int, count: int, *, fence: int = 1) -> None:
+        """End a `hold` and delete the shards up to `fence`. What is not held is no error."""
+        request = messages.ReleaseShards(
+            driver=self._driver, split=split, epoch=epoch, first=first, count=count, fence=fence
+        )
+        await self._ask(request, Ack)
+
     async def finish(self) -> None:
         await self._ask(messages.FinishRun(driver=self._driver), Ack)
 

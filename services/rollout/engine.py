@@ -17,6 +17,8 @@ FULL_ONLY = frozenset({WeightsKind.FULL})
 """The kinds of versions that an engine without adapters loads."""
 ADAPTER_ONLY = frozenset({WeightsKind.ADAPTER})
 """The kinds of versions that an engine with adapters loads. Its other weights never change."""
+BASE = -1
+"""The value of `SamplingParams.swaps` that names the weights under the adapters of an engine with adapters."""
 
 
 class GenerationCancelled(Exception):
@@ -50,6 +52,11 @@ class SamplingParams:
     EOS; `stop` lists texts that end a completion; `block_rows` is the minimum number of rows to run, some of which may
     be padding (0: one row per sample). `swaps` names the weights to sample with by the value that `Engine.swaps` had
     when they were current (None: the current ones). It counts only for an engine that retains weights.
+
+    The other fields are for direct requests (`services.rollout.direct`), never for training, because their log-probs
+    would not be those of the policy. Tokens are sampled from the `top_k` likeliest ones (0: all), and of these from the
+    smallest set of likeliest ones whose probability reaches `top_p`. `stop_ids` are tokens that end a completion;
+    unless `ends` is true, the model's own EOS tokens do not. With `seeded`, the seed counts in vLLM on a GPU, too.
     """
 
     samples: int
@@ -59,6 +66,16 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     block_rows: int = 0
     swaps: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_ids: tuple[int, ...] = ()
+    ends: bool = True
+    seeded: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be sampled."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
 class FinishReason(StrEnum):
@@ -73,14 +90,28 @@ class FinishReason(StrEnum):
 class Generation:
     """One sampled continuation.
 
-    `token_ids` int32 [N] includes the sampled EOS; `logprobs` float32 [N] are at the sampling temperature (at
-    temperature 1 when greedy); `swaps` int32 [N] is the value of `Engine.swaps` when each token was sampled.
+    `token_ids` int32 [N] includes the sampled EOS; `logprobs` float32 [N] are those of the distribution that was
+    sampled from (at temperature 1 when greedy); `swaps` int32 [N] is the value of `Engine.swaps` when each token was
+    sampled, or `BASE`.
     """
 
     token_ids: Array
     logprobs: Array
     finish_reason: FinishReason
     swaps: Array
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probs at temperature 1 of the T - 1 tokens of a prompt after the first.
+
+    `logprobs` float32 [T - 1]; `top_ids` int32 and `top_logprobs` float32, both [T - 1, k], are the k likeliest tokens
+    at each place, the likeliest first.
+    """
+
+    logprobs: Array
+    top_ids: Array
+    top_logprobs: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +144,10 @@ class Engine(Protocol):
     @property
     def side_by_side(self) -> bool:
         """Whether overlapping calls to `generate` are processed together rather than one after another."""
+
+    @property
+    def scores_alone(self) -> bool:
+        """Whether nothing may be sampled while a version or a prompt is scored."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -178,6 +213,10 @@ class Engine(Protocol):
 
     async def score(self, token_ids: Array) -> Array:
         """Return the log-probs at temperature 1, float32 [T - 1], of int32 `token_ids` [T] from the second token on."""
+
+    async def score_prompt(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
+        """Return the scores of int32 `token_ids` [T] with weights that the engine retains, named as in
+        `SamplingParams.swaps`, and the `top` likeliest tokens of every place. Call this between any two steps."""
 
     async def sleep(self) -> None:
         """Release all memory used for weights, keys and values. Call this only between blocks; nothing works until

@@ -1,4 +1,5 @@
-"""The rollout actor starts an engine and everything around it, then works through leases.
+"""The rollout actor starts an engine and everything around it, then works through leases or, in a run that serves
+clients, answers the server's requests (`services.rollout.direct`).
 
 A lease takes these steps: load the version that it needs, prepare, sample, finish, complete. Nothing is sampled with
 weights older than the lease allows. Neither user code nor the model runs on the actor's event loop.
@@ -8,17 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import typing
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
-from proto.messages import Ack, DrainService, Heartbeat, Trouble, WaitRow, WeightsRef
+from proto.messages import Ack, DrainService, ErrorCode, Heartbeat, Trouble, WaitRow, WeightsRef
+from proto.registry import Message
+from services.rollout.direct.desk import DirectRequest, SampleDesk
+from services.rollout.direct.gate import ScoreGate
+from services.rollout.direct.named import NamedVersions
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
 from services.rollout.results.finish import LeaseResults
@@ -34,6 +40,7 @@ from services.rollout.weights.source import SHARDS, WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.transfer import EngineTransfers, Receiver
 from services.rollout.weights.versions import EngineVersions
+from services.rollout.worker import RolloutWorker
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
 from services.rollout.workflows.runner import WorkflowRunner
 from shared.actor.own_store import own_store, own_store_stays
@@ -43,12 +50,15 @@ from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
 from shared.inputs import Inputs, check_model
 from shared.lease import LeaseBook
+from shared.parcel import Parcels
 from shared.ranks.meeting import reach_hosts_by_nccl
+from shared.rpc.errors import BadInput, RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 from shared.samples.text import Choice
 from shared.stages import ROLLOUT
 from shared.topology.capacity import context_tokens
+from shared.topology.lora import live_adapters
 from shared.topology.model_files import vocabulary
 from shared.topology.models import POLICY_WORKER
 
@@ -56,46 +66,38 @@ if TYPE_CHECKING:
     from shared.topology import Topology
     from shared.topology.schema import Workflow
     from shared.topology.services import Rollout
-import time
-
-from proto.messages import LeaseGrant
-from services.rollout.results.finish import Sampled
-from services.rollout.sampling.tasks import PreparedTasks
-from services.rollout.sampling.trajectory import BlockVersions
-from services.rollout.weights.versions import WeightsGone
-from shared.lease import Lease
-from shared.pipeline import LeasePipeline
-from shared.stages import TRAIN
 
 T = TypeVar("T")
-SIDE_BY_SIDE = 2
-"""Maximum number of leases that are sampled together. The second lease uses the rows that short samples of the first
-leave free."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The engine of a rollout, if anything is sampled, with its leases and versions and the limits of its model."""
+    """An engine and what brings versions into it."""
 
-    engine: Engine | None
-    leases: LeaseBook
-    versions: EngineVersions | NumberedVersions
-    vocab_size: int
-    context_tokens: int
-    """Maximum length of prompt plus completion, in tokens."""
+    engine: Engine
+    source: WeightsSource
+    sync: WeightsSync
+    turns: Turns
 
 
 @dataclass(frozen=True)
-class RolloutParts:
-    """The parts of a rollout that are used after the start. `work` runs beside the worker until the service ends; its
-    end ends the service."""
+class LeaseParts:
+    """The parts of a rollout that works through leases."""
 
     worker: RolloutWorker
     leases: LeaseBook
     versions: EngineVersions | NumberedVersions
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """The parts of a rollout that are used after the start. `work` runs until the service ends; its end ends the
+    service. A rollout that answers a server has no `leased` parts."""
+
     work: list[Callable[[], Awaitable[None]]]
-    troubles: list[Callable[[], list[Trouble]]]
-    waits: list[Callable[[], Awaitable[list[WaitRow]]]]
+    leased: LeaseParts | None = None
+    troubles: list[Callable[[], list[Trouble]]] = field(default_factory=list)
+    waits: list[Callable[[], Awaitable[list[WaitRow]]]] = field(default_factory=list)
 
 
 class RolloutService(Service):
@@ -106,10 +108,14 @@ class RolloutService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self.mailbox.handle(DrainService, self._retire)
+        for request in typing.get_args(DirectRequest):
+            self.mailbox.handle(request, self._answer)
         self._text = ThreadPoolExecutor(1, thread_name_prefix="text")  # rows and the tokenizer: one thread at a time
         self._data = DataClient(self.client, reports=True)
         self._closing = AsyncExitStack()
         """Closes the parts, the last one first."""
+        self._desk: SampleDesk | None = None
+        """Answers a server; None before that, and in training runs."""
         self._parts: RolloutParts | None = None
         """None until `start` has built the parts."""
 
@@ -117,7 +123,32 @@ class RolloutService(Service):
         topology = await self._on_text(partial(_load_topology, self.run))
         self.telemetry.traced_share = topology.monitor.traced_share
         self._data.streams.plain = not topology.transport.encrypt_bulk
-        self._parts = await self._build(topology)
+        self._parts = await (self._build(topology) if topology.serve is None else self._build_direct(topology))
+
+    async def _build_direct(self, topology: Topology) -> RolloutParts:
+        """Start the parts that answer a server. Raises BadInput for an engine that takes turns."""
+        if self.NAME in topology.colocated_services:
+            raise BadInput("placement.colocate: an engine that serves clients never sleeps; take rollout out of it")
+        await self._on_text(partial(check_model, self.run.path, "policy.model", topology.policy.model))
+        store = await own_store(self)
+        parts = await self._start_engine(topology, store)
+        self.keep(own_store_stays(self, store))
+        prompts = await self._start_prompts(topology, parts.engine.vocab_size)
+        gate = ScoreGate(needed=parts.engine.scores_alone)
+        versions = NamedVersions(parts.engine, parts.sync, parts.source, gate, _live(topology))
+        parcels = Parcels(self._data, self.client, store=store, incarnation=self.incarnation)
+        desk = self._desk = SampleDesk(
+            self.name,
+            engine=parts.engine,
+            versions=versions,
+            gate=gate,
+            prompts=prompts,
+            parcels=parcels,
+            on_text=self._on_text,
+            emit=self.telemetry.emit,
+            hang_s=topology.lease.lease_s,
+        )
+        return RolloutParts([desk.run])
 
     async def _build(self, topology: Topology) -> RolloutParts:
         """Start all parts. Users' code is loaded first, so that a failing import is reported before the model is
@@ -133,23 +164,28 @@ class RolloutService(Service):
             journal = PartialJournal(self.run.path / "partial", settings.partial_s)
             self._closing.push_async_callback(asyncio.to_thread, journal.close)
         store = await own_store(self)
-        engine_parts = await (
-            self._start_engine(topology, settings, store) if topology.samples else self._no_engine(topology)
-        )
-        leases, versions = engine_parts.leases, engine_parts.versions
-        template = topology.policy.chat_template
-        prompts = await self._on_text(
-            lambda: PromptBuilder(
-                model,
-                add_generation_prompt=template.add_generation_prompt,
-                template_args=template.args,
-                fixed_clock=topology.run.deterministic,
-            )
-        )
-        await self._on_text(lambda: prompts.check_vocabulary(engine_parts.vocab_size))
-        begun = Inputs.load(self.run.path).rows
-        tasks = await self._on_text(lambda: TaskSets(topology, prompts, engine_parts.context_tokens, begun))
+        parts = await self._start_engine(topology, store) if topology.samples else None
+        engine = None if parts is None else parts.engine
         self.keep(own_store_stays(self, store))
+        if engine is None:
+            limits = await self._on_text(partial(_model_limits, topology))
+        else:
+            limits = TokenLimits(engine.vocab_size, engine.context_tokens)
+        prompts = await self._start_prompts(topology, limits.vocab_size)
+        begun = Inputs.load(self.run.path).rows
+        tasks = await self._on_text(lambda: TaskSets(topology, prompts, limits.context_tokens, begun))
+        leases = LeaseBook(self, ROLLOUT.name, lambda: 0 if engine is None else engine.progress)
+        versions: EngineVersions | NumberedVersions = NumberedVersions()
+        if parts is not None:
+            versions = EngineVersions(
+                leases,
+                engine=parts.engine,
+                sync=parts.sync,
+                source=parts.source,
+                turns=parts.turns,
+                emit=self.telemetry.emit,
+                in_flight=settings.in_flight != "wait",
+            )
         functions = [term.function for term in topology.reward.terms]
         results = LeaseResults(
             self,
@@ -162,12 +198,12 @@ class RolloutService(Service):
             per_token=topology.algorithm.advantage.per_token,
         )
         workflow = None
-        if chosen is not None and pool is not None and endpoint is not None and engine_parts.engine is not None:
+        if chosen is not None and pool is not None and endpoint is not None and engine is not None:
             workflow = WorkflowRunner(
                 chosen.function,
                 pool,
                 endpoint,
-                engine=engine_parts.engine,
+                engine=engine,
                 prompts=prompts,
                 on_text=self._on_text,
                 max_tokens=chosen.max_tokens,
@@ -175,30 +211,29 @@ class RolloutService(Service):
         worker = RolloutWorker(
             self,
             leases,
-            engine=engine_parts.engine,
+            engine=engine,
             versions=versions,
             prepare=lambda lease: prepare(tasks, lease, self._on_text),
-            answers=AnswerSampler(engine_parts.engine, journal, ends=topology.policy.head == "value"),
+            answers=AnswerSampler(engine, journal, ends=topology.policy.head == "value"),
             workflow=workflow,
             results=results,
             block_tasks=settings.block_tasks,
         )
-        parts = RolloutParts(
-            worker,
-            leases,
-            versions,
-            work=[worker.run, versions.run, rewards.watch],
+        made = RolloutParts(
+            [worker.run, versions.run, rewards.watch],
+            LeaseParts(worker, leases, versions),
             troubles=[rewards.troubles],
             waits=[rewards.waits],
         )
         if pool is not None and endpoint is not None and workflow is not None:
-            parts.work.append(pool.watch)
-            parts.troubles.extend((workflow.troubles, endpoint.troubles))
-            parts.waits.append(pool.waits)
-        return parts
+            made.work.append(pool.watch)
+            made.troubles.extend((workflow.troubles, endpoint.troubles))
+            made.waits.append(pool.waits)
+        return made
 
-    async def _start_engine(self, topology: Topology, settings: Rollout, store: str) -> EngineParts:
-        """Start the engine, and everything with which it loads and proves versions."""
+    async def _start_engine(self, topology: Topology, store: str) -> EngineParts:
+        """Start the engine in the memory that it may use now."""
+        settings = _engine_settings(topology)
         # Importing an engine takes seconds, so it happens off the loop, and the mailbox can answer in the meantime.
         engine = await self._on_text(
             lambda: make_engine(
@@ -207,6 +242,7 @@ class RolloutService(Service):
                 temperature=topology.sampling.temperature,
                 deterministic=topology.run.deterministic,
                 seed=topology.run.seed,
+                live=_live(topology),
             )
         )
         self._closing.push_async_callback(engine.stop)
@@ -226,24 +262,20 @@ class RolloutService(Service):
         await turns.acquire(ENGINE if settings.engine == "vllm" else frozenset({WEIGHTS}))
         await engine.start()
         turns.done()
-        leases = LeaseBook(self, ROLLOUT.name, lambda: engine.progress)
-        versions = EngineVersions(
-            leases,
-            engine=engine,
-            sync=sync,
-            source=source,
-            turns=turns,
-            emit=self.telemetry.emit,
-            in_flight=settings.in_flight != "wait",
-        )
-        return EngineParts(engine, leases, versions, engine.vocab_size, engine.context_tokens)
+        return EngineParts(engine, source, sync, turns)
 
-    async def _no_engine(self, topology: Topology) -> EngineParts:
-        """Return what takes the place of an engine if nothing is sampled."""
-        leases = LeaseBook(self, ROLLOUT.name, lambda: 0)
-        size = await self._on_text(partial(vocabulary, topology.policy.model)) or sys.maxsize
-        context = context_tokens(topology) or sys.maxsize
-        return EngineParts(None, leases, NumberedVersions(), size, context)
+    async def _start_prompts(self, topology: Topology, vocab_size: int) -> PromptBuilder:
+        template = topology.policy.chat_template
+        prompts = await self._on_text(
+            lambda: PromptBuilder(
+                Path(topology.policy.model),
+                add_generation_prompt=template.add_generation_prompt,
+                template_args=template.args,
+                fixed_clock=topology.run.deterministic,
+            )
+        )
+        await self._on_text(lambda: prompts.check_vocabulary(vocab_size))
+        return prompts
 
     async def _start_rewards(self, topology: Topology) -> RewardPool:
         rewards = RewardPool(
@@ -307,8 +339,8 @@ class RolloutService(Service):
             await asyncio.gather(*work, return_exceptions=True)
 
     async def drain(self) -> None:
-        if self._parts is not None:
-            await self._parts.worker.drain()
+        if self._parts is not None and self._parts.leased is not None:
+            await self._parts.leased.worker.drain()
 
     async def close(self) -> None:
         await self._closing.aclose()
@@ -318,15 +350,16 @@ class RolloutService(Service):
 
     def heartbeat(self) -> Heartbeat:
         beat = super().heartbeat()
-        if self._parts is None:
+        if self._parts is None or self._parts.leased is None:
             return beat
-        self._parts.versions.rest()  # nothing else ends a turn whose lease is lost before it is sampled
-        holds = self._parts.versions.holds
+        leased = self._parts.leased
+        leased.versions.rest()  # nothing else ends a turn whose lease is lost before it is sampled
+        holds = leased.versions.holds
         return msgspec.structs.replace(
             beat,
             holds_lineage=holds.lineage,
             holds_step=holds.step,
-            leases=self._parts.leases.progress(),
+            leases=leased.leases.progress(),
             troubles=[trouble for troubles in self._parts.troubles for trouble in troubles()],
         )
 
@@ -334,19 +367,24 @@ class RolloutService(Service):
         return [row for waits in self._parts.waits for row in await waits()] if self._parts is not None else []
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
-        if self._parts is not None:
-            self._parts.leases.lost(lease_ids)
+        if self._parts is not None and self._parts.leased is not None:
+            self._parts.leased.leases.lost(lease_ids)
 
     def on_newer_weights(self, ref: WeightsRef) -> None:
-        if self._parts is not None:
-            self._parts.versions.announce(ref)
+        if self._parts is not None and self._parts.leased is not None:
+            self._parts.leased.versions.announce(ref)
 
     def _retire(self, _: DrainService, call: Call) -> Ack:
-        if self._parts is None:
-            self.request_stop()  # this process has not yet leased anything
+        if self._parts is None or self._parts.leased is None:
+            self.request_stop()  # this process has not leased anything
         else:
-            self._parts.leases.retired.set()
+            self._parts.leased.leases.retired.set()
         return Ack()
+
+    async def _answer(self, request: DirectRequest, _: Call) -> Message:
+        if self._desk is None:
+            raise RpcError(ErrorCode.NOT_READY, f"{self.name} is starting, or works through leases")
+        return await self._desk.answer(request)
 
     async def _on_text(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text, work)
@@ -360,105 +398,28 @@ def _engine_settings(topology: Topology) -> Rollout:
     return settings.model_copy(update={"engine_args": {**settings.engine_args, "enable_sleep_mode": True}})
 
 
+def _live(topology: Topology) -> int:
+    """Return the number of versions with which the engine samples at the same time."""
+    if topology.policy.lora is None:
+        return 1
+    serve = topology.serve
+    return live_adapters(topology.services.rollout.in_flight, None if serve is None else serve.max_models)
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """The number of token ids of a model, and the maximum length of prompt plus completion, in tokens."""
+
+    vocab_size: int
+    context_tokens: int
+
+
+def _model_limits(topology: Topology) -> TokenLimits:
+    """Return the limits of the model in a run that samples nothing."""
+    return TokenLimits(vocabulary(topology.policy.model) or sys.maxsize, context_tokens(topology) or sys.maxsize)
+
+
 def _load_topology(run: RunDir) -> Topology:
     from shared import topology
 
     return topology.load_resolved(run.topology)
-
-
-class RolloutWorker:
-    """Works through the leases of one engine. It is used only on the service's loop, which it never blocks.
-
-    `EngineVersions` brings the version that a lease needs into the engine; `LeaseResults` finishes the sampled leases.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        leases: LeaseBook,
-        *,
-        engine: Engine | None,
-        versions: EngineVersions | NumberedVersions,
-        prepare: Callable[[Lease], Awaitable[PreparedTasks]],
-        answers: AnswerSampler,
-        workflow: WorkflowRunner | None,
-        results: LeaseResults,
-        block_tasks: int,
-    ) -> None:
-        """Without a `workflow`, a sample is one answer to its prompt. Without an `engine`, nothing is sampled.
-        `block_tasks` is the maximum number of tasks in a lease."""
-        self._service = service
-        self._leases = leases
-        self._engine = engine
-        self._versions = versions
-        self._prepare_tasks = prepare
-        self._answers = answers
-        self._workflow = workflow
-        self._results = results
-        self._pipeline: LeasePipeline[PreparedTasks, Sampled] = LeasePipeline(
-            leases,
-            acquire=lambda: leases.acquire(block_tasks, lambda: (versions.holds.lineage, versions.holds.step)),
-            prepare=self._prepare,
-            compute=self._sample,
-            finish=self._finish,
-            side_by_side=SIDE_BY_SIDE if versions.side_by_side else 1,
-            may_lease=results.may_score,
-        )
-
-    async def run(self) -> None:
-        """Work until cancelled."""
-        await self._pipeline.run()
-
-    async def drain(self) -> None:
-        """Stop sampling, finish the sampled leases if that is quick, and hand back the rest."""
-        await self._pipeline.drain()
-
-    async def _prepare(self, lease: Lease) -> PreparedTasks:
-        """Fetch the weights if they will be needed, and build the prompts."""
-        await self._versions.fetch_ahead(lease)
-        return await self._prepare_tasks(lease)
-
-    async def _sample(self, lease: Lease, tasks: PreparedTasks) -> Sampled | None:
-        """Acquire the devices, load the version if needed, and generate. Return None if the lease was handed back."""
-        # A workflow's calls form many blocks, some of which would begin during a swap, so each lease has one version.
-        exact = lease.grant.exact or self._workflow is not None
-        try:
-            async with self._versions.bring(lease, exact=exact) as versions:
-                return await self._sampled(lease, tasks, versions)
-        except WeightsGone as error:
-            await self._leases.hand_back(lease, f"waited longer than its version lasted: {error}", untouched=True)
-            return None
-
-    async def _sampled(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> Sampled | None:
-        """Generate the samples, or return None if the lease was handed back. `versions` are the versions held while
-        sampling."""
-        grant, step = lease.grant, versions.first
-        if step < grant.min_step or (grant.exact and step != grant.min_step):
-            why = f"the engine holds version {step}, but {_needed(grant)}"
-            await self._leases.hand_back(lease, why, untouched=True)
-            return None
-        lease.check()
-        tasks = replace(tasks, sampling=replace(tasks.sampling, swaps=versions.began))
-        if self._workflow is not None:
-            before_s = self._workflow.generate_s
-            made = await self._workflow.run(lease, tasks, versions)
-            seconds, lost = self._workflow.generate_s - before_s, self._workflow.lost_processes
-            return Sampled(made, step, seconds, self._versions.last_sync, lost)
-        started = time.perf_counter()
-        made = await self._answers.run(lease, tasks, versions) if tasks.ready else []
-        seconds = time.perf_counter() - started
-        what = "generate" if grant.split == TRAIN else "evaluate"
-        self._service.telemetry.span(what, seconds, self._leases.about(lease))
-        return Sampled(made, step, seconds, self._versions.last_sync)
-
-    async def _finish(self, lease: Lease, tasks: PreparedTasks, sampled: Sampled) -> None:
-        """Complete the lease."""
-        await self._results.finish(lease, tasks, sampled)
-        self._answers.forget(tasks.ready)
-        if self._engine is not None:
-            self._service.telemetry.emit("engine", dict(self._engine.stats()))
-
-
-def _needed(grant: LeaseGrant) -> str:
-    exactly = "exactly" if grant.exact else "at least"
-    return f"the lease needs {exactly} {grant.min_step} and names no weights to load"

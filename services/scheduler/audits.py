@@ -43,7 +43,10 @@ def whole_steps(ledger: TaskLedger, tasks: Iterable[PutTask]) -> list[PutTask]:
 
 
 def is_stray(ledger: TaskLedger, entry: PutTask) -> bool:
-    """Return whether the store's `entry` belongs to none of the accepted results, live leases and live versions."""
+    """Return whether the store's `entry` belongs to none of the accepted results, live leases, live versions and
+    holds."""
+    if ledger.shards.holds.covers(entry.task_id):
+        return False
     split, epoch, index = entry.task_id.rsplit("/", 2)
     if split == WEIGHTS:
         version = (int(epoch), int(index))

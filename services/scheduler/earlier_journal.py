@@ -2,7 +2,7 @@
 
 Format 14 had one more table, `evals`, which nothing reads. Before format 16, an open evaluation in a snapshot had the
 mean and the best reward of each row, instead of a value of each row by metric, and the result of a completed one had
-no mean reward, but an accuracy.
+no mean reward, but an accuracy. No shards were held for a server.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def converted(head: bytes) -> bytes:
     Raises MsgspecError, KeyError, TypeError or ValueError for invalid bytes.
     """
     values: dict[str, Any] = msgspec.msgpack.decode(head)
+    values["values"]["holds"] = []
     evaluations = values["evaluations"]
     evaluations["open"] = {key: _open(one) for key, one in evaluations["open"].items()}
     for sets in evaluations["done"].values():

@@ -21,12 +21,14 @@ from proto.messages import (
     GetStatus,
     Heartbeat,
     HoldDevices,
+    HoldShards,
     HostGone,
     LeaseRequest,
     NextBatch,
     PublishWeights,
     PutTask,
     Register,
+    ReleaseShards,
     ReportShards,
     Resolve,
     TakeSamples,
@@ -119,7 +121,9 @@ class SamplesTaken(msgspec.Struct, frozen=True, tag=True):
 
 
 Internal = Configure | Leased | LeaseExpired | Cleared | StoreGone | TailLost | ShardsLost | SamplesTaken
-DriverRequest = GetRunInfo | NextBatch | CommitStep | PublishWeights | CheckpointSaved | FinishRun
+DriverRequest = (
+    GetRunInfo | NextBatch | CommitStep | PublishWeights | CheckpointSaved | FinishRun | HoldShards | ReleaseShards
+)
 Durable = Internal | DriverRequest | Register | Complete
 Request = (
     DriverRequest

@@ -149,7 +149,7 @@ def configuration(topology: Topology) -> Configure:
     """Return the settings that a resumed run may change."""
     choice = Choice.of(topology)
     return Configure(
-        steps=topology.run.last_step,
+        steps=topology.last_step,
         attempts=topology.lease.attempts,
         keep_last=topology.checkpoint.keep_last,
         collect_at_commit=topology.gc.after == "commit",

@@ -29,11 +29,13 @@ from proto.messages import (
     CompleteAck,
     FinishRun,
     GetRunInfo,
+    HoldShards,
     LeaseGrant,
     LeaseRequest,
     NextBatch,
     PublishWeights,
     Register,
+    ReleaseShards,
     RunInfo,
     StepBatch,
     TaskState,
@@ -122,6 +124,12 @@ class RunState:
                 steps.checkpoint(self.ledger, event)
             case FinishRun():
                 self.history.finish(event.driver)
+            case HoldShards():
+                self.history.check_driver(event.driver)
+                changed = self.shards.holds.hold(event)
+            case ReleaseShards():
+                self.history.check_driver(event.driver)
+                changed = self.shards.release(event)
             case Register():
                 recovery.register(self.ledger, event)
             case Configure():

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from proto.messages import PutTask, Register, WeightsRef
+from proto.messages import PutTask, Register, ReleaseShards, WeightsRef
+from services.scheduler.holds import Holds
 from services.scheduler.leases import Holder
 from services.scheduler.plan import Plan
 from services.scheduler.registry import STORE, Registry
@@ -87,6 +88,7 @@ class StoredShards:
         self._plan = plan
         self.registry = Registry()
         self.clears = ClearQueues()
+        self.holds = Holds()
         self.store_names: list[str] = []
         """The stores by the index with which tasks refer to them."""
         self.gone: dict[str, str] = {}
@@ -98,11 +100,13 @@ class StoredShards:
 
     def saved(self) -> dict[str, Any]:
         """Return the values that a snapshot stores unchanged."""
-        return {"uncovered": self.uncovered, "gone": self.gone, "store_names": self.store_names}
+        names = {"uncovered": self.uncovered, "gone": self.gone, "store_names": self.store_names}
+        return names | {"holds": self.holds.saved()}
 
     def restore(self, saved: dict[str, Any], registry: Iterable[Register]) -> None:
         """Replace the whole content with that of a snapshot, except the clears."""
         self.uncovered, self.gone, self.store_names = saved["uncovered"], saved["gone"], saved["store_names"]
+        self.holds.restore(saved["holds"])
         for row in registry:
             self.registry.put(row)
         self.trainer_stores = self._find_trainer_stores()
@@ -242,6 +246,13 @@ class StoredShards:
             stores = list(self.clears.queues)
         self.clears.push((task.task_id, task.fence, last), stores)
         return len(stores)
+
+    def release(self, request: ReleaseShards) -> bool:
+        """End a hold and clear its shards. Return False if nothing is held."""
+        released = self.holds.release(request)
+        for task in released:
+            self.clears.push((task.task_id, task.fence, False), self.clears.queues)
+        return bool(released)
 
     def clear_version(self, ref: WeightsRef) -> None:
         """Clear a version's shards and its copies."""

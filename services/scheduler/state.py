@@ -27,6 +27,7 @@ from proto.messages import (
     Heartbeat,
     HeartbeatAck,
     HoldDevices,
+    HoldShards,
     HostGone,
     LeaseGrant,
     LeaseRequest,
@@ -34,6 +35,7 @@ from proto.messages import (
     PublishWeights,
     Register,
     Registered,
+    ReleaseShards,
     ReportShards,
     Resolve,
     Resolved,
@@ -214,7 +216,7 @@ class Scheduler:
                     nbytes, shards = view.stores_of(self._peers.seen)
                     row = {**request.metrics, "store/bytes": float(nbytes), "store/shards": float(shards)}
                     self._answer(asked, self._durable(msgspec.structs.replace(request, metrics=row)) or Ack())
-                case GetRunInfo() | PublishWeights() | CheckpointSaved() | FinishRun():
+                case GetRunInfo() | PublishWeights() | CheckpointSaved() | FinishRun() | HoldShards() | ReleaseShards():
                     self._answer(asked, self._durable(request) or Ack())
                 case GetStatus():
                     self._answer(asked, view.status(self.run, self._peers.seen, self.last_row, self._now))

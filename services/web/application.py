@@ -15,9 +15,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hashlib
-import ipaddress
 import math
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
@@ -38,7 +36,7 @@ from proto.errors import WireError
 from services.web import parts, samples
 from services.web.live_parts import MAX_STREAMS
 from services.web.page import Page
-from shared.guest_server import Secret, prove
+from shared.guest_server import OwnNames, Secret, prove
 from shared.rpc.errors import RpcError
 from shared.runfiles.files import RunFiles
 from shared.samples.reader import Order
@@ -107,7 +105,7 @@ class Guard:
     def __init__(self, application: ASGIApp, token: Secret | None) -> None:
         self._application = application
         self._token = token
-        self._names = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+        self._names = OwnNames()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_confined(message: Message) -> None:
@@ -122,8 +120,8 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
         """Return the HTTP status and the reason for refusing a request, or None if the request is admitted."""
         host = headers.get("host", "")
-        if not self._is_own_name(host):
-            return 421, f"{host[:100]!r} is not a name of this page; use its IP address or {', '.join(self._names)}"
+        if why := self._names.refusal(host):
+            return 421, why
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             return 403, "this page answers its own requests only"
@@ -132,19 +130,6 @@ class Guard:
                 return 401, "the token is missing or wrong"
             prove(scope)
         return None
-
-    def _is_own_name(self, host: str) -> bool:
-        """Return whether `host` is an IP address or a name of this machine.
-
-        If other names were accepted, a site whose name resolves to this address (DNS rebinding) could read the
-        responses.
-        """
-        name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return name.lower() in self._names
-        return True
 
 
 class Files:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shared.actor import logging
@@ -48,9 +48,11 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
-def run_process(services: type[Service] | Mapping[str, type[Service]], module: str) -> int:
+def run_process(
+    services: type[Service] | Mapping[str, type[Service]] | Callable[[RunDir], type[Service]], module: str
+) -> int:
     """Run a service until it stops and return the exit status. If there are several `services`, the argument `--model`
-    names one of them; the first is the default.
+    names one of them, the first by default, or a function chooses by the run.
 
     The status is 0 if it stopped, 1 if it failed, 2 for a bad command line, 75 (`PEER_LOST_STATUS`) if it ended because
     another process is gone, and 78 (`UNUSABLE_STATUS`) if a restart would not help.
@@ -61,7 +63,6 @@ def run_process(services: type[Service] | Mapping[str, type[Service]], module: s
         names = " or ".join(classes)
         print(f"services.{module}: --model {arguments.model}: no such model; use {names}", file=sys.stderr)
         return 2
-    service_class = services if isinstance(services, type) else services[arguments.model]
     write_stacks_on_signal(os.dup(sys.stderr.fileno()), all_threads=True)
     if arguments.supervisor:
         die_with_parent()
@@ -72,6 +73,10 @@ def run_process(services: type[Service] | Mapping[str, type[Service]], module: s
     except RpcError as error:
         print(f"services.{module}: {error}", file=sys.stderr)
         return 2
+    if isinstance(services, Mapping):
+        service_class = services[arguments.model]
+    else:
+        service_class = services if isinstance(services, type) else services(run)
     status = asyncio.run(_live(service_class, run, arguments))
     _exit_for_sure(status)
     return status

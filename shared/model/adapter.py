@@ -29,7 +29,7 @@ from shared.model.linear import OneDnnLinear, linear, product, suits
 from shared.model.load import blocks_of, named_weights
 from shared.rpc.errors import BadInput
 from shared.tensors_torch import to_torch
-from shared.topology.lora import ALL_LINEAR, AdapterPlan, Lora, is_called
+from shared.topology.lora import ALL_LINEAR, WITH_HEAD, AdapterPlan, Lora, is_called
 
 A, B = adapter_files.A, adapter_files.B
 """Names of an adapter's parameters within its module."""
@@ -123,7 +123,9 @@ def targets_of(model: nn.Module, lora: Lora) -> Targets:
     inside = {id(module) for block in blocks_of(model) for module in block.modules()}
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
-    names = () if lora.target_modules == ALL_LINEAR else lora.target_modules
+    if lora.target_modules == WITH_HEAD:
+        inside.add(id(cast(Any, model).get_output_embeddings()))
+    names = () if lora.target_modules in (ALL_LINEAR, WITH_HEAD) else lora.target_modules
     for name, module in layers.items():
         if any(is_called(name, excluded) for excluded in lora.exclude_modules):
             left[name] = "named by exclude_modules"

@@ -47,7 +47,7 @@ def export(folder: Path, source: Path, lora: Lora, dtype: str, tensors: Mapping[
 
 def write(folder: Path, source: Path, rank: int, alpha: float, tensors: Mapping[str, Array]) -> None:
     """Write an adapter over the model in the folder `source` into `folder`. Raises OSError."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     name = hub.model_name(str(source))
     config = {
         "peft_type": "LORA",

@@ -21,7 +21,7 @@ from shared.model.attention import Trees
 from shared.model.context import ContextRank, Cut, CutBatch
 from shared.model.load import passes_of
 from shared.model.picks import IdsOf, Likeliest, PickedIds, largest, picked
-from shared.model.tree import MicroBatch, head_blocks
+from shared.model.tree import GivenTargets, MicroBatch, head_blocks
 from shared.model.value_head import base_model, value_head
 from shared.tensors_torch import to_device
 
@@ -180,9 +180,16 @@ class TokenScorer(nn.Module):
             )
 
     def plan(
-        self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, max_tokens: int
+        self,
+        token_ids: Array,
+        lengths: Array,
+        loss_mask: Array,
+        temperature: float,
+        max_tokens: int,
+        targets: GivenTargets | None = None,
     ) -> list[MicroBatch]:
-        """Return the micro-batches with tokens to score, the same on all ranks of a context group."""
+        """Return the micro-batches with tokens to score, the same on all ranks of a context group. For `targets`, see
+        `tree.plan`."""
         if temperature <= 0:
             raise ValueError(f"temperature {temperature}: must be above 0")
         single = self._passes.sequences == "single"
@@ -195,6 +202,7 @@ class TokenScorer(nn.Module):
             share=self._passes.sequences == "packed" and self._ranks is None,
             whole=single,
             packs=attention.packs(next(self.model.parameters()).device),
+            targets=targets,
         )
 
     def score(

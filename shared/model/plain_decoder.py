@@ -149,11 +149,15 @@ class PlainDecoder:
         head, norm = self._model.lm_head, self._model.model.norm
         return _linear(_rms_norm(hidden, norm.weight, norm.variance_epsilon), head)
 
+    def next_logits(self, ids_T: Tensor) -> Tensor:
+        """Return the logits [T, vocabulary] of the token that follows each token of a text."""
+        cos, sin = self.angles(len(ids_T))
+        hidden, _ = self.begin(ids_T[None], cos, sin, None)
+        return self.logits(hidden[0])
+
     def logprobs(self, ids_T: Tensor) -> Tensor:
         """Return the log-prob of every token after the first, given those before it, float32 [T - 1]."""
-        cos, sin = self.angles(len(ids_T) - 1)
-        hidden, _ = self.begin(ids_T[None, :-1], cos, sin, None)
-        return self.logits(hidden[0]).log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
+        return self.next_logits(ids_T[:-1]).log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
 
     def _heads_norm(self, attention: Any) -> Tensor | None:
         """Return the weights [H + G, D] of the norms of all query and key heads, or None if the layer has none."""

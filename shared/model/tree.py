@@ -83,6 +83,15 @@ class _Forest:
 
 
 @dataclass(frozen=True)
+class GivenTargets:
+    """Tokens to score, each after any token of a batch: the position of that token in the flat arrays, and the id of
+    the token that is scored there; int [M] each. A token may be followed by several targets or none."""
+
+    predictor: Array
+    token: Array
+
+
+@dataclass(frozen=True)
 class _Targets:
     """The scored tokens of a batch: their positions, the nodes that predict them, and their ids; int64 [M] each."""
 
@@ -101,8 +110,11 @@ def plan(
     share: bool = True,
     whole: bool = False,
     packs: bool = False,
+    targets: GivenTargets | None = None,
 ) -> list[MicroBatch]:
-    """Return micro-batches that score each token with mask 1 exactly once.
+    """Return micro-batches that score each token with mask 1 exactly once, or each of the `targets` if they are given.
+
+    With `targets`, the mask is ignored, and `MicroBatch.tokens` are positions in the arrays of the targets.
 
     A micro-batch has at most `max_tokens` nodes, unless it holds one longer sequence. `token_ids` is int [T], `lengths`
     int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` determines the relative costs of attention and linear
@@ -120,13 +132,20 @@ def plan(
             f"{len(tokens)} token ids, {len(mask)} mask entries, lengths sum to {lengths.sum()}: they must agree, "
             "and no sequence may be empty"
         )
-    if mask[starts].any():
-        first = int(np.flatnonzero(mask[starts])[0])
-        raise ValueError(f"sequence {first}: loss_mask is 1 at its first token, which nothing predicts; mask it")
-    if not mask.any():
+    if targets is None:
+        if mask[starts].any():
+            first = int(np.flatnonzero(mask[starts])[0])
+            raise ValueError(f"sequence {first}: loss_mask is 1 at its first token, which nothing predicts; mask it")
+        scored = np.flatnonzero(mask)
+        targets = GivenTargets(scored - 1, tokens[scored])
+    else:
+        scored = np.arange(len(targets.token))
+    if not len(scored):
         return []
     position = np.arange(len(tokens)) - np.repeat(starts, lengths)
-    needed = np.maximum.reduceat(np.where(mask, position, 0), starts)  # nodes of each sequence
+    predicts = np.zeros(len(tokens), dtype=np.bool_)
+    predicts[targets.predictor] = True
+    needed = np.maximum.reduceat(np.where(predicts, position + 1, 0), starts)  # nodes of each sequence
     if whole:
         needed = np.where(needed > 0, lengths, 0)
     is_node = position < np.repeat(needed, lengths)
@@ -135,8 +154,8 @@ def plan(
     forest = _grow(tokens[is_node], needed[needed > 0], most, hidden_size, masked_pair, share=share)
     token_node = np.full(len(tokens), -1, dtype=np.int64)
     token_node[is_node] = forest.token_node
-    targets = _Targets(np.flatnonzero(mask), token_node[np.flatnonzero(mask) - 1], tokens[mask])
-    return [_micro_batch(forest, rows, targets) for rows in _split_rows(forest, max_tokens)]
+    of_nodes = _Targets(scored, token_node[targets.predictor], np.asarray(targets.token, dtype=np.int64))
+    return [_micro_batch(forest, rows, of_nodes) for rows in _split_rows(forest, max_tokens)]
 
 
 def head_blocks(batch: MicroBatch, most: int) -> Iterator[tuple[slice, slice]]:

@@ -268,11 +268,12 @@ def parameter_counts(topology: Topology) -> dict[str, Parameters]:
 
 def snapshot_bytes(topology: Topology) -> int:
     """Return the maximum total size, in bytes, of the snapshots that the ranks of all trained models keep in shared
-    memory, two for each rank.
+    memory, two for each rank, and for each model of a server's clients.
 
     A model without snapshots counts as 0, and so does one that cannot be measured, which the topology check reports.
     """
-    return sum(map(_model_snapshot_bytes, topology.trained))
+    models = 1 if topology.serve is None else topology.serve.max_models
+    return models * sum(map(_model_snapshot_bytes, topology.trained))
 
 
 def _model_snapshot_bytes(model: TrainedModel) -> int:

@@ -15,7 +15,7 @@ from proto.limits import MAX_INLINE_BYTES
 from shared.data.open import absent, matching_files, split_parameters
 from shared.evaluation import PART, scores
 from shared.names import EVALUATION_PREFIX, is_text, shown
-from shared.topology import critic_checks, distill_checks, hub, lora_checks, monitor, row_checks, service_checks
+from shared.topology import critic_checks, distill_checks, hub, lora_checks, monitor, row_checks, serve, service_checks
 from shared.topology.algorithm import (
     CLIPS,
     GROUP_ADVANTAGES,
@@ -45,6 +45,13 @@ _RATIO_IS_ONE = (
 
 def check(topology: Topology) -> Found:
     """Yield every contradiction, missing file and insufficient limit in `topology`."""
+    if topology.serve is not None:
+        yield from serve.check(topology.serve, topology.services, topology.placement)
+        yield from _files(topology)
+        yield from service_checks.check(topology)
+        yield from monitor.check(topology.monitor)
+        yield from _deterministic(topology)
+        return
     yield from _files(topology)
     yield from _sizes(topology)
     yield from _rewards(topology)

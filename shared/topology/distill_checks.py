@@ -53,7 +53,8 @@ def _use(topology: Topology, distill: Distill) -> Found:
 
 def _forward(topology: Topology, count: int) -> Found:
     teacher = topology.teacher
-    sizes = [vocabulary(model) for model in (topology.policy.model, teacher.model if teacher is not None else "")]
+    models = [topology.policy.model, *([teacher.model] if teacher is not None else [])]
+    sizes = [vocabulary(model) for model in models]
     most = min((size for size in sizes if size), default=count)
     if count > most:
         yield (*_DISTILL, "top_k"), f"{count}: the vocabulary has {most} tokens; use at most that many"
@@ -85,8 +86,6 @@ def _server(topology: Topology) -> Found:
     if teacher.model != topology.policy.model:
         message = f"{teacher.model} has no effect with backend server, which names the model in services.teacher.server"
         yield (TEACHER, "model"), f"{message}; remove it"
-    if topology.run.deterministic:
-        yield (*place, "backend"), "server: nothing about a server is deterministic; run.deterministic needs torch"
     for key, given in (("gpus", settings.gpus), ("parallel", settings.parallel.model_ranks > 1)):
         if given:
             yield (*place, key), "has no effect with backend server, which runs the model; remove it"

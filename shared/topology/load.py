@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from shared.topology import derive
+from shared.topology import derive, serve
 from shared.topology.checks import check
 from shared.topology.document import Document, Path, TopologyError, dotted, read, shown
 from shared.topology.fields import absolute, not_one_of
@@ -113,14 +113,20 @@ def _document(path: str | os.PathLike[str], overrides: Sequence[str]) -> Documen
 
 def _validate(document: Document, folder: str) -> tuple[Topology | None, list[Path]]:
     """Return the topology, built without broken keys so that the checks can find more problems, and the broken keys."""
+    errors = list(serve.misplaced(document.data))
+    pruned = copy.deepcopy(document.data)
+    for path, _ in errors:
+        _remove(pruned, path)
     try:
-        return _built(document.data, folder), []
+        topology = _built(pruned, folder)
     except ValidationError as error:
-        errors = explain(error)
+        errors += explain(error)
+        topology = None
     for path, message in _once(errors):
         document.report(path, message)
-    pruned = copy.deepcopy(document.data)
     broken = [path for path, _ in errors]
+    if topology is not None:
+        return topology, broken
     for path in broken:
         _remove(pruned, path)
     try:
@@ -131,6 +137,7 @@ def _validate(document: Document, folder: str) -> tuple[Topology | None, list[Pa
 
 def _built(data: dict[str, Any], folder: str) -> Topology:
     filled = copy.deepcopy(data)
+    serve.fill(filled)
     derive.fill(filled)
     return Topology.model_validate(filled, context={"folder": folder})
 

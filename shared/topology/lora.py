@@ -19,11 +19,10 @@ from pydantic import Field
 from shared.topology.fields import LocalPath, Section, Strings, format_size
 
 MAX_RANK = 512
-ALL_LINEAR = "all-linear"
-VLLM_LIVE = 2
-"""Maximum number of versions with which a vLLM engine samples at the same time."""
-VLLM_SLOTS = VLLM_LIVE + 1
-"""Number of adapters for which a vLLM engine has room. One is the drill's."""
+ALL_LINEAR, WITH_HEAD = "all-linear", "all-linear-and-head"
+"""Values of `target_modules` that stand for the linear layers of the decoder's layers, without and with the head."""
+MIN_LIVE = 2
+"""Minimum number of adapters with which an engine samples at the same time, so that none waits for another's end."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM's slots can have (`max_lora_rank`). An adapter of another rank is padded with zeros."""
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -59,10 +58,10 @@ class Lora(Section):
     alpha: Annotated[float, Field(gt=0)] = Field(
         default=32.0, description="an adapter's product is multiplied by alpha / rank; must be above 0"
     )
-    target_modules: Literal["all-linear"] | Strings = Field(
+    target_modules: Literal["all-linear", "all-linear-and-head"] | Strings = Field(
         default="all-linear",
-        description="the linear layers with an adapter: all-linear (those of the decoder's layers), or names such as "
-        "q_proj or lm_head",
+        description="the linear layers with an adapter: all-linear (those of the decoder's layers), "
+        "all-linear-and-head (also the one that computes the logits), or names such as q_proj or lm_head",
     )
     exclude_modules: Strings = Field(default=(), description="names of linear layers that get no adapter")
     adapter_path: LocalPath | None = Field(
@@ -81,6 +80,19 @@ class Lora(Section):
 def is_called(module: str, wanted: str) -> bool:
     """Return whether a module is called `wanted`: its whole name, or the end of it."""
     return module == wanted or module.endswith(f".{wanted}")
+
+
+def live_adapters(in_flight: str, max_models: int | None) -> int:
+    """Return the maximum number of adapters with which an engine samples at the same time. In a training run, whose
+    `max_models` is None, newer weights may take the place of others (`services.rollout.in_flight`)."""
+    if max_models is not None:
+        return max(MIN_LIVE, max_models)
+    return MIN_LIVE if in_flight == "wait" else 1
+
+
+def vllm_slots(live: int) -> int:
+    """Return the number of adapters for which a vLLM engine has room. One is the drill's."""
+    return max(MIN_LIVE, live) + 1
 
 
 def vllm_rank(rank: int) -> int:

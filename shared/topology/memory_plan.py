@@ -21,7 +21,7 @@ from typing import NamedTuple
 from shared.rundir import service_name
 from shared.topology.capacity import DTYPE_BYTES, Parameters
 from shared.topology.fields import format_size
-from shared.topology.lora import VLLM_SLOTS, Lora, vllm_rank
+from shared.topology.lora import Lora, live_adapters, vllm_rank, vllm_slots
 from shared.topology.models import DEVICE_SERVICE, POLICY, FrozenModel, TrainedModel
 from shared.topology.schema import Topology
 
@@ -124,7 +124,8 @@ def engine_bytes(topology: Topology, parameters: Parameters) -> int:
         return 0
     whole = parameters.base + parameters.trained
     if lora is not None and rollout.engine == "vllm":
-        whole = parameters.base + VLLM_SLOTS * parameters.trained * vllm_rank(lora.rank) // lora.rank
+        live = live_adapters(rollout.in_flight, None if topology.serve is None else topology.serve.max_models)
+        whole = parameters.base + vllm_slots(live) * parameters.trained * vllm_rank(lora.rank) // lora.rank
     return whole * DTYPE_BYTES[topology.policy.dtype]
 
 
@@ -330,6 +331,9 @@ def _copies(
     if model.earlier:
         yield Use(host, key, "earlier versions", version * (model.earlier + 1), _STARTED)
     yield Use(host, key, "saving", parameters.trained * saved_bytes(model), frozenset({Phase.CHECKPOINTS}))
+    if topology.serve is not None:  # one of the clients' models is on the device
+        waiting = (topology.serve.max_models - 1) * parameters.trained * _FLOAT
+        yield Use(host, key, "gradients of models that wait", waiting, frozenset({Phase.STEPS}))
 
 
 def place_name(place: MemoryPlace, home: str | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from shared.topology.lora import ALL_LINEAR, Lora, is_called
+from shared.topology.lora import ALL_LINEAR, WITH_HEAD, Lora, is_called
 from shared.topology.models import Head, TrainedModel
 
 _HEADER_LIMIT_BYTES = 100 * 1024**2
@@ -169,7 +169,9 @@ def adapted_layers(model: str, lora: Lora) -> dict[str, list[int]]:
             layers[layer] = list(tensor.shape)
         elif name.startswith(_OUTPUT_LAYER) or (_EMBEDDING.search(name) and not output):  # which may be tied to it
             output["lm_head"] = list(tensor.shape)
-    if lora.target_modules != ALL_LINEAR:
+    if lora.target_modules == WITH_HEAD:
+        layers |= output
+    elif lora.target_modules != ALL_LINEAR:
         every = layers | output
         layers = {layer: every[layer] for layer in every if any(is_called(layer, name) for name in lora.target_modules)}
     return {

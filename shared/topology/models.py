@@ -97,6 +97,10 @@ class TrainedModel:
         """Return the folder of its snapshots. `shm` is the run's folder in the shared memory of this host."""
         return shm / "trainer" / self.name
 
+    def clients_in(self, shm: Path) -> Path:
+        """Return the folder of the snapshots of clients' models, each in a folder of its number. `shm` is as above."""
+        return shm / "trainer" / "models"
+
     def offloaded(self, run: Path, rank: int) -> Path:
         """Return the folder of the parts of `rank` that have left its device. `run` is the run directory."""
         return run / "offloaded" / self.name / f"rank-{rank}"

@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_address(address: str) -> str:
+def check_address(address: str) -> str:
     """Return `address`. Raises ValueError if it is not `host:port` with a port other than 0."""
     _, port = split_address(address)
     if port == 0:
@@ -70,7 +70,7 @@ def read_token(file: str) -> str:
 
 
 class Web(Section):
-    listen: Annotated[str, AfterValidator(_check_address)] = Field(
+    listen: Annotated[str, AfterValidator(check_address)] = Field(
         default="127.0.0.1:8080", description="address and TCP port of the page"
     )
     token: LocalPath | None = Field(
@@ -93,7 +93,7 @@ def _check_url(url: str) -> str:
 
 
 class Prometheus(Section):
-    listen: Annotated[str, AfterValidator(_check_address)] = Field(
+    listen: Annotated[str, AfterValidator(check_address)] = Field(
         default="127.0.0.1:9464", description="address and TCP port of /metrics"
     )
     token: LocalPath | None = Field(

@@ -35,6 +35,7 @@ from shared.topology.models import (
 from shared.topology.monitor import Monitor
 from shared.topology.passes import Passes
 from shared.topology.reward import Reward
+from shared.topology.serve import Serve, without_training_run
 from shared.topology.services import (
     GC,
     Checkpoint,
@@ -182,9 +183,17 @@ class Topology(Section):
     )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="when the state is saved")
     gc: GC = Field(default_factory=GC, description="when trained tasks are collected")
+    serve: Serve | None = Field(
+        default=None, description="serve clients over HTTP instead of training; default: a training run"
+    )
     placement: Placement = Field(default_factory=Placement, description="what starts processes, and where")
     lease: LeaseSettings = Field(default_factory=LeaseSettings, description="how long work may make no progress")
     transport: Transport = Field(default_factory=Transport, description="how hosts communicate")
+
+    @property
+    def last_step(self) -> int:
+        """The last training step, or 0 if the run itself trains nothing."""
+        return 0 if self.serve is not None else self.run.last_step
 
     @property
     def needs_reference(self) -> bool:
@@ -436,7 +445,7 @@ class Topology(Section):
     def document(self) -> dict[str, Any]:
         """Return the resolved topology as plain data, with the keys that users write and every default."""
         plain: dict[str, Any] = _listed(self.model_dump(by_alias=True))
-        return plain
+        return plain if self.serve is None else without_training_run(plain)
 
     def to_yaml(self) -> str:
         """Return the resolved topology as YAML, from which `load` recreates an equal Topology in any folder."""

@@ -86,7 +86,7 @@ def _split(topology: Topology) -> Found:
         model = models.get(DEVICE_SERVICE[name])
         if service.backend == "torch":
             yield from _torch_degrees(name, service, {"tp", "pp"} if name in trainers else {"tp", "pp", "cp"})
-        elif model is not None:
+        elif service.backend == "megatron" and model is not None:
             yield from _megatron_degrees(name, service, model)
 
 

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from services.policy_trainer.worker import checkpoint
-from services.policy_trainer.worker.backend import BackendOptions, TrainingState
+from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.calls.weights import export, merging_error
 from services.policy_trainer.worker.checkpoint import SavedState
+from services.policy_trainer.worker.training_state import TrainingState
 from services.policy_trainer.worker.weights.publish import Canaries
 from shared.model.adapter import AdapterStart
 from shared.ranks.layout import Layout, RankPlace

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.policy_trainer.worker.backend import Sequences, TrainingState
+from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.megatron.backend import MegatronBackend
+from services.policy_trainer.worker.training_state import TrainingState
 from shared.colocation.devices import PARTS
 from shared.megatron.cpu_shims import megatron_device
 from shared.model.logprobs import Scores

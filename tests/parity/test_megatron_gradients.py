@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.policy_trainer.worker.backend import TrainingState
+from services.policy_trainer.worker.training_state import TrainingState
 from shared.megatron.cpu_shims import megatron_device
 from shared.ranks.layout import Layout, RankPlace
 from shared.topology.services import Recompute

@@ -19,10 +19,11 @@ from services.rollout.results.finish import LeaseResults
 from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.sampling.answers import AnswerSampler
 from services.rollout.sampling.tasks import prepare
-from services.rollout.service import RolloutParts, RolloutWorker
+from services.rollout.service import LeaseParts
 from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.versions import EngineVersions
+from services.rollout.worker import RolloutWorker
 from services.scheduler.server import SchedulerService
 from shared import topology as topologies
 from shared.actor.service import Service
@@ -50,7 +51,7 @@ class SimRollout(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._data = DataClient(self.client)
-        self._parts: RolloutParts | None = None
+        self._parts: LeaseParts | None = None
 
     async def start(self) -> None:
         topology = topologies.load(self.run.topology)
@@ -108,7 +109,7 @@ class SimRollout(Service):
             results=results,
             block_tasks=topology.services.rollout.block_tasks,
         )
-        self._parts = RolloutParts(worker, leases, versions, [], [], [])
+        self._parts = LeaseParts(worker, leases, versions)
 
     async def serve(self) -> None:
         assert self._parts is not None

@@ -22,13 +22,10 @@ from torch import nn
 
 from proto.ids import make_task_id, split_task_id
 from proto.messages import AdamW, Canary, LeaseGrant
-from services.policy_trainer.worker.backend import (
-    Backend,
-    PartShelves,
-    Sequences,
-    TrainingState,
-)
+from services.policy_trainer.worker.backend import Backend, PartShelves, Sequences
 from services.policy_trainer.worker.devices import device_parts
+from services.policy_trainer.worker.slots import AdapterSlots
+from services.policy_trainer.worker.training_state import TrainingState
 from services.rollout.engine import (
     FULL_ONLY,
     FinishReason,
@@ -85,6 +82,7 @@ class SimBackend:
     def __init__(self, world: World, model: TrainedModel, place: Any, generation: int) -> None:
         self.place = place
         self.base: Base | None = None
+        self.slots: AdapterSlots | None = None
         self.name = model.name
         self.called = nn.Module()
         self.shelves = cast(PartShelves, SimpleNamespace(offload=self._offload, backload=self._backload))
@@ -133,8 +131,16 @@ class SimBackend:
         return np.array([-(digest(self.chain, int(token)) % 4096) / 4096 for token in sequences.token_ids], np.float32)
 
     def forward_backward(
-        self, sequences: Sequences, temperature: float, loss: Any, *, entropy: Any, others: Any = None
+        self,
+        sequences: Sequences,
+        temperature: float,
+        loss: Any,
+        *,
+        entropy: Any,
+        others: Any = None,
+        backward: bool = True,
     ) -> dict[str, float]:
+        assert backward
         self._use("parameters", "gradients")
         total, numbers = self._group[self.updates, self.place.rank]
         first = 0

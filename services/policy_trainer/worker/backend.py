@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from proto.messages import AdamW, ErrorCode
 from proto.tensors import Array
 from services.policy_trainer.metrics import add_up
+from services.policy_trainer.worker.slots import AdapterSlots
+from services.policy_trainer.worker.training_state import TrainingState
 from shared.colocation.devices import PARTS, Part
 from shared.colocation.shelf import Shelf
 from shared.model.adapter import AdapterStart
 from shared.model.load import mismatched_weights
 from shared.model.logprobs import Entropy, Scores
 from shared.model.picks import IdsOf
+from shared.model.tree import GivenTargets
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import RpcError
 from shared.topology.models import Head
@@ -40,12 +43,14 @@ class Sequences:
     """The samples of this data-parallel rank, possibly none. They are the same on all its tp, pp and cp ranks.
 
     `token_ids` int [T], `lengths` int [S] with sum T, `loss_mask` [T] of 0 and 1, which is 0 at the first token
-    of each sequence.
+    of each sequence. If there are `targets`, they are scored instead of the tokens with mask 1, and positions of scored
+    tokens are positions among them.
     """
 
     token_ids: Array
     lengths: Array
     loss_mask: Array
+    targets: GivenTargets | None = None
 
 
 TokenLoss = Callable[[Scores, Callable[[Tensor], Tensor]], tuple[Tensor, Mapping[str, Tensor]]]
@@ -60,20 +65,6 @@ that nothing is shifted twice. The second argument sums a detached tensor over t
 (cp), which together hold every sequence of a micro-batch completely; without cp it returns its argument. It must not be
 used on a tensor with a gradient.
 """
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """Everything that a later life of the worker needs to continue with bit-identical results.
-
-    `weights`: Hugging Face name -> full tensor in the topology's dtype, on the CPU; tied weights appear once (as in
-    `shared.model.load.named_weights`). `optimizer`: `<slot>/<name>` -> full float32 tensor of the weight's shape; the
-    slot `step` is a float32 scalar (number of updates). All are copies, so training may continue while they are
-    written.
-    """
-
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
 
 
 OnAdapted = Callable[[nn.Module, AdapterStart], None]
@@ -111,6 +102,8 @@ class Backend(Protocol):
     shelves: PartShelves
     base: Base | None
     """The weights over which the trained adapter lies, on rank 0; None if all weights are trained."""
+    slots: AdapterSlots | None
+    """The slots for adapters of clients' models; None if there are none."""
 
     @property
     def called(self) -> nn.Module:
@@ -144,8 +137,10 @@ class Backend(Protocol):
         *,
         entropy: Entropy,
         others: IdsOf | None = None,
+        backward: bool = True,
     ) -> dict[str, float]:
-        """Add the gradient of the loss over all micro-batches and return the sums of `loss`.
+        """Add the gradient of the loss over all micro-batches and return the sums of `loss`. Without `backward`, run
+        the same passes but add nothing.
 
         Ranks without `place.counts` return {}, so adding up the answers of all ranks gives the sums of the batch.
         """
@@ -182,16 +177,16 @@ class Backend(Protocol):
         """
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the live tensors of this rank's part of the weights and the optimizer state, by name. The next update
-        changes them.
+        """Return the live tensors of this rank's part of the weights, the optimizer state and the accumulated gradient,
+        if there is one, by name. The next update changes them.
 
         Neither this method nor `load_own_state` is a collective.
         """
         ...
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the tensors that `own_state` returned in another life of the same rank in the same layout, and drop
-        gradients."""
+        """Load the tensors that `own_state` returned in another life of the same rank in the same layout. Without a
+        gradient among them, there is none afterwards."""
 
     def export(self, folder: Path) -> None:
         """Write the Hugging Face model's config.json and safetensors files into `folder` on rank 0 (no tokenizer)."""

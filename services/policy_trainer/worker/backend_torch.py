@@ -25,7 +25,6 @@ from services.policy_trainer.worker.backend import (
     PartShelves,
     Sequences,
     TokenLoss,
-    TrainingState,
     check_same_model,
     refused_gradient,
     set_numbers,
@@ -35,6 +34,8 @@ from services.policy_trainer.worker.blocks import recompute_blocks
 from services.policy_trainer.worker.mesh import Mesh, from_rank_0
 from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards
+from services.policy_trainer.worker.slots import AdapterSlots
+from services.policy_trainer.worker.training_state import TrainingState
 from shared.colocation.devices import Part
 from shared.colocation.shelf import local_part, own_storages
 from shared.model import adapter_files, cpu
@@ -79,8 +80,10 @@ class TorchBackend:
         self._options = options
         self._mesh = Mesh(place, torch.device(options.device).type)
         model = self._loaded_on_rank_0(lambda _: None) or load_shapes(model_dir, dtype, options.head)
+        self.slots: AdapterSlots | None = None
         if options.adapter is not None:
             adapt(model, options.adapter)
+            self.slots = AdapterSlots(model, options.adapter.lora.rank)
         allow(model, options.passes)
         self.base: Base | None = None
         if options.adapter is not None and place.rank == 0:
@@ -190,19 +193,24 @@ class TorchBackend:
         *,
         entropy: Entropy,
         others: IdsOf | None = None,
+        backward: bool = True,
     ) -> dict[str, float]:
         """Add the gradients of all micro-batches. The result does not depend on how the batch is split into them."""
         parts: list[Mapping[str, Tensor]] = []
 
         def back(scores: Scores) -> None:
             total, sums = loss(scores, self._mesh.sum_over_sequence_ranks)
-            total.backward()  # type: ignore[no-untyped-call]
+            if backward:
+                total.backward()  # type: ignore[no-untyped-call]
             parts.append(sums)
 
         def idle(scores: Scores) -> None:
-            (scores.outputs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+            if backward:
+                (scores.outputs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
         self._run(sequences, temperature, entropy, others, back, idle)
+        if not backward:
+            self._trained.after_inference()
         return totals_of(parts)
 
     def _run(
@@ -220,9 +228,8 @@ class TorchBackend:
         def plan(samples: Sequences) -> list[Any]:
             if not len(samples.lengths):
                 return []
-            return scorer.plan(
-                samples.token_ids, samples.lengths, samples.loss_mask, temperature, self._options.max_tokens
-            )
+            arrays = samples.token_ids, samples.lengths, samples.loss_mask
+            return scorer.plan(*arrays, temperature, self._options.max_tokens, samples.targets)
 
         batches = plan(sequences)
         passes = self._mesh.most(len(batches))
@@ -241,7 +248,7 @@ class TorchBackend:
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then remain unchanged.
         """
         masters = list(self._trained.masters.values())
-        norm = torch.nn.utils.clip_grad_norm_(masters, optimizer.clip_norm, foreach=True)
+        norm = torch.nn.utils.clip_grad_norm_(masters, optimizer.clip_norm or math.inf, foreach=True)
         grad_norm = float(self._trained.whole_scalar(norm))
         if not math.isfinite(grad_norm):
             self.drop_gradients()
@@ -305,27 +312,31 @@ class TorchBackend:
         self.drop_gradients()
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the live weights, separate masters and AdamW state of this rank."""
+        """Return the live weights, separate masters, AdamW state and gradients of this rank."""
         state = {f"weight/{name}": tensor for name, tensor in self._trained.own_weights().items()}
         for name, master in self._trained.masters.items():
             state |= {f"{slot}/{name}": tensor for slot, tensor in self._optimizer.state[master].items()}
+            if master.grad is not None:
+                state[f"gradient/{name}"] = master.grad
         masters = zip(sorted(self._trained.separate), self._trained.own_masters(), strict=False)
         state |= {f"master/{name}": tensor for name, tensor in masters}
         return {name: local_part(tensor) for name, tensor in state.items()}
 
     @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the tensors back into the weights, the masters and a new AdamW."""
+        """Copy the tensors back into the weights, the masters, a new AdamW and new gradients."""
         self.shelves.backload()
         self._reset()
+        self.drop_gradients()
         for name, master in self._trained.masters.items():
             if f"step/{name}" in state:
-                moments = {slot: torch.zeros_like(master) for slot in ("exp_avg", "exp_avg_sq")}
-                step = state[f"step/{name}"].to(master.device, copy=True)
+                step = torch.zeros((), dtype=torch.float32, device=master.device)
+                moments = {slot: torch.empty_like(master) for slot in ("exp_avg", "exp_avg_sq")}
                 self._optimizer.state[master] = {"step": step, **moments}
+            if f"gradient/{name}" in state:
+                master.grad = torch.empty_like(master)
         for name, live in self.own_state().items():
             live.copy_(state[name])
-        self.drop_gradients()
 
     def export(self, folder: Path) -> None:
         """Write the configuration and the weights with the model's own library on rank 0. Every rank must call this.

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import structlog
 
-from proto.messages import Credit, Forward, ForwardBackward, WorkerRequest
+from proto.messages import WorkerRequest
 from proto.tensors import Array
 from services.policy_trainer.worker import samples
+from services.policy_trainer.worker.samples import Reads
 from shared.batch import Batch
 from shared.dataplane.client import DataClient
 from shared.rpc.errors import AWAY, RpcError
@@ -43,7 +44,7 @@ class BatchReader:
 
     def prefetch(self, request: WorkerRequest) -> None:
         """Begin to read the shards of a queued call."""
-        if isinstance(request, Forward | ForwardBackward | Credit) and len(self._prefetched) < MAX_PREFETCHED:
+        if isinstance(request, Reads) and len(self._prefetched) < MAX_PREFETCHED:
             self._prefetched[request.order] = asyncio.create_task(self._read(request))
 
     def forget_prefetched(self) -> None:
@@ -53,16 +54,22 @@ class BatchReader:
             task.cancel()
         self._prefetched.clear()
 
+    def forget(self, request: WorkerRequest) -> None:
+        """Drop the shards read for a call that has failed before it needed them."""
+        task = self._prefetched.pop(request.order, None)
+        if task is not None:
+            task.cancel()
+
     def end_step(self) -> None:
         """Drop the step's shards. Call this when the step ends or starts again."""
         self._shards.drop()
 
-    async def tokens(self, request: Forward | ForwardBackward | Credit) -> samples.BatchTokens:
+    async def tokens(self, request: Reads) -> samples.BatchTokens:
         """Return the tokens of a call. Raises RpcError, including when a store is unavailable for `patience_s`."""
         task = self._prefetched.pop(request.order, None)
         return await (self._read(request) if task is None else task)
 
-    async def _read(self, request: Forward | ForwardBackward | Credit) -> samples.BatchTokens:
+    async def _read(self, request: Reads) -> samples.BatchTokens:
         keys = samples.keys_of(request)
         batch = Batch(request.batch, self._data)
         stored = samples.stored_keys(batch, keys)

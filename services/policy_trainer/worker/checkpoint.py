@@ -15,7 +15,7 @@ import ctypes
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @dataclass(frozen=True)
 class SavedState:
-    """Everything a worker needs to continue after `step` (see `backend.TrainingState`, `EarlierVersions`)."""
+    """Everything a worker needs to continue after `step` (see `TrainingState`, `EarlierVersions`)."""
 
     step: int
     weights: dict[str, Tensor]
@@ -59,10 +59,17 @@ def _write(partial: Path, state: SavedState) -> None:
     save_file(state.optimizer, partial / OPTIMIZER)
     if state.earlier:
         save_file(state.earlier, partial / EARLIER)
-    manifest: dict[str, Any] = {"layout": LAYOUT, "step": state.step, "at_stop": state.at_stop, "files": {}}
+    manifest: dict[str, Any] = {"step": state.step, "at_stop": state.at_stop}
     if state.adapter is not None:
         manifest["adapter"] = asdict(state.adapter)
-    for name in (MODEL, OPTIMIZER, *([EARLIER] if state.earlier else [])):
+    seal(partial, manifest, (MODEL, OPTIMIZER, *([EARLIER] if state.earlier else [])))
+    verify(partial)
+
+
+def seal(partial: Path, about: dict[str, Any], names: Sequence[str]) -> None:
+    """Make the files `names` durable and write a manifest with their checksums, which also says what is in `about`."""
+    manifest: dict[str, Any] = {"layout": LAYOUT, **about, "files": {}}
+    for name in names:
         os.chmod(partial / name, 0o644)
         _sync(partial / name)
         size, checksum = digest(partial / name)
@@ -70,7 +77,6 @@ def _write(partial: Path, state: SavedState) -> None:
     (partial / STATE).write_text(json.dumps(manifest, indent=2) + "\n")
     _sync(partial / STATE)
     _sync(partial)
-    verify(partial)
 
 
 def save(folder: Path, state: SavedState) -> Path:
@@ -81,10 +87,21 @@ def save(folder: Path, state: SavedState) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
     target = folder / f"{CHECKPOINT_PREFIX}{state.step}"
-    partial = folder / f".{target.name}{_PARTIAL}"
+    replace(target, lambda partial: _write(partial, state))
+    return target
+
+
+def replace(target: Path, write: Callable[[Path], None]) -> None:
+    """Make `target` the folder that `write` fills, atomically and durably. `write` gets an empty folder.
+
+    Raises the errors of `write` and OSError. A folder that was there stays in that case.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}{_PARTIAL}")
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _write(partial, state)
+        write(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # free the space, which other processes need if the disk is full
         raise
@@ -92,9 +109,8 @@ def save(folder: Path, state: SavedState) -> Path:
         _exchange(partial, target)  # atomic, because the replaced checkpoint may be the only one
     else:
         partial.rename(target)
-    _sync(folder)
-    _sweep(folder)
-    return target
+    _sync(target.parent)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def load(folder: Path, step: int) -> SavedState:

@@ -37,6 +37,12 @@ NEEDS: Mapping[type[WorkerRequest], frozenset[Part]] = MappingProxyType(
         messages.SaveCheckpoint: frozenset({"parameters", "optimizer"}),
         messages.SaveModel: _PARAMETERS,
         messages.Move: frozenset(),
+        messages.OpenModel: PARTS,
+        messages.SaveState: frozenset({"parameters", "optimizer"}),
+        messages.CloseModel: frozenset(),
+        messages.ForwardBackwardModel: frozenset({"parameters", "gradients"}),
+        messages.OptimStepModel: PARTS,
+        messages.PublishModel: _PARAMETERS,
     }
 )
 """Parts that each call needs on the device. `ForwardBackward` adds to the gradients there, so it needs the earlier

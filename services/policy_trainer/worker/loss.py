@@ -35,11 +35,11 @@ from services.policy_trainer.worker.losses.divergence import (
 from services.policy_trainer.worker.losses.policy import POLICY_LOSSES, PolicyLoss
 from services.policy_trainer.worker.losses.tokens import TokenData, weighted
 from services.policy_trainer.worker.losses.value import value_loss
-from services.policy_trainer.worker.samples import SCORE_KEYS, loss_keys
+from services.policy_trainer.worker.samples import SCORE_KEYS
 from shared.model.logprobs import Entropy, Scores
 from shared.model.picks import IdsOf
 from shared.rpc.errors import RpcError
-from shared.stages import LINEAR_LOSS, TEACHER, VALUE_LOSS, VALUES, Per
+from shared.stages import LINEAR_LOSS, TEACHER, VALUE_LOSS, VALUES, Per, loss_keys
 from shared.tensors_torch import to_device
 
 TEACHER_IDS = TEACHER.makes[1]
@@ -207,9 +207,11 @@ class BatchLoss:
             sequence_count=len(lengths),
         )
         of_trained = [key.name for key in keys if key.per is Per.TRAINED]
-        arrays = [np.cumsum(flat["loss_mask"], dtype=np.int64) - 1, *(flat[name] for name in of_trained)]
-        self._place, *shards = to_device(arrays, torch.device(device))
-        self._of_trained = dict(zip(of_trained, shards, strict=True))
+        self._of_trained: dict[str, Tensor] = {}
+        if of_trained:
+            arrays = [np.cumsum(flat["loss_mask"], dtype=np.int64) - 1, *(flat[name] for name in of_trained)]
+            self._place, *shards = to_device(arrays, torch.device(device))
+            self._of_trained = dict(zip(of_trained, shards, strict=True))
         self.others: IdsOf | None = self._teacher_ids if TEACHER_IDS in of_trained else None
         """Returns the ids whose log-probs the backend must compute in addition to its outputs; None: no others."""
         self._kept = torch.zeros(len(flat["loss_mask"]), device=device) if keeps else None

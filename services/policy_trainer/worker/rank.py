@@ -1,4 +1,5 @@
-"""Holds what the calls of one rank share: its step, its threads, its devices, and the meetings with the other ranks.
+"""Holds what the calls of one rank share: the standings of its models, its threads, its devices, and the meetings with
+the other ranks.
 
 A call can fail on a single rank only before the ranks have met. After that it fails on all of them, or the group ends.
 The module does not import torch, so that a rank answers while it starts.
@@ -20,7 +21,7 @@ from proto.messages import ErrorCode, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.worker.batch_reader import BatchReader
 from services.policy_trainer.worker.devices import NEEDS, Devices
-from services.policy_trainer.worker.snapshots import Snapshots
+from services.policy_trainer.worker.standing import Standing, Standings
 from services.policy_trainer.worker.weights.sender import WeightsSender
 from shared.actor.own_store import own_store
 from shared.actor.service import Service
@@ -56,14 +57,9 @@ class Rank:
         devices. `sender` sends published versions to engines that ask for them; None: engines only read stores."""
         self.run, self.model, self.place, self.data, self.sender = run, model, place, data, sender
         self.publishes = model.publishes is not None and place.rank == 0
-        self.step = -1
-        """Number of finished training steps, or -1 before the model is loaded."""
-        self.dirty = False
-        """Whether the weights have changed since the last finished step."""
-        self.pristine = True
-        """Whether the weights are those of the model directory and the optimizer state is fresh."""
-        self.accumulated: list[str] = []
-        """Tasks of this data-parallel rank whose gradients are waiting for the next update."""
+        self.standings = Standings(
+            model.snapshots_in(run.shm) if model.snapshots else None, model.clients_in(run.shm), place
+        )
         self.progress = 0
         """The number of micro-batches plus the number of calls that the compute thread has finished."""
         self.devices = Devices(
@@ -73,7 +69,6 @@ class Rank:
             shows_parameters=model.publishes is not None and model.publishes.route == "ipc",
         )
         self.reader = BatchReader(data, patience_s=model.settings.collective_s / 2, on_wait=self._waited)
-        self.snapshots = Snapshots(model.snapshots_in(run.shm) if model.snapshots else None, place)
         self.resources = AsyncExitStack()
         """Closes everything that the rank has opened."""
         self.resources.callback(data.close)
@@ -88,6 +83,11 @@ class Rank:
         """Report that shards could not be read."""
         self._service.telemetry.emit("waiting", {"for": "shards", "why": why[:200]})
         self._service.telemetry.span("shards", seconds, of="batch-store")
+
+    @property
+    def standing(self) -> Standing:
+        """The position of the model whose state is on the device."""
+        return self.standings.current
 
     async def own_store(self) -> str:
         """Return the name of the store on this rank's host, into which its shards are put."""
@@ -127,8 +127,13 @@ class Rank:
         await self.devices.backload(self._needs(request))
         return prepared
 
+    async def meet(self, round_name: str, failure: str) -> None:
+        """Wait for all ranks. Raises RpcError on all of them if one has a `failure`."""
+        await self._group.meet(round_name, failure)
+
     def _needs(self, request: WorkerRequest) -> frozenset[Part]:
-        if isinstance(request, messages.InitModel) and self.pristine:  # only deterministic mode reads the weights
+        if isinstance(request, messages.InitModel) and self.standing.pristine:
+            # Only deterministic mode reads the weights.
             return NEEDS[messages.Forward] if self.model.deterministic else frozenset()
         return NEEDS[type(request)]
 
@@ -148,18 +153,20 @@ class Rank:
 
     async def require_step(self, step: int, what: str) -> None:
         """Raise RpcError(conflict) unless the rank stands at `step` with the weights of that step."""
-        if self.step != step or self.dirty:
-            changed = ", but has changed its weights since" if self.dirty else ""
-            raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {self.step}{changed}")
+        at = self.standing
+        if at.step != step or at.dirty:
+            changed = ", but has changed its weights since" if at.dirty else ""
+            raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {at.step}{changed}")
 
     async def require_next(self, step: int, what: str) -> None:
         """Raise RpcError(conflict) unless `step` is the one that follows the last finished step."""
-        if step != self.step + 1:
-            raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {self.step}")
+        at = self.standing.step
+        if step != at + 1:
+            raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {at}")
 
     async def drop_gradients(self) -> None:
         """Drop the accumulated gradients and the list of their tasks."""
-        self.accumulated = []
+        self.standing.accumulated = []
         await self.devices.drop_gradients()
 
     def refuse(self, request: Message, call: Call, error: Exception) -> None:

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from proto.ids import REVISION
-from proto.messages import Credit, ErrorCode, Forward, ForwardBackward, LossSpec, TaskHandle
+from proto.messages import Credit, ErrorCode, Forward, ForwardBackward, ForwardBackwardModel, TaskHandle
 from proto.tensors import Array
 from services.policy_trainer.update import CREDIT_SCALE
 from shared.batch import Batch
 from shared.credit import KL_KEYS, kl_sums, sample_sums
 from shared.rpc.errors import RpcError
-from shared.stages import CREDIT, PROXIMAL, REFERENCE, TEACHER, VALUES, Key, Per, declared
+from shared.stages import CREDIT, GIVEN, PROXIMAL, REFERENCE, TEACHER, VALUES, Per, declared, loss_keys
 
 Columns = Mapping[str, Sequence[Array]]
 """The arrays of a batch by key, one per task."""
 PROX_KEY = PROXIMAL.makes[0]
 SCORE_KEYS = PROXIMAL.needs
 TOKEN_ADVANTAGES, RETURNS = CREDIT.makes
+TARGETS = GIVEN.makes[0]
 _RUN_FIRST = dict.fromkeys((*PROXIMAL.makes, *VALUES.makes), "run forward first") | dict.fromkeys(
     CREDIT.makes, "run credit first"
 )
 
 
-def loss_keys(spec: LossSpec) -> list[Key]:
-    """Return the keys of the shards from which the loss of `spec` is computed."""
-    return [key for key in declared().values() if key.in_loss(spec)]
+Reads = Forward | Credit | ForwardBackward | ForwardBackwardModel
+"""The calls that read shards."""
 
 
-def keys_of(request: Forward | ForwardBackward | Credit) -> tuple[str, ...]:
+def keys_of(request: Reads) -> tuple[str, ...]:
     """Return the keys of the shards that a call reads."""
     if isinstance(request, Forward):
         of_samples = KL_KEYS if request.kl_estimator else ("sample_index",) if request.ends or request.sums else ()
@@ -67,6 +67,8 @@ class BatchTokens:
     flat: dict[str, Array]
     tokens_of_task: Array
     sequences_of_task: Array
+    targets_of_task: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    """The number of targets that were given; none for the tasks of a training run."""
 
 
 def join(columns: Columns) -> BatchTokens:
@@ -79,6 +81,7 @@ def join(columns: Columns) -> BatchTokens:
         },
         tokens_of_task=np.array([task.sum() for task in lengths], dtype=np.int64),
         sequences_of_task=np.array([len(task) for task in lengths], dtype=np.int64),
+        targets_of_task=np.array([len(task) for task in columns.get(TARGETS, ())], dtype=np.int64),
     )
 
 
@@ -104,9 +107,12 @@ def check(handles: Sequence[TaskHandle], columns: Columns) -> None:
 
 def _problem(task: dict[str, Array], samples: int) -> str:
     lengths, keys = task["lengths"], declared()
-    sizes = {Per.TOKEN: int(lengths.sum()), Per.SEQUENCE: len(lengths), Per.SAMPLE: samples}
+    tokens, targets = int(lengths.sum()), len(task.get(TARGETS, ()))
+    sizes = {Per.TOKEN: tokens, Per.SEQUENCE: len(lengths), Per.SAMPLE: samples, Per.TARGET: targets}
     if "loss_mask" in task:
         sizes[Per.TRAINED] = int(np.count_nonzero(task["loss_mask"]))
+    if TARGETS in task and (not targets or targets % tokens):
+        return f"{TARGETS} has {targets} entries, which is no multiple of its {tokens} tokens"
     widths = {values.shape[-1] for name, values in task.items() if not keys[name].width}
     if len(widths) > 1:
         return f"its shards of the teacher's top k have {' and '.join(map(str, sorted(widths)))} columns"

@@ -138,14 +138,17 @@ class PolicyTrainerWorker(Service):
             began = time.perf_counter()
             self.telemetry.span("call", began - waited, of="policy-trainer/0")
             # Calls without a step belong to the step that is being trained.
-            step = getattr(request, "step", self._rank.step + 1)
+            step = getattr(request, "step", self._rank.standing.step + 1)
             async with self._running:
                 self._current = (type(request).__name__, self.loop.time())
                 try:
                     answer = await self._runners[type(request)](request, call)
                 except Exception as error:
-                    self._pending.fail(f"{type(request).__name__}: {error}"[:200], epoch=epoch)
-                    self._rank.reader.forget_prefetched()
+                    if isinstance(request, messages.ModelRequest) and not isinstance(error, GroupEnded):
+                        self._rank.reader.forget(request)
+                    else:
+                        self._pending.fail(f"{type(request).__name__}: {error}"[:200], epoch=epoch)
+                        self._rank.reader.forget_prefetched()
                     self._rank.refuse(request, call, error)
                     if isinstance(error, GroupEnded):
                         self._group.end(str(error))
@@ -186,16 +189,17 @@ class PolicyTrainerWorker(Service):
             await self._group.withdraw("a driver takes over")
         async with self._running:
             await self._rank.drop_gradients()
+            self._rank.standings.forget_clients()
             if self._pending.driver != request.driver:
                 raise RpcError(
                     ErrorCode.CONFLICT, f"driver {request.driver:x} was replaced in the meantime; it must exit"
                 )
             return messages.WorkerState(
-                step=self._rank.step,
+                step=self._rank.standing.step,
                 driver=self._pending.driver,
                 order=self._pending.done,
-                dirty=self._rank.dirty,
-                snapshots=self._rank.snapshots.held(),
+                dirty=self._rank.standing.dirty,
+                snapshots=self._rank.standings.held(),
             )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from proto.messages import WorkerRequest
 from services.policy_trainer.worker.backend import Backend, BackendOptions, OnAdapted, ignore_adapted
 from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.calls.clients import ClientCalls
 from services.policy_trainer.worker.calls.state import StateCalls
 from services.policy_trainer.worker.calls.training import TrainingCalls
 from services.policy_trainer.worker.calls.weights import WeightsCalls
@@ -48,12 +49,11 @@ def load(rank: Rank, meeting: Meeting, choice: Choice | None) -> tuple[Backend, 
         )
     earlier = EarlierVersions(model.earlier)
     loaded = Loaded(backend, canaries, earlier)
-    subjects = (
-        TrainingCalls(rank, loaded, choice),
-        WeightsCalls(rank, loaded),
-        StateCalls(rank, loaded, several_hosts=bool(meeting.store)),
-    )
-    return backend, {kind: run for subject in subjects for kind, run in subject.runners.items()}
+    several_hosts = bool(meeting.store)
+    states = StateCalls(rank, loaded, several_hosts=several_hosts)
+    subjects = TrainingCalls(rank, loaded, choice), WeightsCalls(rank, loaded), states
+    runners = {kind: run for subject in subjects for kind, run in subject.runners.items()}
+    return backend, ClientCalls(rank, loaded, runners, states, several_hosts=several_hosts).runners
 
 
 def make_backend(

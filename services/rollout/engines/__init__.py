@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from shared.topology.services import Rollout
 
 
-def make_engine(settings: Rollout, *, policy: Policy, temperature: float, deterministic: bool, seed: int) -> Engine:
+def make_engine(
+    settings: Rollout, *, policy: Policy, temperature: float, deterministic: bool, seed: int, live: int
+) -> Engine:
     """Return the engine that `services.rollout` selects, not yet started. `temperature` is the training temperature;
-    `seed` is the run's.
+    `seed` is the run's. An engine with adapters samples with `live` of them at the same time.
 
     Raises BadInput for arguments that the engine does not accept.
     """
@@ -34,6 +36,7 @@ def make_engine(settings: Rollout, *, policy: Policy, temperature: float, determ
             in_flight=settings.in_flight,
             route=settings.weights,
             adapter=None if policy.lora is None else AdapterStart(policy.lora, seed),
+            live=live,
         )
     if settings.engine == "openai":
         from services.rollout.engines.openai_engine import OpenAIEngine, api_key
@@ -61,4 +64,5 @@ def make_engine(settings: Rollout, *, policy: Policy, temperature: float, determ
         device=settings.device,
         passes=policy.passes,
         adapter=None if policy.lora is None else AdapterStart(policy.lora, seed),
+        live=live,
     )

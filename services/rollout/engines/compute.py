@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """Runs work for the service's loop in call order, but `between_steps` also runs work inside a paused block."""
+    """Runs work for the service's loop in call order, but `between_steps` also runs work inside a block."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -32,7 +32,7 @@ class ComputeThread:
         self._running.set()
         self._stopped = threading.Event()
         self._between: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Work for a paused block to do while it waits. Without such a block, the thread does this work itself."""
+        """Work for a block to do before its next step. Without a block, the thread does this work itself."""
         self.progress = 0
         """See `Engine.progress`. Only work on the thread advances it."""
 
@@ -54,7 +54,7 @@ class ComputeThread:
         self._executor.submit(work)
 
     async def between_steps(self, work: Callable[[], T]) -> T:
-        """Run `work` as `run` does, but also in the middle of a paused block."""
+        """Run `work` as `run` does, but also in the middle of a block, paused or not."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -87,7 +87,8 @@ class ComputeThread:
     # ---- on the thread
 
     def before_step(self, going_on: Callable[[], bool]) -> bool:
-        """Wait while paused. Return False if `going_on` reports that there is nothing left to do.
+        """Do the work that waits, and wait while paused. Return False if `going_on` reports that there is nothing left
+        to do.
 
         Call this before each step. `going_on` is also called from time to time during a pause. Raises
         GenerationCancelled if the thread must stop.
@@ -97,6 +98,10 @@ class ComputeThread:
                 self._between.get(timeout=_PAUSE_POLL_S)()
             if not going_on():
                 return False
+        if not self._between.empty():
+            if not going_on():  # what was abandoned is dropped before the work
+                return False
+            self._do_waiting()
         self.check_stopped()
         return going_on()
 

@@ -41,6 +41,7 @@ from services.rollout.engine import (
     Generation,
     GenerationWatch,
     Prompt,
+    PromptScores,
     SamplingParams,
     WeightsMismatch,
 )
@@ -106,6 +107,7 @@ class OpenAIEngine:
 
     loads = FULL_ONLY
     side_by_side = False
+    scores_alone = True
 
     @property
     def vocab_size(self) -> int:
@@ -153,6 +155,9 @@ class OpenAIEngine:
 
     async def score(self, token_ids: Array) -> Array:
         return await self._compute.run(lambda: asyncio.run(self._score(token_ids)))
+
+    async def score_prompt(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
+        raise BadInput("engine openai: it has no versions side by side; a server needs engine transformers or vllm")
 
     async def sleep(self) -> None:
         raise BadInput("engine openai: the server keeps its memory, so it cannot be colocated")

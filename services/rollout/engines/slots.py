@@ -10,7 +10,7 @@ generator. A task's samples do not depend on what else is in the table, unless t
 logits.
 
 Shapes: R rows in the table, N rows from a given row to the end, T tokens at most per sample, S random numbers drawn in
-advance, P prompts of L tokens, V tokens in the vocabulary.
+advance, P prompts of L tokens, V tokens in the vocabulary, K tokens that end a sample.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from services.rollout.engines.passes import BlockPasses, Part, gathered, make_pa
 
 MAX_ROWS = 1024
 """Maximum number of rows that are decoded at once. Each row needs memory for keys and values."""
+_NO_TOKEN = -1
 _DRAWN_STEPS = 32  # number of steps for which random numbers are drawn at once
 _SEED_MASK = (1 << 63) - 1
 _REFILL = 4
@@ -46,6 +47,8 @@ class _OpenCall:
 
     call: EngineCall
     stopped: Stopped | None
+    ends: Sequence[int]
+    """The tokens that end a sample."""
     results: list[list[Generation]]
     left: int
 
@@ -85,6 +88,10 @@ class _Rows:
     count_R: Tensor
     limit_R: Tensor
     temperature_R1: Tensor
+    top_k_R: Tensor
+    top_p_R: Tensor
+    ends_RK: Tensor
+    """The tokens that end the row, followed by `_NO_TOKEN`."""
     uniform_RS: Tensor
     running_R: Tensor
     """False if the row has ended and is waiting to be dropped."""
@@ -97,13 +104,22 @@ class _Rows:
         """Return new rows, one per sample."""
         samples = torch.tensor([group.samples for group in groups], dtype=torch.int64)
         limits = torch.tensor([group.limit for group in groups], dtype=torch.int64)
-        heat = torch.tensor([group.held.call.sampling.temperature for group in groups], dtype=torch.float32)
+        chosen = [group.held.call.sampling for group in groups]
+        heat = torch.tensor([sampling.temperature for sampling in chosen], dtype=torch.float32)
+        # A greedy row has no other choice than the likeliest token.
+        top_k = [sampling.top_k if sampling.truncates else 0 for sampling in chosen]
+        top_p = [sampling.top_p if sampling.truncates else 1.0 for sampling in chosen]
+        widest = max((len(group.held.ends) for group in groups), default=0)
+        ends = [[*group.held.ends, *[_NO_TOKEN] * (widest - len(group.held.ends))] for group in groups]
         rows, longest = int(samples.sum()), int(limits.max()) if groups else 0
         made = cls(
             last_R=torch.zeros(rows, dtype=torch.int64),
             count_R=torch.zeros(rows, dtype=torch.int64),
             limit_R=limits.repeat_interleave(samples),
             temperature_R1=heat.repeat_interleave(samples)[:, None],
+            top_k_R=torch.tensor(top_k, dtype=torch.int64).repeat_interleave(samples),
+            top_p_R=torch.tensor(top_p, dtype=torch.float32).repeat_interleave(samples),
+            ends_RK=torch.tensor(ends, dtype=torch.int64).view(len(groups), widest).repeat_interleave(samples, 0),
             uniform_RS=torch.zeros(rows, _DRAWN_STEPS),
             running_R=torch.ones(rows, dtype=torch.bool),
             ids_RT=torch.zeros((rows, longest), dtype=torch.int32),
@@ -120,12 +136,12 @@ class _Rows:
         return _Rows(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def followed_by(self, others: _Rows) -> _Rows:
-        longest = max(self.ids_RT.shape[1], others.ids_RT.shape[1])
         joined = {}
         for field in fields(self):
             pair = [getattr(self, field.name), getattr(others, field.name)]
-            if field.name.endswith("_RT"):
-                pair = [nn.functional.pad(one, (0, longest - one.shape[1])) for one in pair]
+            if field.name.endswith(("_RT", "_RK")):
+                widest, filling = max(one.shape[1] for one in pair), _NO_TOKEN if field.name.endswith("K") else 0
+                pair = [nn.functional.pad(one, (0, widest - one.shape[1]), value=filling) for one in pair]
             joined[field.name] = torch.cat(pair)
         return _Rows(**joined)
 
@@ -156,7 +172,7 @@ class SlotTable:
         self._swaps = swaps
         self._slots = slots
         self._device = next(model.parameters()).device
-        self._eos = torch.tensor(list(eos_ids), dtype=torch.int64, device=self._device)
+        self._eos_ids = tuple(eos_ids)
         self._held: dict[EngineCall, _OpenCall] = {}
         self._waiting: deque[_Group] = deque()
         self._waited = 0
@@ -174,13 +190,19 @@ class SlotTable:
 
     # ---- calls
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no call."""
+        return not self._held
+
     def add(self, call: EngineCall) -> bool:
         if self._steady and self._held:
             return False
         sampling = call.sampling
         results = [[_NOTHING] * sampling.samples for _ in call.prompts]
         left = sampling.samples * len(call.prompts)
-        held = self._held[call] = _OpenCall(call, self._stopped(sampling.stop), results, left)
+        ends = (*self._eos_ids * sampling.ends, *sampling.stop_ids)
+        held = self._held[call] = _OpenCall(call, self._stopped(sampling.stop), ends, results, left)
         self._waiting += [
             _Group(held, number, prompt, generator_of(sampling.seed, prompt.name))
             for number, prompt in enumerate(call.prompts)
@@ -291,10 +313,14 @@ class SlotTable:
         mine, rows = slice(first, None), self._rows
         self._draw(first)
         heat_N1, count_N, running_N = rows.temperature_R1[mine], rows.count_R[mine], rows.running_R[mine]
-        row_N, heat_P1 = torch.arange(len(heat_N1), device=self._device), heat_N1
+        # A row of each prompt, whose settings are those of all its rows.
+        row_N = row_P = torch.arange(len(heat_N1), device=self._device)
         if prompt_N is not None:
-            row_N, heat_P1 = prompt_N, heat_N1.new_zeros(len(logits_PV), 1).index_copy_(0, prompt_N, heat_N1)
+            row_N, row_P = prompt_N, row_P.new_zeros(len(logits_PV)).index_copy_(0, prompt_N, row_P)
+        heat_P1 = heat_N1[row_P]
         logprobs_PV = (logits_PV.float() / heat_P1.masked_fill(heat_P1 == 0, 1.0)).log_softmax(-1)
+        if any(held.call.sampling.truncates for held in self._held.values()):
+            logprobs_PV = truncated(logprobs_PV, rows.top_k_R[mine][row_P], rows.top_p_R[mine][row_P])
         heats = {held.call.sampling.temperature for held in self._held.values()}
         id_N1 = logprobs_PV.argmax(-1, keepdim=True)[row_N] if 0.0 in heats else torch.empty(0)
         if any(heats):
@@ -309,7 +335,7 @@ class SlotTable:
         rows.swaps_RT[mine].scatter_(1, at_N1, self._swaps())
         rows.last_R[mine] = id_N
         count_N += running_N
-        stopped_N = torch.isin(id_N, self._eos)
+        stopped_N = (rows.ends_RK[mine] == id_N1).any(-1)
         if any(held.stopped is not None for held in self._held.values()):
             stopped_N |= self._stopped_by_text(first)
         ended_N = (stopped_N | (count_N >= rows.limit_R[mine])) & running_N
@@ -374,6 +400,22 @@ class SlotTable:
 def generator_of(seed: int, name: str) -> torch.Generator:
     """Return the random number generator for a prompt."""
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) & _SEED_MASK)
+
+
+def truncated(logprobs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
+    """Return the log-probs of the distributions that are left: of the `top_k_R` likeliest tokens (0: all), the smallest
+    set of likeliest ones whose probability reaches `top_p_R` (nucleus sampling, arXiv 1904.09751). Other tokens have
+    probability 0. Ties go to the lower token."""
+    sorted_RV, order_RV = logprobs_RV.sort(stable=True, dim=-1, descending=True)
+    rank_V = torch.arange(logprobs_RV.shape[1], device=logprobs_RV.device)
+    all_R = (top_k_R <= 0) & (top_p_R >= 1)
+    sorted_RV = sorted_RV.masked_fill((rank_V >= top_k_R[:, None]) & (top_k_R > 0)[:, None], -torch.inf)
+    probs_RV = sorted_RV.softmax(-1)
+    before_RV = probs_RV.cumsum(-1, dtype=torch.float64) - probs_RV
+    beyond_RV = (before_RV >= top_p_R[:, None]) & (top_p_R < 1)[:, None] & (rank_V > 0)
+    sorted_RV = sorted_RV.masked_fill(beyond_RV, -torch.inf).log_softmax(-1)
+    left_RV = torch.empty_like(logprobs_RV).scatter_(-1, order_RV, sorted_RV)
+    return torch.where(all_R[:, None], logprobs_RV, left_RV)
 
 
 def pick(logprobs_RV: Tensor, uniform_NM: Tensor, row_N: Tensor | None = None) -> Tensor:

@@ -24,12 +24,14 @@ from services.rollout.engine import (
     Generation,
     GenerationWatch,
     Prompt,
+    PromptScores,
     SamplingParams,
     WeightsMismatch,
 )
 from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
 from services.rollout.engines.proof.weights import base_digests, fitting
 from services.rollout.engines.slots import SlotTable, Stopped
+from services.rollout.engines.version_tables import VersionTables
 from shared.colocation.devices import WEIGHTS, Parts
 from shared.colocation.shelf import Released, give_back, own_storages, release, restore
 from shared.model import cpu
@@ -63,11 +65,12 @@ class TransformersEngine:
         device: str = "cpu",
         passes: Passes | None = None,
         adapter: AdapterStart | None = None,
+        live: int = 1,
     ) -> None:
         """If `deterministic` is true, calls are decoded one after another in a steady table, so a repeated call gives
         bit-identical results. `device` is `cpu`, or `cuda` for the first GPU that the process sees. `passes` are the
         model's; None: those that assume nothing about it. With an `adapter`, versions are adapters over the weights in
-        the model directory."""
+        the model directory, and the engine samples with `live` of them at the same time."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
@@ -77,15 +80,15 @@ class TransformersEngine:
         self._passes = passes
         self._adapter = adapter
         self._compute = ComputeThread()
+        self._live = 1 if adapter is None else live
         self._calls = SideBySide(self._compute, self)
-        self._table: SlotTable
-        self._stop_finders: dict[tuple[str, ...], Stopped] = {}
+        self._versions: VersionTables
+        self._tokenizer: Any = None
         self._model: Any = None
         self._asleep: list[Released] = []
         self._lost = False
         """Whether the memory of the weights has been released and no weights have been set since."""
         self._holders: dict[str, list[torch.Tensor]] = {}
-        self.swaps = 0
         self._steps = 0
 
     @property
@@ -93,8 +96,14 @@ class TransformersEngine:
         return self._compute.progress
 
     @property
+    def swaps(self) -> int:
+        return self._versions.current
+
+    @property
     def loads(self) -> frozenset[WeightsKind]:
         return FULL_ONLY if self._adapter is None else ADAPTER_ONLY
+
+    scores_alone = False
 
     @property
     def vocab_size(self) -> int:
@@ -129,13 +138,17 @@ class TransformersEngine:
         await self._compute.between_steps(lambda: self._set_weights(weights))
 
     def retain(self, swaps: Collection[int]) -> bool:
-        return not swaps
+        self._versions.retained = frozenset(swaps)
+        return len(swaps) < self._live if swaps else True
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         await self._compute.between_steps(lambda: self._verify(given, announced))
 
     async def score(self, token_ids: Array) -> Array:
-        return await self._compute.between_steps(lambda: self._score(token_ids))
+        return (await self.score_prompt(token_ids, self.swaps, 0)).logprobs
+
+    async def score_prompt(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
+        return await self._compute.between_steps(lambda: self._score(token_ids, swaps, top))
 
     async def sleep(self) -> None:
         await self._compute.run(self._sleep)
@@ -152,7 +165,7 @@ class TransformersEngine:
 
     def stats(self) -> dict[str, float]:
         return {
-            "generated_tokens": float(self._table.tokens),
+            "generated_tokens": float(self._versions.tokens),
             "decode_steps": float(self._steps),
             "generate_s": self._calls.seconds,
         }
@@ -182,6 +195,7 @@ class TransformersEngine:
     def _sleep(self) -> None:
         """Release the parameters' memory. The parameters keep their identity, and tied ones stay tied."""
         if not self._asleep:
+            self._versions.forget()
             self._asleep = release(self._model.parameters())
             self._lost = True
         give_back()
@@ -216,11 +230,14 @@ class TransformersEngine:
         own_storages(self._model.parameters())
         self._model.to(own_device(self._device, 0))
         self._holders = self._version_holders()
-        self._table = SlotTable(
+        ends = end_tokens(str(self._path))
+        self._versions = VersionTables(
             self._model,
-            eos_ids=end_tokens(str(self._path)),
-            stopped=self._stop_finder,
-            swaps=lambda: self.swaps,
+            self._holders,
+            lambda number: SlotTable(
+                self._model, eos_ids=ends, stopped=self._stop_finder, swaps=number, steady=self._deterministic
+            ),
+            live=self._live,
             steady=self._deterministic,
         )
         self._compute.progress += 1
@@ -234,43 +251,47 @@ class TransformersEngine:
 
     def add(self, call: EngineCall) -> bool:
         self._must_have_weights()
-        return self._table.add(call)
+        return self._versions.add(call)
 
     def step(self) -> None:
-        self._table.step()
+        self._versions.step()
         self._steps += 1
         self._compute.progress += 1
 
     def so_far(self, call: EngineCall) -> list[list[Generation]]:
-        return self._table.so_far(call)
+        return self._versions.so_far(call)
 
     def drop(self, call: EngineCall) -> None:
-        self._table.drop(call)
+        self._versions.drop(call)
 
     @torch.no_grad()
     def _set_weights(self, weights: Mapping[str, Array]) -> None:
-        """Replace the parameters. In host memory they become the given arrays themselves, without a copy.
+        """Set a version. In host memory, the given arrays themselves become its tensors, without a copy.
 
-        A version in shared memory therefore stays mapped until the next version replaces it, and its store counts it
-        until then. In deterministic mode, arrays are copied instead, because a mapping is aligned differently, which
-        changes the last bits of results.
+        A version in shared memory therefore stays mapped until the engine drops it, and its store counts it until then.
+        In deterministic mode, arrays are copied instead, because a mapping is aligned differently, which changes the
+        last bits of results.
         """
         holders = self._holders
         sources = fitting(WeightSet.of({name: tied[0] for name, tied in holders.items()}), weights)
+        placed: dict[str, torch.Tensor] = {}
         for name, tied in holders.items():
-            if self._deterministic:
+            if self._live > 1:
+                placed[name] = sources[name].to(tied[0].device, copy=self._deterministic)
+            elif self._deterministic:
                 tied[0].copy_(sources[name])
             else:
                 for parameter in tied:
                     parameter.data = sources[name].to(parameter.device)
             self._compute.progress += 1
-        self.swaps += 1
+        self._versions.place(placed or None)
         self._lost = False
 
     @torch.no_grad()
     def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         """Check the parameters. Only copies are compared bit by bit; the other parameters are the given arrays
         themselves."""
+        self._versions.install(self.swaps)
         holders = self._version_holders()  # the tensors that the modules read on every pass
         wrong = set(holders.keys() ^ (given or announced).keys())
         for name in holders.keys() - wrong:
@@ -292,27 +313,39 @@ class TransformersEngine:
             raise WeightsMismatch(f"{len(wrong)} of {len(holders)} parameters have wrong bits: {shown(sorted(wrong))}")
 
     @torch.inference_mode()
-    def _score(self, token_ids: Array) -> Array:
+    def _score(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
         """Score with the same passes that sampling uses, so that a canary checks those passes."""
         self._must_have_weights()
+        self._versions.install(swaps)
+        self._compute.progress += 1
         if is_plain(self._model):
-            self._compute.progress += 1
-            ids = torch.from_numpy(np.asarray(token_ids, np.int64))
-            return to_numpy(PlainDecoder(self._model).logprobs(ids))
+            return self._scored(PlainDecoder(self._model).next_logits(_int64(token_ids)[:-1]), token_ids, top)
+        if top:
+            ids_1T = _int64(token_ids).to(self._model.device)[None, :-1]
+            return self._scored(self._model(input_ids=ids_1T, use_cache=False).logits[0], token_ids, top)
         mask = np.ones(len(token_ids), np.uint8)
         mask[0] = 0  # nothing predicts the first token
         lengths = np.array([len(token_ids)], np.int32)
         logprobs, _ = token_logprobs(self._model, token_ids, lengths, mask, 1.0, len(token_ids))
-        self._compute.progress += 1
-        scores: Array = to_numpy(logprobs)[1:].copy()
-        return scores
+        empty = np.zeros((len(token_ids) - 1, 0))
+        return PromptScores(to_numpy(logprobs)[1:].copy(), empty.astype(np.int32), empty.astype(np.float32))
+
+    def _scored(self, logits_TV: torch.Tensor, token_ids: Array, top: int) -> PromptScores:
+        logprobs_TV = logits_TV.float().log_softmax(-1)
+        following_T1 = _int64(token_ids)[1:, None].to(logprobs_TV.device)
+        likeliest = logprobs_TV.topk(top, -1)
+        return PromptScores(
+            to_numpy(logprobs_TV.gather(1, following_T1)[:, 0]),
+            to_numpy(likeliest.indices.to(torch.int32)),
+            to_numpy(likeliest.values),
+        )
 
     def _stop_finder(self, texts: tuple[str, ...]) -> Stopped | None:
         if not texts:
             return None
-        if texts in self._stop_finders:
-            return self._stop_finders[texts]
-        tokenizer = load_tokenizer(self._path)
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._path)
+        tokenizer = self._tokenizer
         # A token is at least one byte of text, so a stop text that has just ended spans at most as many tokens as it
         # has bytes. Special tokens have no text, so a few more are decoded.
         tail = max(len(text.encode()) for text in texts) + 4
@@ -321,8 +354,11 @@ class TransformersEngine:
             ending = tokenizer.decode(token_ids[-tail:], skip_special_tokens=True)
             return any(text in ending for text in texts)
 
-        self._stop_finders[texts] = stopped
         return stopped
+
+
+def _int64(token_ids: Array) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(token_ids, np.int64))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -26,23 +26,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from proto.messages import ErrorCode, TransferOffer, WeightsKind
 from proto.tensors import Array
-from services.rollout.engine import FULL_ONLY, Generation, GenerationWatch, Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engine import (
+    BASE,
+    FULL_ONLY,
+    Generation,
+    GenerationWatch,
+    Prompt,
+    PromptScores,
+    SamplingParams,
+    WeightsMismatch,
+)
 from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
 from services.rollout.engines.proof.load_trace import WeightPart
 from services.rollout.engines.proof.weights import check_fits, check_proofs, fitting
 from services.rollout.engines.vllm_offer import HalfTaken, OfferTaker
-from services.rollout.engines.vllm_outputs import generation, under_way
+from services.rollout.engines.vllm_outputs import generation, prompt_scores, under_way
 from services.rollout.engines.vllm_setup import (
     InFlight,
     arguments_of,
     fixed_arguments,
     prepare_process,
-    seed_of,
+    sample_params,
+    score_params,
 )
 from services.rollout.engines.vllm_versions import AdapterVersions, FullVersions, VllmVersions
 from shared.colocation.devices import ENGINE, NOTHING, Parts
@@ -85,11 +94,12 @@ class VllmEngine:
         in_flight: InFlight = "wait",
         route: WeightsRoute = "shards",
         adapter: AdapterStart | None = None,
+        live: int = 1,
     ) -> None:
         """`engine_args` are fields of vLLM's EngineArgs, which override this engine's defaults. `tensor_parallel` is
         the number of ranks; if there are several, each is a process with `threads` threads. For `in_flight`, see the
         module's docstring. `route` determines how `receive` receives weights. With an `adapter`, versions are adapters
-        over the weights in the model directory.
+        over the weights in the model directory, and the engine samples with `live` of them at the same time.
 
         Raises RpcError(bad_request) if vLLM is not installed, or if `deterministic` is set, because vLLM's log-probs
         depend on what else is in its batch.
@@ -112,7 +122,7 @@ class VllmEngine:
         self._route = route
         self._versions: VllmVersions = FullVersions(model, dtype, tensor_parallel)
         if adapter is not None:
-            self._versions = AdapterVersions(model, dtype, tensor_parallel, adapter, in_flight)
+            self._versions = AdapterVersions(model, dtype, tensor_parallel, adapter, in_flight, live)
         self._taker = OfferTaker(route, ranks=tensor_parallel)
         self._compute = ComputeThread()
         self._llm: Any = None
@@ -146,6 +156,10 @@ class VllmEngine:
     @property
     def loads(self) -> frozenset[WeightsKind]:
         return self._versions.loads
+
+    @property
+    def scores_alone(self) -> bool:
+        return self._versions.scores_alone
 
     @property
     def vocab_size(self) -> int:
@@ -183,7 +197,7 @@ class VllmEngine:
 
     def retain(self, swaps: Collection[int]) -> bool:
         self._retained = frozenset(swaps)
-        return len(swaps) < self._versions.live
+        return not swaps or (len(swaps) < self._versions.live and not self.scores_alone)
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         await self._compute.between_steps(lambda: self._verify(given, announced))
@@ -213,7 +227,10 @@ class VllmEngine:
         self._taker.communicator = 0
 
     async def score(self, token_ids: Array) -> Array:
-        return await self._compute.between_steps(lambda: self._score(token_ids))
+        return (await self.score_prompt(token_ids, self.swaps, 0)).logprobs
+
+    async def score_prompt(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
+        return await self._compute.between_steps(lambda: self._score(token_ids, swaps, top))
 
     async def sleep(self) -> None:
         """Drop the weights (level 2) without keeping a host copy, because the next version comes from the trainer
@@ -301,10 +318,11 @@ class VllmEngine:
         samples = 1 if greedy else call.sampling.samples  # vLLM refuses several greedy samples
         names: list[str] = []
         named = call.sampling.swaps
-        swaps = self.swaps if named is None or self._versions.live == 1 else named
+        swaps = self.swaps if named is None or (self._versions.live == 1 and named != BASE) else named
         try:
             for prompt in call.prompts:
-                names.append(self._ask(*self._request(prompt, call.sampling, samples), swaps))
+                params = sample_params(prompt, call.sampling, samples, self._eos_ids, on_cpu=self._on_cpu)
+                names.append(self._ask([*prompt.token_ids, *prompt.resumed_ids], params, swaps))
         except BaseException:
             self._llm.abort_request(names)
             raise
@@ -318,7 +336,7 @@ class VllmEngine:
             if all(name in self._finished for name in requests.names):
                 outputs = [self._finished.pop(name) for name in requests.names]
                 del self._held[call]
-                swapped = self._versions.live == 1 and self.swaps > requests.swaps
+                swapped = self._versions.live == 1 and self.swaps > requests.swaps != BASE
                 results = [
                     [generation(completion, requests.swaps, spans=swapped) for completion in output.outputs]
                     for output in outputs
@@ -342,27 +360,6 @@ class VllmEngine:
     def drop(self, call: EngineCall) -> None:
         requests = self._held.pop(call)
         self._llm.abort_request([name for name in requests.names if self._finished.pop(name, None) is None])
-
-    def _request(self, prompt: Prompt, sampling: SamplingParams, samples: int) -> tuple[list[int], Any]:
-        from vllm import SamplingParams as VllmParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = VllmParams(
-            n=samples,
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_new_tokens - len(prompt.resumed_ids),
-            seed=seed_of(prompt.name, sampling.seed, on_cpu=self._on_cpu),
-            logprobs=0,  # only the sampled token's log-prob
-            flat_logprobs=True,
-            # The tokenizer's end token may differ from those in the model's generation config. Only the latter count
-            # here.
-            ignore_eos=True,
-            stop_token_ids=self._eos_ids,
-            stop=list(sampling.stop),
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        return [*prompt.token_ids, *prompt.resumed_ids], params
 
     def _ask(self, token_ids: list[int], params: Any, swaps: int) -> str:
         """Add a request for the version that was current after `swaps` swaps. Return the request's name."""
@@ -451,22 +448,10 @@ class VllmEngine:
         if self._lost:
             raise RpcError(ErrorCode.INTERNAL, "engine vllm: asked to compute before its weights were set")
 
-    def _score(self, token_ids: Array) -> Array:
+    def _score(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
         self._must_have_weights()
-        from vllm import SamplingParams as VllmParams
-        from vllm.sampling_params import RequestOutputKind
-
-        # One token is sampled and discarded, because vLLM always samples at least one. The samples of a paused block
-        # take the same steps. Their tokens count only if the scores prove the weights, and are dropped otherwise.
-        params = VllmParams(
-            temperature=0.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        name = self._ask(token_ids.tolist(), params, self.swaps)
+        # The samples of a paused block take the same steps. Their tokens count only if the scores prove the weights.
+        name = self._ask(token_ids.tolist(), score_params(top), swaps)
         try:
             while name not in self._finished:
                 self._compute.check_stopped()
@@ -475,8 +460,7 @@ class VllmEngine:
             self._llm.abort_request([name])
             raise
         output = self._finished.pop(name)
-        rows = zip(token_ids[1:].tolist(), output.prompt_logprobs[1:], strict=True)
-        return np.array([row[token].logprob for token, row in rows], np.float32)
+        return prompt_scores(output, token_ids, top)
 
     def _sleep(self) -> None:
         self._versions.forget()

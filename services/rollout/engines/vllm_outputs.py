@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from proto.tensors import Array
-from services.rollout.engine import FinishReason, Generation
+from services.rollout.engine import FinishReason, Generation, PromptScores
 
 
 def generation(output: Any, began: int, *, spans: bool) -> Generation:
@@ -24,6 +24,17 @@ def generation(output: Any, began: int, *, spans: bool) -> Generation:
     """
     spans_made = [(int(span.version), span.end - span.start) for span in output.weight_versions] if spans else []
     return _made(output.token_ids, output.logprobs, spans_made, began, _reason(output))
+
+
+def prompt_scores(output: Any, token_ids: Array, top: int) -> PromptScores:
+    """Return the scores in a RequestOutput, which has the log-probs of each token and of the `top` likeliest ones."""
+    rows = output.prompt_logprobs[1:]
+    likeliest = [sorted(row.items(), key=lambda item: (-item[1].logprob, item[0]))[:top] for row in rows]
+    return PromptScores(
+        np.array([row[token].logprob for token, row in zip(token_ids[1:].tolist(), rows, strict=True)], np.float32),
+        np.array([[token for token, _ in row] for row in likeliest], np.int32).reshape(len(rows), top),
+        np.array([[each.logprob for _, each in row] for row in likeliest], np.float32).reshape(len(rows), top),
+    )
 
 
 def under_way(

@@ -7,16 +7,17 @@ import difflib
 import importlib
 import os
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import xxhash
 
+from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.engines import vllm_worker
 from shared.rpc.errors import BadInput
-from shared.topology.lora import VLLM_SLOTS, vllm_rank
+from shared.topology.lora import vllm_rank, vllm_slots
 from shared.topology.services import WeightsRoute
 
 InFlight = Literal["wait", "keep", "recompute"]
@@ -145,24 +146,68 @@ def fixed_arguments(model: Path, dtype: str, route: WeightsRoute, ranks: int) ->
     return fixed
 
 
-def adapter_arguments(rank: int, modules: Collection[str]) -> dict[str, Any]:
-    """Return the EngineArgs of an engine whose versions are adapters of `rank` for layers called `modules`.
+def adapter_arguments(rank: int, modules: Collection[str], live: int) -> dict[str, Any]:
+    """Return the EngineArgs of an engine that samples with `live` adapters at the same time, of `rank` for layers
+    called `modules`.
 
     Other layers are left alone: vLLM 0.32 cannot score a sequence beside running samples once it has wrapped the head.
     """
     return {
         "enable_lora": True,
         "max_lora_rank": vllm_rank(rank),
-        "max_loras": VLLM_SLOTS,
-        "max_cpu_loras": VLLM_SLOTS,
+        "max_loras": vllm_slots(live),
+        "max_cpu_loras": vllm_slots(live),
         "lora_target_modules": sorted(modules),
         "worker_extension_cls": ADAPTER_EXTENSION,
     }
 
 
-def seed_of(prompt: str, seed: int, *, on_cpu: bool) -> int | None:
-    """Return the seed of the samples of `prompt`, given the run's `seed`, or None if they use the engine's generator.
+def sample_params(prompt: Prompt, sampling: SamplingParams, samples: int, ends: Sequence[int], *, on_cpu: bool) -> Any:
+    """Return vLLM's SamplingParams for `samples` samples of a prompt. `ends` are the model's own end tokens."""
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
 
-    On a GPU they do: vLLM draws the numbers of requests with seeds one request after the other, in every step.
+    return VllmParams(
+        n=samples,
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_new_tokens - len(prompt.resumed_ids),
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=seed_of(prompt.name, sampling.seed, own=on_cpu or sampling.seeded),
+        logprobs=0,  # only the sampled token's log-prob
+        flat_logprobs=True,
+        # The tokenizer's end token may differ from those in the model's generation config. Only the latter count here.
+        ignore_eos=True,
+        stop_token_ids=[*(ends if sampling.ends else ()), *sampling.stop_ids],
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def score_params(top: int) -> Any:
+    """Return vLLM's SamplingParams of a request for the log-probs of its prompt, with the `top` likeliest tokens.
+
+    One token is sampled and discarded, because vLLM always samples at least one.
     """
-    return xxhash.xxh3_64_intdigest(f"{seed}:{prompt}".encode()) & _SEED_MASK if on_cpu else None
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=top,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def seed_of(prompt: str, seed: int, *, own: bool) -> int | None:
+    """Return the seed of the samples of `prompt`, given the run's or the request's `seed`, or None if they use the
+    engine's generator.
+
+    On a GPU, those of a training run do: vLLM draws the numbers of requests with seeds one request after the other, in
+    every step.
+    """
+    return xxhash.xxh3_64_intdigest(f"{seed}:{prompt}".encode()) & _SEED_MASK if own else None

@@ -13,14 +13,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from proto.messages import WeightsKind
-from services.rollout.engine import ADAPTER_ONLY, FULL_ONLY, WeightsMismatch
+from services.rollout.engine import ADAPTER_ONLY, BASE, FULL_ONLY, WeightsMismatch
 from services.rollout.engines.proof.load_trace import Proof
 from services.rollout.engines.proof.weights import base_digests, check_proofs, expected_weights, memory_file
 from services.rollout.engines.vllm_setup import InFlight, adapter_arguments
 from shared.model.adapter import AdapterStart, first_adapters, targets_of
 from shared.model.load import empty_model, load_model, named_weights
 from shared.rpc.errors import BadInput
-from shared.topology.lora import VLLM_LIVE
 from shared.weights.weight_set import WeightSet
 
 HEAD = "lm_head"
@@ -39,6 +38,10 @@ class VllmVersions(Protocol):
     def live(self) -> int:
         """Number of versions with which samples can run at the same time. If it is 1, a version takes the place of the
         last one, also for running samples."""
+
+    @property
+    def scores_alone(self) -> bool:
+        """See `Engine.scores_alone`."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the EngineArgs that the versions need."""
@@ -71,6 +74,7 @@ class FullVersions:
 
     loads = FULL_ONLY
     live = 1
+    scores_alone = False
 
     def __init__(self, model: Path, dtype: str, ranks: int) -> None:
         self._model = model
@@ -107,7 +111,9 @@ class AdapterVersions:
 
     loads = ADAPTER_ONLY
 
-    def __init__(self, model: Path, dtype: str, ranks: int, start: AdapterStart, in_flight: InFlight) -> None:
+    def __init__(
+        self, model: Path, dtype: str, ranks: int, start: AdapterStart, in_flight: InFlight, live: int
+    ) -> None:
         self._model = model
         self._dtype = dtype
         self._ranks = ranks
@@ -116,7 +122,8 @@ class AdapterVersions:
         self._full = FullVersions(model, dtype, ranks)
         self._holds_base = False
         """Whether the weights under the adapters have been loaded in a way that can be proved."""
-        self.live = VLLM_LIVE if in_flight == "wait" else 1
+        self.live = live
+        self.scores_alone = False
 
     def arguments(self) -> dict[str, Any]:
         """Return EngineArgs. Raises BadInput for an adapter of the head if versions are scored beside samples."""
@@ -127,8 +134,8 @@ class AdapterVersions:
                     f"services.rollout.in_flight: {self._in_flight}: vLLM cannot score an adapter of {HEAD} while "
                     "samples are running; use wait, or take it out of policy.lora.target_modules"
                 )
-            self.live = 1
-        return adapter_arguments(self._start.lora.rank, modules)
+            self.scores_alone = True
+        return adapter_arguments(self._start.lora.rank, modules, self.live)
 
     def expected(self) -> WeightSet:
         return WeightSet.of(self.first())
@@ -144,7 +151,7 @@ class AdapterVersions:
 
     def set(self, rpc: Rpc, tensors: Mapping[str, Tensor], swap: int, in_use: Collection[int]) -> None:
         self._load_base(rpc)
-        numbers = sorted({self._number(used) for used in in_use})
+        numbers = sorted({self._number(used) for used in in_use if used != BASE})
         _hand_over(rpc, self._ranks, "policy_adapter", tensors, self._number(swap), numbers)
 
     def proofs(self, rpc: Rpc, swap: int) -> list[Proof]:
@@ -152,6 +159,8 @@ class AdapterVersions:
 
     def request(self, swap: int) -> Any:
         """Return a LoRARequest. Its name and path occur once, because vLLM's cache of prompts goes by them."""
+        if swap == BASE:
+            return None
         from vllm.lora.request import LoRARequest
 
         name = f"version-{swap}"

@@ -11,11 +11,12 @@ import numpy as np
 from proto.tensors import Array
 from services.rollout.engine import SamplingParams
 from services.rollout.rewards.score import Score, names_of
-from services.rollout.sampling.prompts import PromptBuilder, tool_calls
+from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import TEXT_S, OnText, PreparedTasks, ReadyTask
 from services.rollout.sampling.trajectory import Made, SequenceTokens
 from shared.data import Row
 from shared.lease import Lease
+from shared.openai_api.tools import tool_calls
 from shared.sample import messages_of
 from shared.samples.text import Choice, SampleText, TaskText, pack
 

@@ -14,18 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from shared.data.source import ANSWER, answer_text, content_text, not_text
 from shared.rpc.errors import BadInput
 from shared.tokenizer import answer_ends, load_tokenizer, special_tokens
-from shared.workflow import ToolCall
 
 CLOCK = datetime(2025, 1, 1)  # a template writes the local date
 """The time that chat templates see in deterministic runs."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The mark at which a chat template begins what the policy generates."""
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _DIGITS = "0123456789"
 _STAND_INS = 16
 _EDGE_TOKENS = 256
@@ -370,15 +366,3 @@ def _stand_in_call(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a call that a tool's result may follow if the answer contains none."""
     function = {"name": str(result.get("name") or "tool"), "arguments": {}}
     return [{"type": "function", "id": str(result.get("tool_call_id") or "call"), "function": function}]
-
-
-def tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls in an answer: each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` that parses."""
-    calls = []
-    for call_text in _TOOL_CALL.findall(text):
-        try:
-            call = msgspec.json.decode(call_text)
-            calls.append(ToolCall(call["name"], dict(call.get("arguments") or {})))
-        except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError):
-            continue
-    return calls

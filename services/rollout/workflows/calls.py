@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from services.rollout.engine import Prompt, SamplingParams
-from services.rollout.sampling.prompts import PromptBuilder, tool_calls
+from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.tasks import OnText
 from services.rollout.sampling.trajectory import BlockVersions
 from services.rollout.workflows.batching import CallBatcher
 from services.rollout.workflows.conversation import Conversation, PreparedCall
+from shared.openai_api.tools import tool_calls
 from shared.workflow import Message, Sequence, Turn, WorkflowError
 
 T = TypeVar("T")

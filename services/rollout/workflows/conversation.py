@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from services.rollout.engine import FinishReason, Generation
-from services.rollout.sampling.prompts import PromptBuilder, PromptTooLong, tool_calls
+from services.rollout.sampling.prompts import PromptBuilder, PromptTooLong
 from shared.data.source import content_text
+from shared.openai_api.tools import called, tool_calls
 from shared.workflow import ContextFull, Message, Sequence, WorkflowError
 
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -150,21 +151,6 @@ def same(one: Message, other: Message) -> bool:
     """Return whether both messages mean the same thing. Fields that agents add (such as refusal: null) are ignored."""
     # The messages are compared as JSON, in which True, 1 and 1.0 differ.
     return one is other or _encoded(_plain(one)) == _encoded(_plain(other))
-
-
-def arguments(function: dict[str, Any]) -> Any:
-    """Return a call's arguments as an object. OpenAI messages contain them as text instead."""
-    given = function.get("arguments")
-    if isinstance(given, str):
-        with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.json.decode(given)
-    return given
-
-
-def called(calls: list[Any]) -> list[Any]:
-    """Return [name, arguments] of each tool call in a message, without the call's other fields."""
-    functions = [call.get("function") or {} for call in calls]
-    return [[function.get("name"), arguments(function)] for function in functions]
 
 
 def _plain(message: Message) -> dict[str, Any]:

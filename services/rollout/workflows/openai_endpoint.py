@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import secrets
-import time
-from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import structlog
@@ -27,19 +24,16 @@ from starlette.routing import Route
 
 from proto.messages import Trouble, TroubleKind
 from services.rollout.workflows.calls import SampleCalls
-from services.rollout.workflows.conversation import arguments, called
 from shared.data.source import content_text
 from shared.guest_server import GuestServer, prove
+from shared.openai_api.replies import chat_choice, completion, error, model_list, reply, stream
+from shared.openai_api.requests import body_of, chat_of, limit_of, stops_of, tools_of, unless_gone
+from shared.openai_api.tools import called, with_objects
 from shared.workflow import ContextFull, Message, Turn, WorkflowError
 
-BODY_LIMIT_BYTES = 16 << 20
-MOST_CHOICES = 128
 _NEUTRAL = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,)}
 """Values of fields that request what happens anyway. The first one describes it."""
-_MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
-_JSON = "application/json"
 _NO_SAMPLE = "no running sample has this address: use ctx.base_url of a running workflow"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -136,20 +130,22 @@ class OpenAIEndpoint:
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
-        models = [{"id": self._model, "object": "model", "owned_by": "rlbus"}]
-        return Response(msgspec.json.encode({"object": "list", "data": models}), media_type=_JSON)
+        return reply(model_list([self._model]))
 
     async def _chat_completions(self, request: Request) -> Response:
         session = self._session(request)
-        asked = _asked(await _body(request))
+        asked = chat_of(await body_of(request))
         overridden = self._changes(asked, session.calls.temperature)
         headers = {"x-overridden": ",".join(overridden)} if overridden else {}
-        turns = await _unless_gone(request, _choices(session, asked))
-        whole = self._completion(session, turns, asked)
-        if asked.get("stream"):
-            events = b"".join(b"data: " + chunk + b"\n\n" for chunk in _chunks(whole, asked))
-            return Response(events, media_type="text/event-stream", headers=headers)
-        return Response(msgspec.json.encode(whole), media_type=_JSON, headers=headers)
+        turns = await unless_gone(request, _choices(session, asked))
+        number = next(self._numbers)
+        choices = [chat_choice(turn, asked, f"{number}_{index}", index) for index, turn in enumerate(turns)]
+        for turn, choice in zip(turns, choices, strict=True):
+            message = choice["message"]
+            if "tool_calls" in message:
+                session.called[message["tool_calls"][0]["id"]] = _Handed(message, turn.text)
+        whole = completion("chat.completion", number, self._model, turns, choices, asked)
+        return stream(whole, asked, headers)
 
     def _session(self, request: Request) -> _Session:
         session = self._sessions.get(request.path_params["token"])
@@ -162,130 +158,17 @@ class OpenAIEndpoint:
         parts = request.scope["path"].split("/", 4)
         is_session = len(parts) == 5 and parts[3] == "v1" and parts[2] in self._sessions
         only = "only POST chat/completions and GET models are served"
-        return _error(404, f"no {request.method} {parts[4]}: {only}" if is_session else _NO_SAMPLE)
+        return error(404, f"no {request.method} {parts[4]}: {only}" if is_session else _NO_SAMPLE)
 
-    async def _failed(self, request: Request, error: Exception) -> Response:
-        self._log.error("call failed", exc_info=error)
-        return _error(500, f"{type(error).__name__}; see the log of the rollout service", kind="server_error")
-
-    def _completion(self, session: _Session, turns: list[Turn], asked: dict[str, Any]) -> dict[str, Any]:
-        number = next(self._numbers)
-        choices = [self._choice(session, turn, asked, f"{number}_{index}", index) for index, turn in enumerate(turns)]
-        prompted, sampled = turns[0].prompt_tokens, sum(len(turn.token_ids) for turn in turns)
-        return {
-            "id": f"chatcmpl-{number}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": self._model,
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": prompted,
-                "completion_tokens": sampled,
-                "total_tokens": prompted + sampled,
-            },
-        }
-
-    def _choice(self, session: _Session, turn: Turn, asked: dict[str, Any], name: str, index: int) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": turn.text, "refusal": None}
-        finish = turn.finish_reason
-        if turn.tool_calls and asked.get("tools"):
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{name}_{at}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
-                }
-                for at, call in enumerate(turn.tool_calls)
-            ]
-            message["content"] = _MARKUP.sub("", turn.text) or None
-            session.called[message["tool_calls"][0]["id"]] = _Handed(message, turn.text)
-            finish = "tool_calls"
-        logprobs = None
-        if asked.get("logprobs"):
-            pairs = zip(turn.token_ids, turn.logprobs, strict=True)
-            tokens: list[dict[str, Any]] = [
-                {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
-                for token, value in pairs
-            ]
-            logprobs = {"content": tokens, "refusal": None}
-        return {"index": index, "message": message, "finish_reason": finish, "logprobs": logprobs}
+    async def _failed(self, request: Request, defect: Exception) -> Response:
+        self._log.error("call failed", exc_info=defect)
+        return error(500, f"{type(defect).__name__}; see the log of the rollout service", kind="server_error")
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > BODY_LIMIT_BYTES:
-            raise HTTPException(413, f"the request exceeds {BODY_LIMIT_BYTES} bytes")
-    return bytes(body)
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_gone(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _refuse(_: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        return _error(error.status_code, error.detail)
-    return _error(400, str(error), "context_length_exceeded" if isinstance(error, ContextFull) else None)
-
-
-def _error(status: int, message: str, code: str | None = None, kind: str = "invalid_request_error") -> Response:
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return Response(msgspec.json.encode({"error": error}), status, media_type=_JSON)
-
-
-def _asked(body: bytes) -> dict[str, Any]:
-    """Return the fields of the request. Raises HTTPException for anything that cannot be done as requested."""
-    try:
-        asked = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HTTPException(400, f"the request is not valid JSON: {error}") from None
-    if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
-        raise HTTPException(400, "the request has no list of messages")
-    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in asked["messages"]):
-        raise HTTPException(400, "message message must be an object with a role")
-    if not all(_is_calls(message.get("tool_calls")) for message in asked["messages"]):
-        raise HTTPException(400, "tool_calls of a message must be a list of objects, each with an object `function`")
-    choices = asked.get("n")
-    if choices is not None and (type(choices) is not int or not 1 <= choices <= MOST_CHOICES):
-        raise HTTPException(400, f"n is {choices!r}, but must be a whole number from 1 to {MOST_CHOICES}")
-    if asked.get("top_logprobs"):
-        raise HTTPException(400, "top_logprobs: only the sampled token's log-prob is known")
-    if asked.get("logit_bias"):
-        raise HTTPException(400, "logit_bias would change the distribution that the log-probs describe")
-    if asked.get("response_format") not in (None, {}, {"type": "text"}):
-        raise HTTPException(
-            400, "response_format must be text, since a grammar would change the distribution of the log-probs"
-        )
-    if asked.get("tool_choice") not in (None, "auto", "none"):
-        raise HTTPException(400, "tool_choice must be auto or none, since the policy cannot be forced to call a tool")
-    if asked.get("functions"):
-        raise HTTPException(400, "functions is not supported: use tools")
-    return asked
-
-
-def _is_calls(calls: Any) -> bool:
-    return calls is None or (
-        isinstance(calls, list)
-        and all(isinstance(call, dict) and isinstance(call.get("function"), dict | None) for call in calls)
-    )
+async def _refuse(_: Request, refused: Exception) -> Response:
+    if isinstance(refused, HTTPException):
+        return error(refused.status_code, refused.detail)
+    return error(400, str(refused), "context_length_exceeded" if isinstance(refused, ContextFull) else None)
 
 
 async def _choices(session: _Session, asked: dict[str, Any]) -> list[Turn]:
@@ -301,16 +184,9 @@ async def _choices(session: _Session, asked: dict[str, Any]) -> list[Turn]:
 
 
 async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
-    limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise HTTPException(400, f"max_tokens is {limit!r}, but must be a whole number above 0")
-    stop = asked.get("stop") or []
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise HTTPException(400, "stop must be a string or a list of strings")
-    tools = asked.get("tools") if asked.get("tool_choice") != "none" else None
+    limit, stop, tools = limit_of(asked), stops_of(asked), tools_of(asked)
     messages = [_message(session, message) for message in asked["messages"]]
-    return await session.calls.chat(messages, tools, max_new_tokens=limit, stop=tuple(stops))
+    return await session.calls.chat(messages, tools, max_new_tokens=limit, stop=stop)
 
 
 def _message(session: _Session, message: Message) -> Message:
@@ -321,7 +197,7 @@ def _message(session: _Session, message: Message) -> Message:
     handed = session.called.get(str(calls[0].get("id")))
     if handed is not None and _canonical(message) == _canonical(handed.message):
         return {"role": "assistant", "content": handed.text}
-    return {**message, "tool_calls": [_parsed(call) for call in calls]}
+    return with_objects(message)
 
 
 def _canonical(message: Message) -> tuple[str, list[Any], bytes]:
@@ -330,27 +206,3 @@ def _canonical(message: Message) -> tuple[str, list[Any], bytes]:
     calls = message["tool_calls"]
     said = [content_text(message) or "", called(calls)]
     return message["role"], [call.get("id") for call in calls], msgspec.json.encode(said, order="sorted")
-
-
-def _parsed(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call with its arguments as an object, as templates expect. In OpenAI messages, they are a string."""
-    function = call.get("function") or {}
-    return {**call, "function": {**function, "arguments": arguments(function)}} if "arguments" in function else call
-
-
-def _chunks(whole: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:
-    """Yield a finished completion as a stream. Its text is sent in one piece, because completions are sampled in
-    blocks."""
-    head = {**whole, "object": "chat.completion.chunk"}
-    head.pop("usage")
-    for choice in whole["choices"]:
-        delta = {key: value for key, value in choice["message"].items() if value is not None}
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
-        first = {"index": choice["index"], "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
-        last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
-        for part in (first, last):
-            yield msgspec.json.encode({**head, "choices": [part]})
-    if (asked.get("stream_options") or {}).get("include_usage"):
-        yield msgspec.json.encode({**head, "choices": [], "usage": whole["usage"]})
-    yield b"[DONE]"

@@ -18,6 +18,7 @@ export function showHead(head) {
   const facts = [step !== null && `step ${step}${steps === null ? "" : ` / ${steps}`}`];
   if (live) facts.push(eta_s !== null && `${duration(eta_s)} left`, step_s !== null && `${duration(step_s)} per step`);
   if ("reward/mean" in values) facts.push(`reward ${number(values["reward/mean"])}`);
+  else if ("loss/policy" in values) facts.push(`loss ${number(values["loss/policy"])}`);
   $("progress").textContent = facts.filter(Boolean).join(" · ");
   const last = () => `The last states, reported at ${new Date(1000 * head.ended_at).toLocaleString()}.`;
   $("reported").hidden = live;

@@ -53,6 +53,9 @@ def everything(folder: Path) -> list[str]:
         "algorithm.advantage.name=gae",
         "critic.optimizer.lr=1.0e-3",
         "services.critic={}",
+        f"teacher.model={QUICKSTART.parent / 'models' / 'tiny-qwen3'}",
+        "services.teacher={}",
+        "algorithm.distill.coef=0.1",
         "run.steps=100000",
         "algorithm.tasks_per_step=8",
         "data.eval.heldout.rows=8",
@@ -99,7 +102,8 @@ def test_a_run_with_every_service_is_detached_outlives_the_start_limit_and_is_re
     plan = topology.services_plan()
     programs = [".".join(file.relative_to(ROOT).parent.parts) for file in (ROOT / "services").rglob("__main__.py")]
     assert {command_of(spec.service)[0] for spec in plan} == set(programs)
-    assert [*sections_off(topology.services, "services")] == []
+    # A model on a server would take the place of the teacher's process.
+    assert [*sections_off(topology.services, "services")] == ["services.teacher.server"]
 
     arguments = [part for setting in settings for part in ("--set", setting)]
     with launched(tmp_path / "run", "--detach", *arguments, tiny=tiny, spares=not tiny) as here:

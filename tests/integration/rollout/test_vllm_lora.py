@@ -4,6 +4,7 @@ adapter or of the weights under it is found and named.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from proto.tensors import Array
+from services.rollout.engines.slots import truncated
 from services.rollout.engines.vllm_setup import adapter_arguments
 from shared.model.adapter import AdapterStart, adapt, adapters_off, base_weights, trained_weights
 from shared.model.load import load_model
@@ -72,6 +74,14 @@ class Expected:
             for name, parameter in trained_weights(self.model).items():
                 parameter.copy_(to_torch(adapter[name]))
             return self._logprobs(ids)
+
+    def distributions(self, adapter: Mapping[str, Array] | None, ids: Array) -> torch.Tensor:
+        """Return the log-probs of all tokens after each token but the last, with `adapter` or without any."""
+        with torch.no_grad():
+            for name, parameter in trained_weights(self.model).items():
+                parameter.copy_(to_torch((adapter or self.first)[name]))
+            with adapters_off(self.model) if adapter is None else contextlib.nullcontext():
+                return self.model(input_ids=torch.tensor(ids[None, :-1]).long()).logits[0].float().log_softmax(-1)
 
     def base_logprobs(self, ids: Array) -> Array:
         with torch.no_grad(), adapters_off(self.model):
@@ -137,9 +147,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_slots_have_a_rank_that_vllm_accepts() -> None:
-    assert adapter_arguments(6, ())["max_lora_rank"] == 8
-    assert adapter_arguments(32, ())["max_lora_rank"] == 32
-    assert adapter_arguments(MAX_RANK, ())["max_lora_rank"] == max(VLLM_RANKS) == MAX_RANK
+    assert adapter_arguments(6, (), 2)["max_lora_rank"] == 8
+    assert adapter_arguments(32, (), 2)["max_lora_rank"] == 32
+    assert adapter_arguments(MAX_RANK, (), 2)["max_lora_rank"] == max(VLLM_RANKS) == MAX_RANK
 
 
 def test_the_engine_starts_with_the_trainers_adapter_and_loads_only_adapters(case: Case) -> None:
@@ -231,6 +241,47 @@ def test_running_samples_continue_with_the_next_adapter(case: Case) -> None:
     if case.kind.in_flight == "recompute":
         assert case.sampling_error("both_old", 1, slice(before, None)) <= tolerance
     assert max(case.sampling_error(name, 1) for name in ("both_new", "both_later")) <= tolerance
+
+
+def test_two_versions_and_the_base_are_sampled_in_one_batch_as_a_request_chooses(case: Case) -> None:
+    if case.kind.in_flight != "wait":
+        return
+    answer, expected, tolerance = case.answer, case.expected, TOLERANCE[case.kind.dtype]
+    assert answer["direct_error"] <= tolerance
+    assert answer["scores_alone"] == case.kind.some
+    assert answer["room"] != case.kind.some
+    steps = {"one": 1, "two": 2}
+    for name, made in answer["direct"].items():
+        assert made["swaps"] == [answer["numbers"][name]] * 24
+        ids = np.concatenate([case.prompt, np.array(made["ids"], np.int32)])
+        adapter = version(expected.first, steps[name]) if name in steps else None
+        all_logprobs = expected.distributions(adapter, ids)[len(case.prompt) - 1 :]
+        left = truncated(all_logprobs, torch.tensor([9]), torch.tensor([0.9]))
+        ours = left.gather(1, torch.tensor(made["ids"])[:, None])[:, 0].numpy()
+        # A token whose neighbour in the ranking is closer than rounding may be left out by one of the two.
+        assert np.median(np.abs(ours - np.array(made["logprobs"]))) <= tolerance
+        if case.kind.dtype == "float32":
+            assert np.abs(ours - np.array(made["logprobs"])).max() <= tolerance
+            assert made["ids"] == answer["direct_alone"][name]["ids"]
+            other = version(expected.first, 2 if name == "one" else 1)
+            theirs = expected.distributions(other, ids)[len(case.prompt) - 1 :]
+            assert (all_logprobs - theirs).abs().max() > 5 * tolerance
+    ids = answer["direct"]["one"]["ids"]
+    assert answer["direct_stopped"]["ids"] == ids[: ids.index(ids[9]) + 1]
+
+
+def test_prompts_are_scored_with_every_version_and_their_likeliest_tokens_are_known(case: Case) -> None:
+    if case.kind.in_flight != "wait":
+        return
+    expected, tolerance = case.expected, TOLERANCE[case.kind.dtype]
+    for name, step in (("base", 0), ("one", 1), ("two", 2)):
+        logprobs, top_ids, top_logprobs = map(np.array, case.answer["scores"][name])
+        ours = expected.distributions(version(expected.first, step) if step else None, case.canary)
+        assert np.abs(logprobs - ours.gather(1, torch.tensor(case.canary[1:, None]).long())[:, 0].numpy()).max() <= (
+            tolerance
+        )
+        assert np.abs(top_logprobs - ours.topk(3, -1).values.numpy()).max() <= tolerance
+        assert np.abs(top_logprobs - ours.gather(1, torch.tensor(top_ids)).numpy()).max() <= tolerance
 
 
 def test_an_adapter_of_the_head_is_refused_if_versions_are_scored_beside_samples(case: Case) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from proto.messages import Canary, WeightsKind, WeightsRef
 from proto.tensors import Array
-from services.rollout.engine import Prompt, SamplingParams, WeightsMismatch
+from services.rollout.engine import BASE, Prompt, SamplingParams, WeightsMismatch
 from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.engines.vllm_setup import InFlight
 from services.rollout.engines.vllm_versions import AdapterVersions
@@ -30,7 +30,7 @@ from services.rollout.weights.sync import WeightsSync
 from shared.colocation.devices import KV_CACHE, WEIGHTS
 from shared.model.adapter import AdapterStart
 from shared.tensors_torch import to_torch
-from shared.topology.lora import Lora
+from shared.topology.lora import Lora, live_adapters
 from shared.weights.digests import digests_of
 from shared.weights.drill import perturb
 from shared.weights.weight_set import Base
@@ -75,6 +75,7 @@ class Scenario:
             tensor_parallel=self._ranks,
             in_flight=case["in_flight"],
             adapter=AdapterStart(SOME if case["some"] else LORA, SEED),
+            live=live_adapters(case["in_flight"], None),
         )
         self._base: dict[str, int] = {name: int(digest) for name, digest in case["base"].items()}
         self._first: dict[str, Array] = {}
@@ -103,6 +104,8 @@ class Scenario:
         await self._cached(sync)
         if not self._case["some"]:
             await self._both(sync)
+        if self._case["in_flight"] == "wait":
+            await self._direct(sync)
         await self._mutants()
         await self._unapplied()
         if self._ranks == 1 and not self._case["some"]:
@@ -167,6 +170,36 @@ class Scenario:
         engine.retain(())
         await sync.load(*self._version(2))
         answer["released"] = await failure(self._sampled(swaps=began))
+
+    async def _direct(self, sync: WeightsSync) -> None:
+        """Sample with two versions and the base in one batch, in ways that only direct requests may."""
+        engine, answer = self._engine, self._answer
+        two = engine.swaps
+        answer["scores_alone"] = engine.scores_alone
+        answer["room"] = engine.retain({two})
+        answer["direct_error"] = (await sync.load(*self._version(1))).canary_error
+        numbers = {"base": BASE, "one": engine.swaps, "two": two}
+        answer["numbers"] = numbers
+        prompt = [Prompt("", self._case["prompt"])]
+
+        async def sampled(swaps: int, **chosen: Any) -> dict[str, Any]:
+            sampling = SamplingParams(1, 1.0, 24, 5, swaps=swaps, top_k=9, top_p=0.9, ends=False, seeded=True, **chosen)
+            ((made,),) = await engine.generate(prompt, sampling, threading.Event())
+            return {"ids": made.token_ids.tolist(), "logprobs": made.logprobs.tolist(), "swaps": made.swaps.tolist()}
+
+        together = await asyncio.gather(*map(sampled, numbers.values()))
+        answer["direct"] = dict(zip(numbers, together, strict=True))
+        answer["direct_alone"] = {name: await sampled(swaps) for name, swaps in numbers.items()}
+        stop = answer["direct"]["one"]["ids"][9]
+        answer["direct_stopped"] = await sampled(numbers["one"], stop_ids=(stop,))
+        ids = np.array(self._case["canary_tokens"], np.int32)
+        scores = {name: await engine.score_prompt(ids, swaps, 3) for name, swaps in numbers.items()}
+        answer["scores"] = {
+            name: [each.logprobs.tolist(), each.top_ids.tolist(), each.top_logprobs.tolist()]
+            for name, each in scores.items()
+        }
+        engine.retain(())
+        await sync.load(*self._version(2))
 
     async def _sampled(
         self, tokens: int = 8, swaps: int | None = None, cancel: threading.Event | None = None

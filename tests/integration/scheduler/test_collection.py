@@ -8,6 +8,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from proto.messages import (
@@ -24,6 +25,7 @@ from proto.messages import (
     TaskResult,
     WaitEvals,
 )
+from services.policy_trainer.scheduler_calls import SchedulerCalls
 from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
 from tests.integration.store_scheduler import (
@@ -240,5 +242,30 @@ def test_reconciliation_removes_shards_that_the_scheduler_does_not_know(tmp_path
             with pytest.raises(RpcError) as caught:
                 await rollout.data.put(orphans, store=STORE, deadline_s=PUT_S)
             assert caught.value.code == ErrorCode.COLLECTED
+
+    asyncio.run(main())
+
+
+def test_shards_that_a_server_holds_outlive_restarts_until_they_are_released(tmp_path: Path) -> None:
+    run = make_run(tmp_path, store=STORE_ROOM)
+
+    async def main() -> None:
+        async with bench_of(run) as bench:
+            driver = await bench.driver()
+            server = SchedulerCalls(driver.client("scheduler"), driver.life)
+            await server.hold("api", 3, 5, 2)
+            tasks = [TaskShards(f"api/{model}/5", 1, {"token_ids": np.arange(9, dtype=np.int32)}) for model in (3, 4)]
+            await driver.data.put(tasks, store=STORE, deadline_s=PUT_S)
+            bench.store.kill()
+            bench.scheduler.kill()
+            bench.scheduler.start()
+            bench.store.start()  # which lists what it holds
+            assert await until_held(driver, lambda now: ("api/4/5", 1) not in now) == {("api/3/5", 1)}
+            await server.release("api", 3, 5, 2)
+            await until_held(driver, lambda now: not now)
+            with pytest.raises(RpcError) as caught:
+                await driver.data.put(tasks[:1], store=STORE, deadline_s=PUT_S)
+            assert caught.value.code == ErrorCode.COLLECTED
+            await server.release("api", 3, 5, 2)
 
     asyncio.run(main())

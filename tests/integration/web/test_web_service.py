@@ -161,7 +161,7 @@ def test_requests_from_other_sites_or_without_a_token_are_refused(shown: Shown) 
     assert shown.ask("GET", "/api/metrics", {"Authorization": f"Bearer {TOKEN[:-1]}"})[0] == 401
     assert shown.ask("GET", "/api/metrics", BEARER)[0] == 200
     status, text = shown.ask("GET", "/api/metrics", {**BEARER, "Host": "evil.example"})
-    assert (status, text.startswith("'evil.example' is not a name of this page")) == (421, True)
+    assert (status, text.startswith("'evil.example' is not a name of this server")) == (421, True)
     assert shown.ask("GET", "/", {"Host": "evil.example:8080"})[0] == 421
     assert shown.ask("POST", "/api/operate", {**operator, "Origin": "http://evil.example"}, order)[0] == 403
     assert shown.ask("POST", "/api/operate", BEARER, order)[0] == 403

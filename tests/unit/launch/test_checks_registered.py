@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 
-from launch.checks import adapter, critic, distill, preflight, rewards, schedule, sources
+from launch.checks import adapter, addresses, critic, distill, preflight, rewards, schedule, sources
 
-HELPERS = {"_check_rows", "_check_address", "_check_model_memory"}
+HELPERS = {"_check_rows", "check_address", "_check_model_memory"}
 """Functions that a check or `preflight.check` itself calls."""
 
 
 def test_every_check_is_registered_once() -> None:
     named = {
         name
-        for module in (adapter, critic, distill, preflight, rewards, schedule, sources)
+        for module in (adapter, addresses, critic, distill, preflight, rewards, schedule, sources)
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and name.startswith(("_check", "check_"))
     } - {"check_host"}

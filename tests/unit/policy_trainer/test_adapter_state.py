@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from proto.messages import ErrorCode, WeightsKind
 from services.policy_trainer.worker import checkpoint
-from services.policy_trainer.worker.backend import TrainingState
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.checkpoint import SavedState
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.snapshots import Snapshots
+from services.policy_trainer.worker.training_state import TrainingState
 from services.policy_trainer.worker.weights.drill import Drill
 from services.policy_trainer.worker.weights.publish import Canaries, EarlierVersions
 from shared.checkpoint_files import STATE, AdapterNote, check_note

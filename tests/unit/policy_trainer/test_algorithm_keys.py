@@ -103,7 +103,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "kl.in": ("loss", "reward"),
     "kl.coef": ("0.3",),
     "kl.refresh_every": ("20",),
-    "distill.kl": ("reverse",),
+    "distill.kl": ("forward",),
     "distill.coef": ("0.3",),
     "distill.top_k": ("1",),
     "filter_zero_variance.max_refill": ("2",),
@@ -206,7 +206,7 @@ class Table:
             self.scores()[0].detach() + 0.4 * torch.randn(tokens, generator=_seeded(i)) for i in (1, 2, 3)
         )
         self.first = {f"train/0/{task}": task * algorithm.group_size for task in range(algorithm.tasks_per_step)}
-        self.topk = torch.from_numpy(rng.normal(size=(tokens, 3))).log_softmax(-1)
+        self.topk = torch.from_numpy(rng.normal(size=(tokens, VOCABULARY))).log_softmax(-1)
         self.prox = torch.zeros(tokens)
         self.token_advantages = torch.zeros(tokens)
         self.sums: list[dict[str, float]] = []

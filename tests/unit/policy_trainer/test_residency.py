@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.policy_trainer.worker.calls.clients import ClientCalls
 from services.policy_trainer.worker.calls.state import StateCalls
 from services.policy_trainer.worker.calls.training import TrainingCalls
 from services.policy_trainer.worker.calls.weights import WeightsCalls
@@ -60,10 +61,12 @@ def test_the_needs_of_every_call_are_declared() -> None:
     nothing.model.head = "language"
     nothing.backend.called = torch.nn.Module()
     subjects = (TrainingCalls(nothing, nothing, None), WeightsCalls(nothing, nothing))
-    runners = [*subjects, StateCalls(nothing, nothing, several_hosts=False)]
-    kinds = [kind for subject in runners for kind in subject.runners]
-    assert NEEDS.keys() == set(kinds)
+    states = StateCalls(nothing, nothing, several_hosts=False)
+    kinds = [kind for subject in (*subjects, states) for kind in subject.runners]
     assert len(set(kinds)) == len(kinds)
+    runners = ClientCalls(nothing, nothing, dict.fromkeys(kinds, nothing), states, several_hosts=False).runners
+    assert NEEDS.keys() == runners.keys()
+    assert runners.keys() > set(kinds)
 
 
 def test_an_unknown_part_is_refused() -> None:

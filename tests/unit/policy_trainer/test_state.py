@@ -30,12 +30,12 @@ from proto.tensors import Array
 from services.policy_trainer.resume import ResumePoint, resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.worker import checkpoint
-from services.policy_trainer.worker.backend import TrainingState
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.call_queue import CallQueue
 from services.policy_trainer.worker.calls.weights import export
 from services.policy_trainer.worker.checkpoint import SavedState
 from services.policy_trainer.worker.samples import PROX_KEY, stored_keys
+from services.policy_trainer.worker.training_state import TrainingState
 from services.scheduler.events import Configure, Fail
 from shared.batch import Batch
 from shared.rpc.errors import RpcError

@@ -383,4 +383,4 @@ def test_task_ids_can_be_split_into_their_parts() -> None:
 
 def test_error_codes_are_a_closed_list_of_distinct_words() -> None:
     words = list(ErrorCode)
-    assert len(words) == len(set(words)) == 11
+    assert len(words) == len(set(words)) == 12

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,10 @@ import pytest
 import torch
 from msgspec import structs
 
-from proto.messages import AdamW, WeightsKind, WeightsRef
+from proto.messages import WeightsKind
 from proto.tensors import Array
-from services.policy_trainer.worker.backend import BackendOptions, Sequences
-from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.backend import Sequences
 from services.policy_trainer.worker.weights.drill import make_drill
-from services.policy_trainer.worker.weights.publish import Canaries, adapter_drill
 from services.reference.frozen import FrozenTorch
 from services.reference.scorer import FrozenScorer
 from services.rollout.engine import WeightsMismatch
@@ -38,7 +35,6 @@ from shared.model.adapter import (
     trained_weights,
 )
 from shared.model.load import load_model, named_weights
-from shared.ranks.layout import Layout
 from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.lora import Lora
@@ -46,69 +42,17 @@ from shared.topology.passes import FASTEST
 from shared.weights.digests import digests_of
 from shared.weights.drill import canary_error
 from shared.weights.weight_set import WeightSet
+from tests.unit.rollout.adapter_trainer import SEED, START, AdapterTrainer
 from tests.unit.rollout.rollout_engine import MODEL
-from tests.weights_refs import weights_ref
 
 pytestmark = pytest.mark.slow
 
-SEED = 7
-START = AdapterStart(Lora(rank=4, alpha=7.0), SEED)
-"""The scale is no power of two, so it changes the bits of a product."""
 DTYPES = ("float32", "bfloat16")
-
-
-class Trainer:
-    """A trainer's backend with its canaries, before and after two updates. The first changes only B, which is zero."""
-
-    def __init__(self, dtype: str, folder: Path) -> None:
-        drills = []
-
-        def on_adapted(model: torch.nn.Module, start: AdapterStart) -> None:
-            drills.append(adapter_drill(model, start, dtype, with_digests=True))
-
-        options = BackendOptions(
-            max_tokens=4096,
-            threads=1,
-            device="cpu",
-            scratch=folder,
-            passes=FASTEST,
-            adapter=START,
-            on_adapted=on_adapted,
-        )
-        self.backend = TorchBackend(MODEL, dtype, options, Layout(1).place(0))
-        self.canaries = Canaries(self.backend, MODEL, dtype, SEED, with_digests=True, drill=drills[0])
-        self.first = self.published(0)
-        for step in (1, 2):
-            self._update(step)
-        self.second = self.published(2)
-
-    def _update(self, step: int) -> None:
-        ids = np.arange(5, 35, dtype=np.int32)
-        mask = np.ones(30, np.uint8)
-        mask[0] = 0
-        text = Sequences(ids, np.array([30], np.int32), mask)
-        self.backend.forward_backward(text, 1.0, lambda scores, _: (-scores.outputs.sum(), {}), entropy="none")
-        self.backend.step(step, AdamW(lr=0.05, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, clip_norm=1.0))
-
-    def published(self, step: int) -> tuple[WeightsRef, dict[str, Array]]:
-        tensors = {name: tensor.clone() for name, tensor in self.backend.published().items()}
-        record = self.canaries.weight_set(tensors)
-        canary = structs.replace(self.canaries.current(), digests=list(record.digests))
-        ref = weights_ref(1, step, canary, self.canaries.drill, drill_seed=self.canaries.drill_seed)
-        assert record.base is not None
-        ref = structs.replace(
-            ref,
-            drill_factors=self.canaries.drill_factors,
-            kind=record.kind,
-            base=record.base.name,
-            base_digests=list(record.base.digests),
-        )
-        return ref, {name: to_numpy(tensor) for name, tensor in tensors.items()}
 
 
 @pytest.fixture(scope="module")
 def trainer_in(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return cache(lambda dtype: Trainer(dtype, tmp_path_factory.mktemp(dtype)))
+    return cache(lambda dtype: AdapterTrainer(dtype, tmp_path_factory.mktemp(dtype)))
 
 
 def started(dtype: str, *, deterministic: bool = True, adapter: AdapterStart | None = START) -> TransformersEngine:

@@ -113,7 +113,7 @@ def test_a_call_of_a_tool_is_trained_on_and_its_result_is_not(tmp_path: Path) ->
         (
             "{% generation %}{% endgeneration %}" + CHATML,
             MESSAGES,
-            "marks 1 texts as generated in 2",
+            "marks 1 texts as generated, but there are 2",
         ),
         ("{{ raise_exception('no system') }}", MESSAGES, "no system"),
     ],

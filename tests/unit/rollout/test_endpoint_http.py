@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import structlog
 
-from services.rollout.workflows import openai_endpoint
 from services.rollout.workflows.openai_endpoint import OpenAIEndpoint
+from shared.openai_api import requests
 
 CHAT = b'{"messages": [{"role": "user", "content": "1"}]}'
 
@@ -71,7 +71,7 @@ def ask(*requests: tuple[str, str, bytes]) -> list[tuple[int, dict[str, Any]]]:
 def test_a_request_over_the_size_limit_is_refused_and_the_connection_stays_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(openai_endpoint, "BODY_LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr(requests, "BODY_LIMIT_BYTES", 1 << 20)
     (large, at_limit, small) = ask(
         ("POST", "/chat/completions", b" " * (4 << 20)),
         ("POST", "/chat/completions", b" " * (1 << 20)),

@@ -47,8 +47,8 @@ def test_engines_on_gpus_draw_different_numbers_and_requests_there_have_no_seeds
     assert max(seeds) < 1 << 31
     assert arguments_of({"seed": 7}, {*KNOWN, "seed"}, on_cpu=False, in_flight="wait")["seed"] == 7
     assert "seed" not in arguments_of({}, KNOWN, on_cpu=True, in_flight="wait")
-    assert seed_of("train/0/1", 1, on_cpu=False) is None
-    on_cpu = [seed_of(name, seed, on_cpu=True) for name, seed in [("a", 1), ("a", 1), ("a", 2), ("b", 1)]]
+    assert seed_of("train/0/1", 1, own=False) is None
+    on_cpu = [seed_of(name, seed, own=True) for name, seed in [("a", 1), ("a", 1), ("a", 2), ("b", 1)]]
     assert len(set(on_cpu)) == 3
     assert on_cpu[0] == on_cpu[1]
 

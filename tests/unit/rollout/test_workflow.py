@@ -16,12 +16,13 @@ import pytest
 
 from proto.messages import ErrorCode
 from services.rollout.rewards.score import Score
-from services.rollout.sampling.prompts import PromptBuilder, tool_calls
+from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.sampling.trajectory import Made, with_turn_rewards
 from services.rollout.user_code.builtin import compute, value_text
 from services.rollout.user_code.frames import Purpose
 from services.rollout.user_code.load import load
 from shared.lease import LeaseLost
+from shared.openai_api.tools import tool_calls
 from shared.rpc.errors import RpcError
 from tests.unit.rollout.rollout_engine import MODEL, TOOLS_MODEL
 from tests.unit.rollout.workflow_rig import VERSION, Rig, logprob_error, rig, shown

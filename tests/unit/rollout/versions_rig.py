@@ -19,10 +19,10 @@ from services.rollout.rewards.pool import RewardPool
 from services.rollout.sampling.answers import AnswerSampler, PartialJournal
 from services.rollout.sampling.tasks import PreparedTasks, ReadyTask
 from services.rollout.sampling.trajectory import BlockVersions, Completion
-from services.rollout.service import RolloutWorker
 from services.rollout.weights.source import WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from services.rollout.weights.versions import EngineVersions
+from services.rollout.worker import RolloutWorker
 from shared.actor.telemetry import TelemetrySender
 from shared.colocation.turns import OwnDevices
 from shared.lease import Lease, LeaseBook

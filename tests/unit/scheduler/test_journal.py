@@ -125,6 +125,6 @@ def test_a_converted_evaluation_is_graded_if_a_reward_cannot_have_been_0_or_1(
     means: list[float], best: list[float], graded: bool
 ) -> None:
     one = {"name": "held", "version": (0, 0), "samples": 4, "scores": means, "best": best, "left": 0}
-    head = {"evaluations": {"open": {("held", 0): one}, "done": {}}}
+    head = {"values": {}, "evaluations": {"open": {("held", 0): one}, "done": {}}}
     converted = msgspec.msgpack.decode(earlier_journal.converted(msgspec.msgpack.encode(head)))
     assert converted["evaluations"]["open"]["held", 0]["graded"] is graded

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from proto.messages import (
     ErrorCode,
@@ -19,11 +20,11 @@ from proto.messages import (
     WorkerRequest,
 )
 from services.policy_trainer.worker import checkpoint
-from services.policy_trainer.worker.backend import TrainingState
 from services.policy_trainer.worker.checkpoint import SavedState
 from services.policy_trainer.worker.devices import parts_named
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
+from services.policy_trainer.worker.training_state import TrainingState
 from shared.checkpoint_files import AdapterNote, check_note
 from shared.colocation.devices import Part
 from shared.rpc.errors import RpcError
@@ -64,10 +65,10 @@ class StateCalls:
         rank = self._rank
         rank.reader.end_step()
         await rank.ready(request, rank.weights_settled())
-        if not rank.pristine:
-            rank.dirty = True
+        if not rank.standing.pristine:
+            rank.standing.dirty = True
             await rank.together("InitModel", self._loaded.backend.restart)
-            rank.pristine = True
+            rank.standing.pristine = True
             rank.devices.loaded_anew()
         await rank.together("InitModel", lambda: self._begin_at(0))
         return self._ready_at(0)
@@ -78,7 +79,7 @@ class StateCalls:
         async def read() -> Callable[[], None]:
             await rank.weights_settled()
             if request.snapshot_lineage >= 0:
-                state = await asyncio.to_thread(rank.snapshots.read, request.snapshot_lineage, request.step)
+                state = await asyncio.to_thread(rank.standing.snapshots.read, request.snapshot_lineage, request.step)
                 return lambda: loaded.load_state(state)
             reads = rank.place.rank == 0 or not self._several_hosts
             mine = await asyncio.to_thread(checkpoint.load, self._folder, request.step) if reads else None
@@ -96,7 +97,7 @@ class StateCalls:
         load = await rank.ready(request, read())
 
         def work() -> None:
-            rank.pristine, rank.dirty = False, True
+            rank.standing.pristine, rank.standing.dirty = False, True
             load()
             self._begin_at(request.step, request.snapshot_lineage)
 
@@ -107,10 +108,10 @@ class StateCalls:
     def _begin_at(self, step: int, lineage: int = -1) -> None:
         """Begin a sequence of steps at `step`. Discard all snapshots except the loaded one, if any."""
         self._loaded.record(step)
-        self._rank.snapshots.keep_only(lineage, step)
+        self._rank.standing.snapshots.keep_only(lineage, step)
 
     def _ready_at(self, step: int) -> WorkerReady:
-        self._rank.step, self._rank.dirty = step, False
+        self._rank.standing.step, self._rank.standing.dirty = step, False
         return WorkerReady(step=step, parameters=self._loaded.backend.parameters)
 
     def _adapter(self) -> AdapterNote | None:
@@ -132,15 +133,19 @@ class StateCalls:
         saved = SavedState(
             request.step, state.weights, state.optimizer, earlier, at_stop=request.at_stop, adapter=self._adapter()
         )
-        task = asyncio.create_task(self._save(saved, request, call))
+        return self.write(request, call, lambda: checkpoint.save(self._folder, saved))
+
+    def write(self, request: WorkerRequest, call: Call, save: Callable[[], Path]) -> Deferred:
+        """Answer `call` once `save`, which runs on the thread for checkpoints, has returned the path of a folder."""
+        task = asyncio.create_task(self._write(request, call, save))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)
         return DEFERRED
 
-    async def _save(self, state: SavedState, request: SaveCheckpoint, call: Call) -> None:
+    async def _write(self, request: WorkerRequest, call: Call, save: Callable[[], Path]) -> None:
         began = time.perf_counter()
         try:
-            path = await asyncio.get_running_loop().run_in_executor(self._thread, checkpoint.save, self._folder, state)
+            path = await asyncio.get_running_loop().run_in_executor(self._thread, save)
         except Exception as error:
             self._rank.refuse(request, call, error)
         else:

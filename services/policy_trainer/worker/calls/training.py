@@ -13,11 +13,9 @@ from types import MappingProxyType
 import numpy as np
 from msgspec import structs
 
-from proto.ids import REVISION
 from proto.messages import (
     AdamW,
     BatchMeta,
-    BatchPart,
     Credit,
     CreditDone,
     ErrorCode,
@@ -46,6 +44,7 @@ from services.policy_trainer.update import (
 from services.policy_trainer.worker import credit as credits
 from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.backend import Sequences
+from services.policy_trainer.worker.calls.results import put_results
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.loss import BatchLoss
 from services.policy_trainer.worker.losses.policy import own_policy_loss
@@ -53,7 +52,6 @@ from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.sample_records import SampleRecords
 from services.policy_trainer.worker.samples import TOKEN_ADVANTAGES
 from shared.credit import KL_ESTIMATORS
-from shared.dataplane.client import TaskShards
 from shared.model.adapter import adapters_off
 from shared.ranks.group import GroupEnded
 from shared.rpc.errors import RpcError
@@ -138,7 +136,7 @@ class TrainingCalls:
             for end, size in zip(ends, tokens.tokens_of_task, strict=True)
         ]
         stage = next(stage for stage in self._stages if request.keys[0] in stage.makes)
-        meta = await self._put(request, stage.name, request.keys, pieces)
+        meta = await put_results(rank, request, stage.name, request.keys, pieces)
         return ForwardDone(meta=_with_scalars(meta, scalars), seconds=time.perf_counter() - began)
 
     def _check(self, request: Forward) -> None:
@@ -166,34 +164,6 @@ class TrainingCalls:
         with adapters_off(self._backend.called) if key == _REF_KEY else contextlib.nullcontext():
             return self._backend.forward(sequences, temperature)
 
-    async def _put(
-        self, request: Forward | Credit, stage: str, keys: Sequence[str], pieces: Sequence[Mapping[str, Array]]
-    ) -> BatchMeta:
-        """Put the results of a call as `keys` of `stage`. `pieces` holds those of each task of its batch. Return their
-        description.
-
-        If several ranks have the same results, only one of them puts shards. The others return a batch without tasks.
-        """
-        rank = self._rank
-        made = list(zip(request.batch.tasks, pieces, strict=True)) if rank.place.leads else []
-        # The keys are unique to this call: an earlier life may have put different bits for these tasks and fences.
-        revisions = {key: f"{key}{REVISION}{request.driver:x}-{request.order}" for key in keys}
-        stores = [""]  # of a rank that has put nothing
-        if made:
-            stores = [await rank.own_store()]
-            shards = [
-                TaskShards(task.task_id, task.fence, {revisions[key]: piece[key] for key in keys})
-                for task, piece in made
-            ]
-            await rank.data.put(shards, store=stores[0], deadline_s=PUT_S)
-        handles = [
-            TaskHandle(
-                task.task_id, task.fence, task.samples, task.tokens, sum(array.nbytes for array in piece.values()), [0]
-            )
-            for task, piece in made
-        ]
-        return BatchMeta(tasks=handles, parts=[BatchPart(stage, list(revisions.values()))], stores=stores)
-
     async def _credit(self, request: Credit, _: Call) -> CreditDone:
         """Compute the advantages of the tokens. No rank meets another one to do so."""
         began, rank = time.perf_counter(), self._rank
@@ -214,12 +184,12 @@ class TrainingCalls:
             )
 
         pieces, statistics = await rank.ready(request, assigned())
-        meta = await self._put(request, CREDIT.name, keys, pieces)
+        meta = await put_results(rank, request, CREDIT.name, keys, pieces)
         return CreditDone(meta=meta, statistics=statistics, seconds=time.perf_counter() - began)
 
     async def _forward_backward(self, request: ForwardBackward, _: Call) -> ForwardBackwardDone:
         began, rank = time.perf_counter(), self._rank
-        recorded = self._records.wanted(request.batch, rank.step) if rank.place.leads else []
+        recorded = self._records.wanted(request.batch, rank.standing.step) if rank.place.leads else []
         # With cp, this rank computes only its part of each sequence. Values are no log-probs.
         keeps = bool(recorded) and request.loss.anchor != "proximal" and rank.place.layout.cp == 1
         keeps = keeps and VALUES not in self._stages
@@ -249,7 +219,7 @@ class TrainingCalls:
                     tokens.flat[TRAIN_ADVANTAGES] = np.where(tokens.flat["loss_mask"] != 0, advantages, 0.0)
                 device = rank.model.settings.device
                 # With anchor rollout the trainer's log-probs are current; after an update they belong to no version.
-                version = -1 if rank.dirty and request.loss.anchor == "rollout" else rank.step
+                version = -1 if rank.standing.dirty and request.loss.anchor == "rollout" else rank.standing.step
                 return BatchLoss(
                     request.loss, tokens.flat, advantages, weights, device, self._own_loss, version, keeps=keeps
                 )
@@ -267,7 +237,7 @@ class TrainingCalls:
         sums = await rank.together("ForwardBackward", work)
         if recorded:
             self._records.put(request.batch, recorded, tokens, loss)
-        rank.accumulated += [task.task_id for task in request.batch.tasks]
+        rank.standing.accumulated += [task.task_id for task in request.batch.tasks]
         return ForwardBackwardDone(sums=sums, seconds=time.perf_counter() - began)
 
     async def _optim_step(self, request: OptimStep, _: Call) -> OptimStepDone:
@@ -280,17 +250,17 @@ class TrainingCalls:
 
         await rank.ready(request, may_change())
         began = time.perf_counter()
-        was_dirty, rank.dirty = rank.dirty, True
+        was_dirty, rank.standing.dirty = rank.standing.dirty, True
         try:
             grad_norm = await rank.together("OptimStep", lambda: self._update(request))
         except GroupEnded:
             raise
         except RpcError as error:
-            rank.dirty = was_dirty  # the step was refused before anything changed
-            tasks, rank.accumulated = rank.accumulated, []
+            rank.standing.dirty = was_dirty  # the step was refused before anything changed
+            tasks, rank.standing.accumulated = rank.standing.accumulated, []
             some = ", ".join(tasks[:8]) + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
             raise RpcError(error.code, f"{error}; its tasks: {some}", names=tasks) from None
-        rank.pristine, rank.dirty = False, not request.last
+        rank.standing.pristine, rank.standing.dirty = False, not request.last
         seconds = time.perf_counter() - began
         snapshot_s = await self._updated(request)
         return OptimStepDone(grad_norm=grad_norm, lr=request.optimizer.lr, seconds=seconds, snapshot_s=snapshot_s)
@@ -299,19 +269,19 @@ class TrainingCalls:
         """Record that an update is done or skipped, and end the step after its last one. Return the processor time of
         the snapshot."""
         rank = self._rank
-        rank.accumulated = []
+        rank.standing.accumulated = []
         if not request.last:
             return 0.0
-        rank.step = request.step
+        rank.standing.step = request.step
         rank.reader.end_step()
         if request.snapshot_lineage < 0:
             return 0.0
-        state = partial(self._loaded.state, request.step)
-        return await rank.on_compute_thread(partial(rank.snapshots.keep, request.snapshot_lineage, request.step, state))
+        keep, state = rank.standing.snapshots.keep, partial(self._loaded.state, request.step)
+        return await rank.on_compute_thread(partial(keep, request.snapshot_lineage, request.step, state))
 
     def _update(self, request: OptimStep) -> float:
         grad_norm = self._backend.step(request.step, request.optimizer)
-        if request.last:
+        if request.last and not self._rank.standings.resident:  # earlier versions are those of the trained model
             self._loaded.record(request.step)
         return grad_norm
 
@@ -327,9 +297,9 @@ class TrainingCalls:
 
         await rank.together("SkipUpdate", work)
         if request.last:
-            rank.dirty = False
+            rank.standing.dirty = False
         await self._updated(request)
-        return WorkerReady(step=rank.step, parameters=self._backend.parameters)
+        return WorkerReady(step=rank.standing.step, parameters=self._backend.parameters)
 
 
 def check_optimizer(optimizer: AdamW) -> None:

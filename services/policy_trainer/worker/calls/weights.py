@@ -51,16 +51,15 @@ class WeightsCalls:
             return await self._publish_number(request)
         if canaries is None:
             raise RpcError(ErrorCode.BAD_REQUEST, f"publish {rank.model.name}: no engine samples with this model")
-        is_earlier = request.step < rank.step and rank.model.deterministic and not rank.dirty
+        is_earlier = request.step < rank.standing.step and rank.model.deterministic and not rank.standing.dirty
         version = loaded.earlier.get(request.step) if is_earlier else None
 
         async def may_publish() -> None:
             if not is_earlier:
                 await rank.require_step(request.step, "publish")
             elif rank.publishes and version is None:
-                raise RpcError(
-                    ErrorCode.CONFLICT, f"version {request.step} is not kept; the worker is at step {rank.step}"
-                )
+                text = f"version {request.step} is not kept; the worker is at step {rank.standing.step}"
+                raise RpcError(ErrorCode.CONFLICT, text)
             await rank.weights_settled()
 
         await rank.ready(request, may_publish())
@@ -89,7 +88,7 @@ class WeightsCalls:
         rank, began = self._rank, time.perf_counter()
 
         async def may_publish() -> None:
-            if request.step > rank.step:
+            if request.step > rank.standing.step:
                 await rank.require_step(request.step, "publish")
 
         await rank.ready(request, may_publish())

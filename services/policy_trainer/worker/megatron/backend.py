@@ -14,19 +14,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from proto.messages import AdamW
+from proto.messages import AdamW, ErrorCode
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     PartShelves,
     Sequences,
     TokenLoss,
-    TrainingState,
     check_same_model,
     refused_gradient,
     totals_of,
 )
 from services.policy_trainer.worker.megatron.trained import Trained
+from services.policy_trainer.worker.slots import AdapterSlots
+from services.policy_trainer.worker.training_state import TrainingState
 from shared.colocation.devices import Part
 from shared.megatron import files
 from shared.megatron.cpu_shims import in_megatron
@@ -36,6 +37,7 @@ from shared.model.logprobs import Entropy, Scores
 from shared.model.picks import IdsOf
 from shared.model.value_head import classifier_config
 from shared.ranks.layout import RankPlace
+from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 from shared.weights.weight_set import Base
 
@@ -63,6 +65,7 @@ class MegatronBackend:
         self._trained.drop_gradients()
 
     base: Base | None = None
+    slots: AdapterSlots | None = None
 
     @property
     def parameters(self) -> int:
@@ -106,8 +109,14 @@ class MegatronBackend:
         *,
         entropy: Entropy,
         others: IdsOf | None = None,
+        backward: bool = True,
     ) -> dict[str, float]:
-        """Add the unscaled gradient of every micro-batch to the buffers. `step` sums them over the ranks."""
+        """Add the unscaled gradient of every micro-batch to the buffers. `step` sums them over the ranks.
+
+        Raises RpcError(bad_request) for what only clients' models need.
+        """
+        if sequences.targets is not None or not backward:
+            raise RpcError(ErrorCode.BAD_REQUEST, "backend megatron trains no models of clients; use backend torch")
         parts: list[Mapping[str, Tensor]] = []
 
         def shared_loss(scores: Scores) -> Tensor:

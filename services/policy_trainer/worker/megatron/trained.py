@@ -6,6 +6,7 @@ Gradients are unscaled sums over data and context ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -18,8 +19,9 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
 from proto.messages import AdamW
-from services.policy_trainer.worker.backend import TrainingState, set_numbers
+from services.policy_trainer.worker.backend import set_numbers
 from services.policy_trainer.worker.spare_memory import SpareMemory
+from services.policy_trainer.worker.training_state import TrainingState
 from shared.megatron.converter import Weight
 from shared.megatron.pieces import Pieces
 
@@ -94,7 +96,7 @@ class Trained:
         """Clip by `grad_norm` and step. Call it after `norm`."""
         optimizer = self.optimizer
         set_numbers(optimizer.param_groups, numbers)
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), numbers.clip_norm, grad_norm)
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), numbers.clip_norm or math.inf, grad_norm)
         optimizer.step_with_ready_grads()
         self._spare.updated()
 

@@ -185,7 +185,7 @@ def test_what_a_server_cannot_do_is_refused(said: str, overrides: tuple[str, ...
 
 def test_nothing_about_a_server_is_deterministic(own: Path) -> None:
     lines = problems(write(own, DISTILL), *SERVED, "run.deterministic=true")
-    assert any("services.teacher.backend: server: nothing about a server is deterministic" in line for line in lines)
+    assert any("services.teacher.backend: server is not proved to give bit-identical results" in line for line in lines)
 
 
 def test_a_teacher_needs_as_many_positions_as_the_longest_sample(own: Path) -> None:

@@ -283,6 +283,51 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "head=model.head",
         "integration/runs/test_preferences.py::test_a_reward_model_is_trained_without_an_engine_and_exported_as_a_classifier",
     ),
+    "serve.listen": (
+        "services/policy_trainer/tinker/service.py",
+        "self._serve.listen",
+        "integration/tinker/test_killed.py::test_kills_in_the_middle_change_no_bit_of_an_adapter",
+    ),
+    "serve.keys": (
+        "services/policy_trainer/tinker/service.py",
+        "self._serve.keys",
+        "unit/tinker/test_keys.py::test_a_key_is_known_by_its_name",
+    ),
+    "serve.models": (
+        "services/policy_trainer/tinker/application.py",
+        "self._serve.models",
+        "unit/tinker/test_http.py::test_a_model_of_another_name_is_refused",
+    ),
+    "serve.max_rank": (
+        "services/policy_trainer/tinker/application.py",
+        "self._serve.max_rank",
+        "unit/tinker/test_http.py::test_a_model_that_cannot_be_trained_is_refused_by_name",
+    ),
+    "serve.max_models": (
+        "services/policy_trainer/tinker/service.py",
+        "self._serve.max_models",
+        "unit/tinker/test_state.py::test_one_model_too_many_parks_the_one_that_was_used_longest_ago",
+    ),
+    "serve.full_training": (
+        "shared/topology/serve.py",
+        "serve.full_training",
+        "unit/shared/topology/test_serve.py::test_what_a_server_cannot_do_is_refused",
+    ),
+    "serve.body_limit": (
+        "services/policy_trainer/tinker/application.py",
+        "self._serve.body_limit",
+        "unit/tinker/test_http.py::test_a_body_beyond_the_limit_is_refused",
+    ),
+    "serve.model_requests": (
+        "services/policy_trainer/tinker/service.py",
+        "self._serve.model_requests",
+        "unit/tinker/test_state.py::test_limits_of_a_key_ask_for_patience_but_never_for_the_number_that_is_next",
+    ),
+    "serve.key_requests": (
+        "services/policy_trainer/tinker/service.py",
+        "self._serve.key_requests",
+        "unit/tinker/test_state.py::test_limits_of_a_key_ask_for_patience_but_never_for_the_number_that_is_next",
+    ),
     "policy.lora.alpha": (
         "shared/topology/lora.py",
         "self.alpha / self.rank",

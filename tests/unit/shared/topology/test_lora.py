@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from shared.model.adapter import AdapterStart, adapt, targets_of, trained_weights
 from shared.model.load import empty_model
 from shared.topology import Topology, distribution, load, weight_bytes
-from shared.topology.lora import CONFIG, TENSORS, Lora, read_adapter_config
+from shared.topology.lora import CONFIG, TENSORS, WITH_HEAD, Lora, read_adapter_config
 from shared.topology.model_files import adapted_layers, version_shapes
 from tests.unit.shared.topology.small_topology import BASE, problems, write
 from tests.unit.tiny_models import make_model
@@ -222,6 +222,7 @@ def test_the_adapted_layers_are_known_from_the_files_alone(kind: str, tmp_path: 
         Lora(rank=4, exclude_modules=(some,)),
         Lora(rank=4, target_modules=(some,)),
         *([Lora(rank=4, target_modules=("lm_head", some))] if hasattr(model, "lm_head") else []),
+        *([Lora(rank=4, target_modules=WITH_HEAD)] if hasattr(model, "lm_head") else []),
     ):
         if lora.exclude_modules and len(ends) == 1:
             continue

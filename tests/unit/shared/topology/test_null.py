@@ -36,7 +36,19 @@ SERVED = (
 )
 WEB = "monitor.web={token: ./token, operator_token: ./other}"
 
+RUN_OFF = tuple(f"{name}=null" for name in ("data", "reward", "sampling", "algorithm", "optimizer", "run.steps"))
+SERVE = (*RUN_OFF, "serve={models: {a: policy}, keys: ./keys}")
+RUN_ON = (
+    "data={train: {source: 'builtin:addition', max_prompt_tokens: 32}}",
+    "reward={function: 'builtin:exact_match'}",
+    "sampling={max_new_tokens: 8}",
+    "algorithm={tasks_per_step: 6, group_size: 4, loss: {aggregation: token_mean}}",
+    "optimizer={lr: 1.0e-3}",
+    "run.steps=3",
+)
 GIVEN: dict[str, tuple[str, ...]] = {
+    "serve": SERVE,
+    "serve.keys": SERVE,
     "policy.passes": (PASSES,),
     "policy.lora": ("policy.lora={rank: 8}",),
     "policy.lora.adapter_path": ("policy.lora={rank: 8, adapter_path: ./adapter}",),
@@ -135,6 +147,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
 }
 """For each key that may be null, what gives it a value in BASE."""
 BESIDE: dict[str, tuple[str, ...]] = {
+    "serve": RUN_ON,
     "data.train.source": ("data.train.sources={a: {source: 'builtin:addition'}}",),
     "reward.function": ("reward.functions=[{function: 'builtin:numeric'}]",),
     "algorithm.advantage.per": ("algorithm.advantage.whiten=null",),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from proto.messages.trainer import WorkerRequest
+from proto.registry import all_messages
 from shared.view.look import LOOKS, WorkKind, limits, of_metric, of_service, of_span
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -43,7 +44,7 @@ def test_no_two_kinds_of_work_have_the_same_colour() -> None:
 
 
 def test_every_request_to_a_trainer_worker_is_a_kind_of_work() -> None:
-    requests = [request.__name__ for request in WorkerRequest.__subclasses__()]
+    requests = [kind.__name__ for kind in all_messages().values() if issubclass(kind, WorkerRequest)]
     assert "ForwardBackward" in requests
     assert [name for name in requests if of_span(name, waits=False) is WorkKind.OTHER] == []
 

@@ -1,0 +1,1 @@
+"""Sampling for a server's clients: which engine gets a request, and what becomes of it."""

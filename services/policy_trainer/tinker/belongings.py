@@ -1,0 +1,104 @@
+"""What clients have on a server: sessions, models, checkpoints and sampling sessions, each of one key.
+
+Another key's things do not exist for a client. Both get the same answer.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar, assert_never
+
+from services.policy_trainer.tinker.errors import NotThere
+from services.policy_trainer.tinker.records import (
+    BASE_NUMBER,
+    Belonging,
+    Model,
+    SamplingSession,
+    SavedWeights,
+    Session,
+    Version,
+)
+
+T = TypeVar("T", Session, Model, SavedWeights, SamplingSession)
+
+EPHEMERAL_VERSIONS = 4
+"""Number of newest versions of a model without a name that are kept, because sampling sessions may use them."""
+
+
+class Belongings:
+    """The records of all keys, apart from training requests."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, Model] = {}
+        self.checkpoints: dict[str, SavedWeights] = {}
+        self.samplers: dict[str, SamplingSession] = {}
+        self.versions: dict[str, Version] = {}
+
+    def put(self, record: Belonging) -> None:
+        """Add or replace a record."""
+        match record:
+            case Session():
+                self.sessions[record.id] = record
+            case Model():
+                self.models[record.id] = record
+            case SavedWeights():
+                self.checkpoints[record.id] = record
+            case SamplingSession():
+                self.samplers[record.id] = record
+            case Version():
+                self.versions[record.id] = record
+            case _ as unreachable:
+                assert_never(unreachable)
+
+    def session(self, key: str, name: str) -> Session:
+        """Return a session of a key. Raises NotThere, as the next three."""
+        return _of(self.sessions, key, name, "session")
+
+    def model(self, key: str, name: str) -> Model:
+        return _of(self.models, key, name, "model")
+
+    def checkpoint(self, key: str, path: str) -> SavedWeights:
+        return _of(self.checkpoints, key, path, "checkpoint")
+
+    def sampler(self, key: str, name: str) -> SamplingSession:
+        return _of(self.samplers, key, name, "sampler")
+
+    def models_of(self, session: str) -> list[Model]:
+        return [model for model in self.models.values() if model.session == session]
+
+    def checkpoints_of(self, model: str) -> list[SavedWeights]:
+        return [checkpoint for checkpoint in self.checkpoints.values() if checkpoint.model == model]
+
+    def next_number(self) -> int:
+        """Return the number of the next model."""
+        return 1 + max((model.number for model in self.models.values()), default=BASE_NUMBER)
+
+    def newest_version(self, number: int) -> Version | None:
+        """Return the newest published weights of a model."""
+        own = [version for version in self.versions.values() if version.model == number]
+        return max(own, key=lambda version: version.step, default=None)
+
+    def unneeded_versions(self) -> list[Version]:
+        """Return published weights that no checkpoint names and that are not among a model's newest without a name. A
+        finished session needs none without a name."""
+        named = {checkpoint.version for checkpoint in self.checkpoints.values()}
+        finished = {model.number for model in self.models.values() if self._is_finished(model)}
+        unneeded: list[Version] = []
+        for number in {version.model for version in self.versions.values()}:
+            own = sorted(
+                (one for one in self.versions.values() if one.model == number and one.id not in named),
+                key=lambda version: version.step,
+            )
+            unneeded += own if number in finished else own[:-EPHEMERAL_VERSIONS]
+        return unneeded
+
+    def _is_finished(self, model: Model) -> bool:
+        session = self.sessions.get(model.session)
+        return session is not None and session.finished
+
+
+def _of(things: dict[str, T], key: str, name: str, kind: str) -> T:
+    thing = things.get(name)
+    if thing is None or thing.key != key:
+        raise NotThere(f"{kind} {name[:200]!r}: not there")
+    return thing

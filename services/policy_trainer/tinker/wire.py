@@ -1,0 +1,241 @@
+"""Turns the protobuf of `forward_backward` into arrays, and results into protobuf.
+
+Sizes are checked before anything is allocated. A request that names its model and its number gets a future even if its
+contents are refused, because the client counts the number as used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from proto.messages import LossSpec
+from proto.tensors import Array
+from services.policy_trainer.models import Datum, client_loss
+from services.policy_trainer.tinker import protobuf
+from services.policy_trainer.tinker.errors import BadRequest
+
+MOST_DATUMS = 1024
+"""Maximum number of datums in a request. The SDK sends more in several."""
+MOST_TARGETS = 64
+"""Maximum number of target tokens at one position."""
+_DTYPES: Mapping[int, str] = MappingProxyType({1: "<f4", 2: "<i8", 3: "<i4", 4: "<u2"})
+"""numpy's names of the types of tensors. 4 is bfloat16, whose bits are read as integers."""
+_BFLOAT16 = 4
+_FLOAT32 = 1
+_OUTPUT = "ArrayRecord"
+
+
+_INPUTS: Mapping[str, str] = MappingProxyType(
+    {"target_tokens": "targets", "weights": "weights", "advantages": "advantages", "logprobs": "logprobs"}
+)
+"""The inputs of losses, each with the field of `Datum` that it becomes."""
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the model and the server accept of a sequence."""
+
+    vocabulary: int
+    context: int
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """A parsed `forward_backward` whose contents are not checked yet."""
+
+    model: str
+    seq: int
+    forward_only: bool
+    message: Any
+
+
+def envelope(body: bytes) -> DataRequest:
+    """Return the request in `body`. Raises BadRequest if it is no message, or names no request."""
+    message = protobuf.parse("ForwardBackwardRequest", body)
+    if not message.model_id:
+        raise BadRequest("model_id: missing")
+    if message.seq_id < 1:
+        raise BadRequest(f"seq_id: {message.seq_id} is out of range: it must be 1 or more")
+    return DataRequest(message.model_id, message.seq_id, message.forward_only, message)
+
+
+def contents(message: Any, limits: ModelLimits) -> tuple[LossSpec, list[Datum]]:
+    """Return the loss and the checked data of a request. Raises BadRequest."""
+    options: dict[str, float] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        if not value.HasField("number"):
+            raise BadRequest(f"loss_fn_config.{key[:40]}: must be a number")
+        options[key] = value.number
+    try:
+        loss = client_loss(message.loss_fn, options)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    if not 1 <= len(message.data) <= MOST_DATUMS:
+        raise BadRequest(f"data: {len(message.data)} datums; a request has from 1 to {MOST_DATUMS}")
+    data = []
+    for index, datum in enumerate(message.data):
+        try:
+            data.append(_datum(datum, loss, limits))
+        except BadRequest as error:
+            raise BadRequest(f"data[{index}].{error}") from None
+    return loss, data
+
+
+def _datum(message: Any, loss: LossSpec, limits: ModelLimits) -> Datum:
+    token_ids = _tokens(message.model_input, limits)
+    inputs = dict(message.loss_fn_inputs)
+    reads = ["target_tokens", *(["weights"] if loss.name == "cross_entropy" else ["advantages", "logprobs"])]
+    for name in inputs:
+        if name not in reads:
+            raise BadRequest(f"loss_fn_inputs.{name[:40]}: {loss.name} does not read it; it reads {', '.join(reads)}")
+    if "target_tokens" not in inputs:
+        raise BadRequest("loss_fn_inputs.target_tokens: missing")
+    arrays = {_INPUTS[name]: _tensor(f"loss_fn_inputs.{name}", inputs[name], len(token_ids)) for name in inputs}
+    arrays["targets"] = _in_range("loss_fn_inputs.target_tokens", arrays["targets"], limits)
+    return Datum(token_ids, **arrays)
+
+
+def _tokens(chunks: Any, limits: ModelLimits) -> Array:
+    parts = []
+    for chunk in chunks:
+        if not chunk.HasField("encoded_text"):
+            kind = "an image" if chunk.HasField("image") else "audio" if chunk.HasField("dmel") else "empty"
+            raise BadRequest(f"model_input: a chunk is {kind}, but the model reads text only (encoded_text)")
+        parts.append(_buffer("model_input", chunk.encoded_text.tokens, "<i4"))
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    if not 1 <= len(tokens) <= limits.context:
+        raise BadRequest(f"model_input: {len(tokens)} tokens; a sequence has from 1 to {limits.context}")
+    return _in_range("model_input", tokens, limits)
+
+
+def _in_range(name: str, tokens: Array, limits: ModelLimits) -> Array:
+    if tokens.dtype.kind != "i":
+        raise BadRequest(f"{name}: token ids must be integers")
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= limits.vocabulary):
+        bad = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+        raise BadRequest(f"{name}: token {bad} is not in the vocabulary of {limits.vocabulary}")
+    return tokens.astype(np.int32)
+
+
+def _tensor(where: str, message: Any, positions: int) -> Array:
+    """Return a tensor of shape [positions] or [positions, K] with the type of the wire, or float32 for bfloat16."""
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise BadRequest(f"{where}: dtype {message.dtype} is unknown")
+    shape = list(message.shape)
+    if message.HasField("sparse_csr"):
+        return _from_csr(where, message.sparse_csr, message.dtype, shape, positions)
+    values = _widened(_buffer(where, message.dense, dtype), message.dtype)
+    shape = shape or [len(values)]
+    if len(values) != positions * _columns(where, shape, positions):
+        raise BadRequest(f"{where}: {len(values)} values do not fill shape {shape}")
+    return values.reshape(shape)
+
+
+def _columns(where: str, shape: Sequence[int], positions: int) -> int:
+    """Return K of a shape [positions] or [positions, K]."""
+    if len(shape) not in (1, 2) or shape[0] != positions:
+        raise BadRequest(f"{where}: shape {list(shape)[:4]}; it must be [{positions}] or [{positions}, K]")
+    columns = shape[1] if len(shape) == 2 else 1
+    if not 1 <= columns <= MOST_TARGETS:
+        raise BadRequest(f"{where}: {columns} values a position; from 1 to {MOST_TARGETS} are possible")
+    return columns
+
+
+def _from_csr(where: str, csr: Any, kind: int, shape: Sequence[int], positions: int) -> Array:
+    columns = _columns(where, shape, positions)
+    values = _widened(_buffer(where, csr.values, _DTYPES[kind]), kind)
+    rows = _buffer(where, csr.crow_indices, "<i8")
+    at = _buffer(where, csr.col_indices, "<i8")
+    counts = np.diff(rows)
+    good = len(rows) == positions + 1 and rows[0] == 0 and rows[-1] == len(values) == len(at) and (counts >= 0).all()
+    if not good or (len(at) and (at.min() < 0 or at.max() >= columns)):
+        raise BadRequest(f"{where}: the CSR indices do not fit shape {list(shape)} with {len(values)} values")
+    dense = np.zeros((positions, columns), values.dtype)
+    dense[np.repeat(np.arange(positions), counts), at] = values
+    return dense
+
+
+def _buffer(where: str, data: bytes, dtype: str) -> Array:
+    size = np.dtype(dtype).itemsize
+    if len(data) % size:
+        raise BadRequest(f"{where}: {len(data)} bytes are no whole number of values of {size} bytes")
+    return np.frombuffer(data, dtype)
+
+
+def _widened(values: Array, kind: int) -> Array:
+    return (values.astype(np.uint32) << 16).view(np.float32) if kind == _BFLOAT16 else values
+
+
+def forward_backward_output(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
+    """Return the result of a `forward_backward`. `logprobs` has an array float32 for every datum, in the order of the
+    request and with the shape of its targets, [N] or [N, K]."""
+    output = protobuf.new("ForwardBackwardOutput")
+    output.loss_fn_output_type = _OUTPUT
+    for key, value in metrics.items():
+        output.metrics[key] = value
+    for trailing, group in groupby(logprobs, key=lambda values: values.shape[1:]):
+        data = list(group)
+        record = output.loss_fn_outputs.add(type_tag=_OUTPUT, num_datums=len(data))
+        tensor = record.fields["logprobs"]
+        tensor.dtype = _FLOAT32
+        tensor.data = b"".join(np.ascontiguousarray(values, "<f4").tobytes() for values in data)
+        tensor.offsets = np.cumsum([0, *(values.size * 4 for values in data)], dtype="<i8").tobytes()
+        tensor.trailing_shape.extend(trailing)
+    return bytes(output.SerializeToString())
+
+
+@dataclass(frozen=True)
+class WireSequence:
+    """A sampled sequence as the client gets it."""
+
+    token_ids: Array
+    logprobs: Array
+    stopped: bool
+    """Whether it ended at a stop token or text, not at max_tokens."""
+
+
+def sample_response(
+    sequences: Sequence[WireSequence],
+    prompt_logprobs: Array | None = None,
+    topk: tuple[Array, Array] | None = None,
+) -> bytes:
+    """Return the result of a sample. `topk` are token ids int32 [P, k] and log-probs float32 [P, k] of the prompt."""
+    response = protobuf.new("SampleResponse")
+    for sequence in sequences:
+        response.sequences.add(
+            stop_reason=0 if sequence.stopped else 1,
+            tokens=np.ascontiguousarray(sequence.token_ids, "<i4").tobytes(),
+            logprobs=np.ascontiguousarray(sequence.logprobs, "<f4").tobytes(),
+        )
+    if prompt_logprobs is not None:
+        response.prompt_logprobs = np.ascontiguousarray(prompt_logprobs, "<f4").tobytes()
+    if topk is not None:
+        ids, logprobs = topk
+        masked = np.where(np.isnan(logprobs), np.float32(_MASKED), logprobs)
+        response.topk_prompt_logprobs.token_ids = np.ascontiguousarray(ids, "<i4").tobytes()
+        response.topk_prompt_logprobs.logprobs = np.ascontiguousarray(masked, "<f4").tobytes()
+        response.topk_prompt_logprobs.k, response.topk_prompt_logprobs.length = ids.shape[1], len(ids)
+    return bytes(response.SerializeToString())
+
+
+_MASKED = -99999.0
+"""The log-prob of a place of the top k that says nothing."""
+
+
+def pieces(tokens: Sequence[int], quantum: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of datums into which a request is divided: at most `quantum` tokens each, or one datum."""
+    start = total = 0
+    for index, count in enumerate(tokens):
+        if index > start and total + count > quantum:
+            yield start, index
+            start, total = index, 0
+        total += count
+    if start < len(tokens):
+        yield start, len(tokens)

@@ -1,0 +1,1 @@
+"""Sampling that a server asks for directly: without tasks, leases and rewards."""

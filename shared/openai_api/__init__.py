@@ -1,0 +1,1 @@
+"""The wire forms of OpenAI's API, for those who serve it."""
