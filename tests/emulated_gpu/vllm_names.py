@@ -149,7 +149,7 @@ def test_the_methods_of_our_extension_do_not_hide_those_of_the_worker() -> None:
 def test_options_of_the_engine_exist() -> None:
     fields = {field.name for field in dataclasses.fields(vllm("engine.arg_utils", "EngineArgs"))}
     options = vllm_setup.arguments_of({}, fields, on_cpu=False, in_flight="keep")
-    adapters = vllm_setup.adapter_arguments(8, ["q_proj"])
+    adapters = vllm_setup.adapter_arguments(8, ["q_proj"], live=2)
     fixed = vllm_setup.fixed_arguments(Path("model"), "bfloat16", "nccl", ranks=2)
     assert {"logprobs_mode", "worker_extension_cls", "weight_transfer_config"} <= fixed.keys()
     assert {*fixed, *adapters, *options} - fields == set()
