@@ -91,10 +91,12 @@ class Stand:
         self.steps[model] = step
         return step
 
-    async def forward_backward(self, model: int, batch: Batch, loss: LossSpec, *, forward_only: bool = False) -> Any:
+    async def forward_backward(
+        self, model: int, batch: Batch, loss: LossSpec, *, forward_only: bool = False, repeated: bool = False
+    ) -> Any:
         self.losses.append(loss)
         tokens = float(sum(task.tokens for task in batch.tasks))
-        return SimpleNamespace(sums={"loss": 2 * tokens, "tokens": tokens}, meta=batch.meta)
+        return SimpleNamespace(sums={"loss": 2 * tokens, "tokens": tokens}, meta=None if repeated else batch.meta)
 
     async def optim_step(self, model: int, optimizer: AdamW) -> Any:
         self.updates.append(optimizer)

@@ -374,7 +374,8 @@ def test_unknown_host_and_unknown_colocated_service_are_reported(folder: Path) -
         (
             "[policy-trainer, reference]",
             "algorithm.kl.coef=0",
-            "t.yaml:28: placement.colocate.1: no reference is started without algorithm.kl.coef above 0; leave it out",
+            "t.yaml:28: placement.colocate.1: no reference is started without algorithm.kl.coef above 0 or loss dpo or "
+            "ipo; leave it out",
         ),
     ],
 )
