@@ -426,13 +426,13 @@ class State:
             self._keep(model)
 
     def _gone(self) -> None:
-        """Begin again with a call that was in flight, once the workers are ready."""
+        """Begin again with what was in progress, once the workers are ready."""
+        begun = set(self._progress)
         if self._calling is not None and self._calling.request is not None:
-            request = self._calling.request
-            request.sums, request.parts = {}, []
-            self._progress.pop(request.id, None)
-        for name in self._progress:
-            self.requests[name].sums, self.requests[name].parts = {}, []
+            begun.add(self._calling.request.id)
+        for request in (self.requests[name] for name in begun):
+            if not request.done:  # the result of a request whose gradient is computed again was answered
+                request.sums, request.parts = {}, []
         self._progress.clear()
         self._calling, self._ready = None, False
         self._open.clear()

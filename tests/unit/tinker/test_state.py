@@ -104,6 +104,25 @@ def test_only_gradients_since_the_last_change_are_computed_again() -> None:
     assert numbers == [(Step.OPEN, None), (Step.REPLAY, 3), (Step.REPLAY, 5), (Step.RUN, 6)]
 
 
+@pytest.mark.parametrize("replayed", [0, 1])
+def test_workers_that_are_lost_during_a_replay_leave_the_answered_result_as_it_is(replayed: int) -> None:
+    workers = ready()
+    model = workers.model()
+    first = workers.ask(model, 1, FB, [QUANTUM_TOKENS, QUANTUM_TOKENS])
+    sums, parts = dict(first.sums), list(first.parts)
+    workers.die()
+    workers.holds = True
+    workers.ask(model, 2, STEP)
+    for _ in range(1 + replayed):  # the model is opened, and pieces of the gradient are computed again
+        workers.go_on(most=1)
+    assert workers.waiting[0].step == Step.REPLAY
+    workers.holds = False
+    workers.die()
+    assert (first.sums, first.parts) == (sums, parts)
+    assert len(parts) == 2
+    assert workers.weights[model] == [("1[0:1]", "1[1:2]")]
+
+
 def test_a_restarted_server_goes_on_where_its_journal_ends() -> None:
     workers = ready()
     model = workers.model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -76,10 +77,10 @@ class Workers:
         if not self.holds:
             self.go_on()
 
-    def go_on(self) -> None:
-        """Carry out the calls that wait."""
-        while self.waiting:
-            call = self.waiting.pop(0)
+    def go_on(self, most: int = sys.maxsize) -> None:
+        """Carry out the calls that wait, up to `most` of them."""
+        while self.waiting and most > 0:
+            call, most = self.waiting.pop(0), most - 1
             event = self._carried_out(call)
             self._take(self.state.handle(event, self.now))
 
