@@ -113,12 +113,11 @@ class SamplingHandlers:
 
     def _weights_of(self, sampler: SamplingSession) -> WeightsRef | None:
         """Return the reference of the weights that a sampling session uses, or None for the base. Raises BadRequest."""
-        if sampler.inflight:
-            newest = self._own.newest_version(self._own.models[sampler.inflight].number)
-            return None if newest is None else newest.ref
-        if not sampler.version:
-            return None
         version = self._own.versions.get(sampler.version)
-        if version is None:
+        if sampler.inflight:
+            version = self._own.newest_version(self._own.models[sampler.inflight].number)
+        if version is not None:
+            return version.ref
+        if sampler.version:
             raise BadRequest(f"sampler {sampler.id}: its weights were deleted; save them again for sampling")
-        return version.ref
+        return None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from services.policy_trainer.tinker import application, protobuf
+from services.policy_trainer.tinker.events import ClockTick
 from tests.integration.tinker.client import datum, logprobs
 from tests.unit.tinker.served import CONTEXT, KEYS, MODEL, Served, served
 
@@ -287,6 +288,28 @@ def test_stops_mean_what_the_sdk_says(stop: object, means: tuple[object, ...], r
         await one.result(await one.post("asample", sample(sampler, stop=stop)))
         (asked,) = one.engines.samples
         assert (asked.stop, asked.stop_ids, asked.ends) == means
+
+    run(work)
+
+
+def test_a_name_that_follows_the_newest_weights_never_means_the_base(
+    run: Callable[..., None],
+) -> None:
+    async def work(one: Served) -> None:
+        session, model = await one.model()
+        await one.post("forward_backward", gradient(model, 1, datum([1, 2])))
+        await one.post("optim_step", {"model_id": model, "seq_id": 2})
+        asked = {"model_id": model, "seq_id": 3, "kind": "inflight", "sampling_session_seq_id": 0}
+        saved = await one.result(await one.post("save_weights_for_sampler", asked))
+        sampler = saved["sampling_session_id"]
+        await one.result(await one.post("asample", sample(sampler)))
+        (sampled,) = one.engines.samples
+        assert sampled.version is not None
+        assert sampled.version.step == 1
+        await one.post(f"sessions/{session}/finish", {})
+        one.server.handle(ClockTick())
+        refused = await one.post("asample", sample(sampler, 1), status=400)
+        assert "its weights were deleted; save them again" in refused["detail"]
 
     run(work)
 
