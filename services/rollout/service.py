@@ -168,12 +168,12 @@ class RolloutService(Service):
         engine = None if parts is None else parts.engine
         self.keep(own_store_stays(self, store))
         if engine is None:
-            limits = await self._on_text(partial(_model_limits, topology))
+            vocab_size, longest = await self._on_text(partial(_model_limits, topology))
         else:
-            limits = TokenLimits(engine.vocab_size, engine.context_tokens)
-        prompts = await self._start_prompts(topology, limits.vocab_size)
+            vocab_size, longest = engine.vocab_size, engine.context_tokens
+        prompts = await self._start_prompts(topology, vocab_size)
         begun = Inputs.load(self.run.path).rows
-        tasks = await self._on_text(lambda: TaskSets(topology, prompts, limits.context_tokens, begun))
+        tasks = await self._on_text(lambda: TaskSets(topology, prompts, longest, begun))
         leases = LeaseBook(self, ROLLOUT.name, lambda: 0 if engine is None else engine.progress)
         versions: EngineVersions | NumberedVersions = NumberedVersions()
         if parts is not None:
@@ -406,17 +406,10 @@ def _live(topology: Topology) -> int:
     return live_adapters(topology.services.rollout.in_flight, None if serve is None else serve.max_models)
 
 
-@dataclass(frozen=True)
-class TokenLimits:
-    """The number of token ids of a model, and the maximum length of prompt plus completion, in tokens."""
-
-    vocab_size: int
-    context_tokens: int
-
-
-def _model_limits(topology: Topology) -> TokenLimits:
-    """Return the limits of the model in a run that samples nothing."""
-    return TokenLimits(vocabulary(topology.policy.model) or sys.maxsize, context_tokens(topology) or sys.maxsize)
+def _model_limits(topology: Topology) -> tuple[int, int]:
+    """Return the number of token ids of the model, and the maximum length of prompt plus completion, in tokens, for a
+    run that samples nothing."""
+    return vocabulary(topology.policy.model) or sys.maxsize, context_tokens(topology) or sys.maxsize
 
 
 def _load_topology(run: RunDir) -> Topology:

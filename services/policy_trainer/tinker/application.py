@@ -44,7 +44,7 @@ from services.policy_trainer.tinker.records import (
 from services.policy_trainer.tinker.samples import SampleFutures
 from services.policy_trainer.tinker.sampling import SEED_MODULUS, SamplingHandlers, ServedBase
 from services.policy_trainer.tinker.server import Server
-from services.policy_trainer.tinker.trainer import model_folder
+from services.policy_trainer.tinker.trainer import weights_folder
 from shared.rpc.errors import RpcError
 from shared.topology.serve import Serve
 
@@ -322,7 +322,7 @@ class Handlers:
         if not refused:
             about = {
                 "tinker_path": path,
-                "folder": f"{model_folder(model)}/{'sampler_weights' if sampler else 'weights'}/{name}",
+                "folder": weights_folder(model, name, sampler=sampler),
                 "ttl_seconds": body.ttl_seconds,
                 "user_metadata": body.user_metadata,
             }

@@ -13,6 +13,8 @@ from services.policy_trainer.tinker.errors import BadRequest
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """A name of a checkpoint, which becomes the name of a folder."""
 _SCHEME = "tinker://"
+WEIGHTS_KINDS = ("weights", "sampler_weights")
+"""The kinds of checkpoints in paths and folders: for training, and for sampling."""
 T = TypeVar("T")
 
 
@@ -203,6 +205,11 @@ def checkpoint_name(given: str | None, otherwise: str) -> str:
     return name
 
 
+def weights_kind(*, sampler: bool) -> str:
+    """Return the kind of a checkpoint."""
+    return WEIGHTS_KINDS[sampler]
+
+
 def checkpoint_path(model: str, name: str, *, sampler: bool) -> str:
     """Return the path by which clients know a checkpoint."""
-    return f"{_SCHEME}{model}/{'sampler_weights' if sampler else 'weights'}/{name}"
+    return f"{_SCHEME}{model}/{weights_kind(sampler=sampler)}/{name}"

@@ -17,9 +17,10 @@ from starlette.responses import Response
 from services.policy_trainer.tinker import bodies
 from services.policy_trainer.tinker.errors import BadRequest, NotThere
 from services.policy_trainer.tinker.events import Deleted
-from services.policy_trainer.tinker.exchange import answer, key_of, read_body
+from services.policy_trainer.tinker.exchange import answer, key_of, read
 from services.policy_trainer.tinker.records import Model, SavedWeights
 from services.policy_trainer.tinker.server import Server
+from services.policy_trainer.tinker.trainer import weights_folder
 
 BODY_BYTES = 64 << 10
 MOST_LISTED = 1000
@@ -33,7 +34,7 @@ class CheckpointHandlers:
         self._own = server.state.own
 
     async def info(self, request: Request) -> Response:
-        from_path = bodies.read(await read_body(request, BODY_BYTES), bodies.OfPath)
+        from_path = await read(request, BODY_BYTES, bodies.OfPath)
         checkpoint = self._own.checkpoint(key_of(request), from_path.tinker_path)
         groups = checkpoint.adapter.groups
         return answer(
@@ -49,7 +50,7 @@ class CheckpointHandlers:
 
     async def copy(self, request: Request) -> Response:
         """Copy a checkpoint for training to another model of the same key."""
-        body = bodies.read(await read_body(request, BODY_BYTES), bodies.CopyWeights)
+        body = await read(request, BODY_BYTES, bodies.CopyWeights)
         source = self._own.checkpoint(key_of(request), body.source_path)
         if body.session_id is None or body.model_seq_id is None:
             raise BadRequest("copy_weights: there are no projects here; give session_id and model_seq_id")
@@ -61,7 +62,7 @@ class CheckpointHandlers:
         path = bodies.checkpoint_path(model.id, name, sampler=False)
         if path in self._own.checkpoints:
             raise BadRequest(f"source_path: there is a checkpoint {path}", 409)
-        folder = f"models/{model.number}/weights/{name}"
+        folder = weights_folder(model, name, sampler=False)
         await asyncio.to_thread(self._copy, source.folder, folder)
         now = self._server.now()
         expires = None if body.ttl_seconds is None else now + body.ttl_seconds
@@ -98,7 +99,7 @@ class CheckpointHandlers:
 
     async def set_ttl(self, request: Request) -> Response:
         checkpoint = self._named(request)
-        ttl = bodies.read(await read_body(request, BODY_BYTES), bodies.SetTtl).ttl_seconds
+        ttl = (await read(request, BODY_BYTES, bodies.SetTtl)).ttl_seconds
         if ttl is not None and ttl < 1:
             raise BadRequest(f"ttl_seconds: {ttl} is out of range; it must be 1 or more")
         checkpoint.expires = None if ttl is None else self._server.now() + ttl
@@ -112,9 +113,11 @@ class CheckpointHandlers:
 
     def _named(self, request: Request) -> SavedWeights:
         names = request.path_params
-        if names["kind"] not in ("weights", "sampler_weights"):
+        if names["kind"] not in bodies.WEIGHTS_KINDS:
             raise NotThere(f"checkpoint {names['kind'][:40]}/{names['name'][:80]}: not there")
-        path = bodies.checkpoint_path(names["model"], names["name"], sampler=names["kind"] == "sampler_weights")
+        path = bodies.checkpoint_path(
+            names["model"], names["name"], sampler=names["kind"] == bodies.weights_kind(sampler=True)
+        )
         return self._own.checkpoint(key_of(request), path)
 
     def _described(self, model: Model) -> dict[str, Any]:

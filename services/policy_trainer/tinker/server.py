@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -89,9 +90,10 @@ class Server:
     async def run(self) -> None:
         """Take over the workers and work until cancelled. Raises RpcError(conflict) if another server runs, and
         RpcError(internal) if the journal cannot be written."""
-        tasks = [asyncio.create_task(work) for work in (self._take_over(), self._tick(), self._release())]
+        self._begin(self._take_over())
+        tasks = [asyncio.create_task(work) for work in (self._tick(), self._release())]
         try:
-            done, _ = await asyncio.wait({*tasks[1:], self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({*tasks, self._failed}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
@@ -225,9 +227,11 @@ class Server:
             case RemoveFolder():
                 shutil.rmtree(self.folder / effect.folder, ignore_errors=True)
 
-    def _begin(self, work: asyncio.Task[None]) -> None:
-        self._work.add(work)
-        work.add_done_callback(self._ended)
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work whose failure ends the server."""
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._ended)
 
     def _ended(self, work: asyncio.Task[None]) -> None:
         self._work.discard(work)
@@ -238,27 +242,20 @@ class Server:
         if not self._failed.done():
             self._failed.set_exception(error)
 
-    def _call(self, call: WorkerCall) -> asyncio.Task[None]:
-        async def made() -> None:
-            event = await self._trainer.run(call)
-            self.handle(event)
-            if isinstance(event, WorkersGone):
-                await self._take_over()
-
-        return asyncio.create_task(made())
+    async def _call(self, call: WorkerCall) -> None:
+        event = await self._trainer.run(call)
+        self.handle(event)
+        if isinstance(event, WorkersGone):
+            await self._take_over()
 
     async def _take_over(self) -> None:
-        try:
-            await self._trainer.take_over()
-            if not self._has_base:  # in each life, because the stores of a run that was resumed are empty
-                base = await self._trainer.publish_base()
-                self.keep(base)
-                self._sampler.begin(base.ref)
-                self._has_base = True
-        except RpcError as error:
-            self._fail(error)
-        else:
-            self.handle(WorkersReady())
+        await self._trainer.take_over()
+        if not self._has_base:  # in each life, because the stores of a run that was resumed are empty
+            base = await self._trainer.publish_base()
+            self.keep(base)
+            self._sampler.begin(base.ref)
+            self._has_base = True
+        self.handle(WorkersReady())
 
     def _settle(self, name: str) -> None:
         request = self.state.requests[name]

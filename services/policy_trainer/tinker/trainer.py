@@ -14,18 +14,19 @@ from services.policy_trainer.models import Models
 from services.policy_trainer.sampling.sampler import Sampler
 from services.policy_trainer.scheduler_calls import SchedulerCalls
 from services.policy_trainer.tinker.belongings import Belongings
+from services.policy_trainer.tinker.bodies import weights_kind
 from services.policy_trainer.tinker.errors import Category
 from services.policy_trainer.tinker.events import CallDone, CallRefused, Step, WorkerCall, WorkersGone
 from services.policy_trainer.tinker.records import BASE_NUMBER, Adapter, Model, RequestKind, TrainingRequest, Version
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
+from shared.stages import WEIGHTS
 from shared.topology import TRAINER_STORE
 
 ALPHA = 32.0
 """What every adapter's product is multiplied by, divided by its rank."""
 NOTHING = AdapterSpec(rank=1, alpha=ALPHA, seed=0, groups=["attention"])
 """The smallest adapter."""
-WEIGHTS = "weights"
 PARKED = "parked"
 """Name of the folder in which the state of a parked model is."""
 AGAIN_S = 1.0
@@ -182,6 +183,11 @@ class Trainer:
 def model_folder(model: Model) -> str:
     """Return the folder of a model, relative to the run directory."""
     return f"models/{model.number}"
+
+
+def weights_folder(model: Model, name: str, *, sampler: bool) -> str:
+    """Return the folder of a checkpoint of a model, relative to the run directory."""
+    return f"{model_folder(model)}/{weights_kind(sampler=sampler)}/{name}"
 
 
 def adapter_spec(adapter: Adapter) -> AdapterSpec:
