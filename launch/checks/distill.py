@@ -16,7 +16,7 @@ def check_teacher(topology: Topology, findings: Findings) -> None:
     """Check the vocabulary of the teacher, to which token ids go as they are."""
     teacher, policy = topology.teacher, topology.policy.model
     if teacher is None or not Path(teacher.model).is_dir() or not Path(policy).is_dir():
-        return  # There is none, or a model is not here yet.
+        return  # no teacher, or a model that still has to be downloaded
     where = f"{TEACHER}.model: {teacher.model}"
     largest, size = largest_token(policy), vocabulary(teacher.model)
     if largest is not None and size and largest >= size:

@@ -82,7 +82,7 @@ class Metrics:
 
     @property
     def evaluations(self) -> dict[str, tuple[str, list[Point]]]:
-        """What the mean rewards of each evaluation set are called, and these with their steps, oldest first.
+        """For each evaluation set, the name and the values of its mean rewards, each with its step, oldest first.
 
         They are accuracies if every reward was 0 or 1.
         """

@@ -76,7 +76,7 @@ class SampleTokens(Request, frozen=True, kw_only=True):
     temperature: float = 1.0  # 0: always the likeliest token
     top_k: int = 0  # only the likeliest tokens, this many, can be sampled; 0: all
     top_p: float = 1.0
-    """Of these, only the smallest set of likeliest tokens whose probability reaches this can be sampled. Above 0."""
+    """Nucleus: after `top_k`, only the smallest set of likeliest tokens with at least this probability. Above 0."""
     stop: list[str] = []  # texts that end a sample, at most 16
     stop_ids: list[int] = []  # tokens that end a sample, at most 64
     ends: bool = True  # whether the model's own end tokens end a sample

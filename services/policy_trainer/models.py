@@ -102,8 +102,8 @@ class Models:
     def resume(self, model: int, adapter: AdapterSpec, step: int, *, failed: str = "") -> Awaitable[int]:
         """Open the model with the snapshot of `step`. Return the step.
 
-        `failed` is why a forward_backward has failed that came after the snapshot and before any optim_step: the next
-        optim_step then fails, too.
+        `failed` is the reason if a forward_backward has failed since the snapshot. The next optim_step then fails as
+        well.
         """
         return self._open(
             messages.OpenModel(driver=0, order=0, model=model, adapter=adapter, snapshot=True, step=step, failed=failed)
@@ -267,7 +267,7 @@ def shards_of(datum: Datum, loss: LossSpec) -> dict[str, Array]:
 _FIELDS: Mapping[str, str] = MappingProxyType(
     {"token_weights": "weights", "token_advantages": "advantages", "anchor_logprobs": "logprobs"}
 )
-"""What clients call these keys."""
+"""Clients' names of these keys."""
 
 
 def _int32(values: Array, name: str) -> Array:

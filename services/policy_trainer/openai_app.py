@@ -61,7 +61,7 @@ _DEFECT, _LEFT = 500, 499
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a client's name stands for. `version` None is the base."""
+    """A model that clients ask for by `name`. Its `version` is None for the base."""
 
     name: str
     version: WeightsRef | None
@@ -78,7 +78,7 @@ class ServedModels(Protocol):
 
 
 class SamplesPrompts(Protocol):
-    """What samples: a `Sampler`."""
+    """The interface of `Sampler` that is used here."""
 
     def sample(self, request: SamplingRequest) -> Awaitable[SampledPrompt]: ...
 

@@ -18,7 +18,7 @@ ALLOWANCE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """What a client asks for. `rollout` checks the ranges (`SampleTokens`).
+    """A prompt, and how to sample from it. `rollout` checks the ranges (`SampleTokens`).
 
     `version` None is the base, without an adapter. `token_ids` int32 [T] is the whole prompt. `max_tokens` 0: up to the
     end of the context. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `stop` and `stop_ids` end a sample;
