@@ -119,6 +119,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     from tests.sim.observe import observers
 
     make_plan, plans = services.scheduler.planning.make_plan, dict[Size, Any]()
+    read_rows, read = services.scheduler.planning.read_rows, dict[int, Any]()
     pid, now = os.getpid, time.monotonic
 
     def load(_: Any) -> Topology:
@@ -130,6 +131,11 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
             made, bad = make_plan(topology, where)
             plans[size] = replace(made, rows=range(TRAIN_ROWS)), bad
         return plans[size]
+
+    def rows_read(source: Any, count: int) -> Any:
+        if count not in read:  # all runs train on the same source
+            read[count] = read_rows(source, count)
+        return read[count]
 
     def clock() -> float:
         return here().loop.time() if _running else now()
@@ -156,6 +162,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "shared.rpc.mailbox.Pump": SimSocket.pump,
         "shared.actor.service.psutil": SimpleNamespace(Process=lambda: process),
         "shared.actor.service.gc": quiet,
+        "services.scheduler.planning.read_rows": rows_read,
         "shared.topology.load": load,
         "shared.topology.load_resolved": load,
         "services.scheduler.server.load_resolved": load,
