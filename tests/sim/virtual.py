@@ -23,7 +23,7 @@ from unittest import mock
 
 import structlog
 
-import shared.data
+import shared.data.source
 import shared.topology
 from services.batch_store.stream_server import StreamStats
 from shared.topology import Topology
@@ -119,7 +119,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     from tests.sim.observe import observers
 
     make_plan, plans = services.scheduler.planning.make_plan, dict[Size, Any]()
-    read_rows, read = services.scheduler.planning.read_rows, dict[int, Any]()
+    read_rows, read = shared.data.source.read_rows, dict[int, Any]()
     pid, now = os.getpid, time.monotonic
 
     def load(_: Any) -> Topology:
