@@ -144,8 +144,8 @@ def restart(
 def drain(
     context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
 ) -> None:
-    """Stop a rollout, reference or teacher once it has finished its leases. It stays down until restart or scale starts
-    it."""
+    """Stop a rollout or a frozen model (reference, ...) once it has finished its leases. It stays down until restart or
+    scale starts it."""
     run = _run(context)
     keys = select(name, _supervised_keys(run))
     service, instance = parse_service_name(name)
@@ -155,7 +155,7 @@ def drain(
 @app.command()
 def scale(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="rollout, reference or teacher")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="rollout, reference, teacher or reward-model")],
     instances: Annotated[int, typer.Argument(metavar="N", help="number of instances, 1 or more")],
     as_json: Json = False,
 ) -> None:

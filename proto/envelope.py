@@ -12,7 +12,7 @@ from proto.limits import Limits
 
 MAGIC = b"RLBS"
 MAJOR = 1
-MINOR = 6
+MINOR = 7
 SIZE = 64
 
 FLAG_REPLY = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,10 +23,12 @@ _DONE = "[DONE]"
 
 
 class HttpRefused(RpcError):
-    """The server responded with an error. `status` is the HTTP status."""
+    """The server responded with an error. `status` is the HTTP status, and `retry_after_s` the pause that it asks for,
+    or 0.0."""
 
-    def __init__(self, what: str, status: int, text: str) -> None:
-        super().__init__(ErrorCode.BAD_REQUEST, f"{what}: HTTP {status}: {' '.join(text.split())[:_SHOWN]}")
+    def __init__(self, what: str, status: int, text: str, retry_after_s: float = 0.0) -> None:
+        shown = f"{what}: HTTP {status}: {' '.join(text.split())[:_SHOWN]}"
+        super().__init__(ErrorCode.BAD_REQUEST, shown, retry_after_s=retry_after_s)
         self.status = status
 
 
@@ -85,7 +88,7 @@ class HttpClient:
             ):
                 if answer.is_error:
                     text = (await answer.aread()).decode(errors="replace")
-                    raise HttpRefused(what, answer.status_code, text)
+                    raise HttpRefused(what, answer.status_code, text, _seconds(answer.headers.get("Retry-After")))
                 yield answer
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.InvalidURL) as error:
             detail = str(error) or "no answer"
@@ -95,3 +98,12 @@ class HttpClient:
         except httpx2.RequestError as error:
             detail = str(error) or f"silent for {self._silence_s:g} s"
             raise RpcError(ErrorCode.DEADLINE, f"{what}: {detail}") from None
+
+
+def _seconds(retry_after: str | None) -> float:
+    """Return the seconds in a Retry-After header, or 0.0 if it is absent or holds a date."""
+    try:
+        seconds = float(retry_after or 0.0)
+    except ValueError:
+        return 0.0
+    return seconds if math.isfinite(seconds) and seconds >= 0 else 0.0

@@ -63,6 +63,8 @@ class Per(StrEnum):
     SAMPLE = "samples"
     TRAINED = "n"
     """Trained tokens, whose `loss_mask` is 1."""
+    READ = "R"
+    """Tokens of the texts that a reward model reads."""
     TARGET = "T K"
     """K targets of each token, one token after the other. Each task has a K of its own, 1 or more."""
 
@@ -114,6 +116,8 @@ class Stage:
     """Whether `algorithm.kl.refresh_every` applies: the stage's model is then a version of the policy."""
     scalars: frozenset[str] = frozenset()
     """Per-sample scalars that the results of this stage may contain. The rollout stage may add any."""
+    rewards: bool = False
+    """Whether the stage contributes to rewards. These are the sums over such stages, and exist only after the last."""
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -130,6 +134,21 @@ _rolled_out = partial(Key, in_loss=lambda loss: not _is_given(loss), recorded=Tr
 """A key that every loss of a training run and the recorder read."""
 _sampled = partial(Key, in_loss=lambda loss: loss.name != VALUE_LOSS and not _is_given(loss), recorded=True)
 """A key that every loss of a training run's policy and the recorder read."""
+_read = partial(Key, when=lambda topology: topology.reward_model is not None)
+"""A key that only a reward model needs."""
+REWARD = "reward"
+"""Scalar with the reward of each sample."""
+REWARD_PART = "reward/part/"
+"""Prefix of the scalars with the parts of a reward that have names."""
+_routes = partial(
+    Key,
+    dtype="uint8",
+    per=Per.TOKEN,
+    width=0,
+    width_of=lambda topology: topology.route_bytes,
+)
+"""A key of the experts that a token uses in each layer, as bytes (`shared.model.routing.Routers.packed`)."""
+ROUTES, PROX_ROUTES = "routes", "prox_routes"
 ROLLOUT = Stage(
     "rollout",
     "rollout",
@@ -148,7 +167,16 @@ ROLLOUT = Stage(
             "the reward of a turn, at its last sampled token, else 0",
             when=lambda topology: topology.algorithm.advantage.per_token,
         ),
+        _read("read_ids", "int32", Per.READ, "the text of each sample, as tokens of the reward model"),
+        _read("read_lengths", "int32", Per.SAMPLE, "the number of tokens of each text"),
+        _routes(
+            ROUTES,
+            meaning="the experts with which the engine computed the token, 0 for the last one of a sequence",
+            when=lambda topology: topology.algorithm.route_key == ROUTES,
+            in_loss=lambda loss: loss.routes == ROUTES,
+        ),
     ),
+    rewards=True,
 )
 _MODEL_NEEDS = ("token_ids", "lengths", "loss_mask")
 """What a model needs to compute the log-probs of sampled tokens."""
@@ -201,6 +229,18 @@ TEACHER = Stage(
         _of_topk("teacher_topk", "float32", meaning="the teacher's log-probs of these ids"),
     ),
 )
+MODEL_PART = "reward_model"
+"""Name of the reward model's score among the parts of a reward."""
+REWARD_MODEL_PART = f"{REWARD_PART}{MODEL_PART}"
+REWARD_MODEL = Stage(
+    "reward-model",
+    "reward-model",
+    needs=("read_ids", "read_lengths"),
+    keys=(_read("read_scores", "float32", Per.SAMPLE, "the reward model's score of each text"),),
+    scalars=frozenset([REWARD, REWARD_MODEL_PART]),
+    rewards=True,
+)
+"""Scalar `reward` is the score times its weight, which is added to the reward of the rollout stage."""
 PROXIMAL = Stage(
     "proximal",
     "policy-trainer",
@@ -213,6 +253,12 @@ PROXIMAL = Stage(
             "the trainer's log-prob at the start of the step, defined like `ref_logprobs`",
             when=lambda topology: topology.needs_proximal,
             in_loss=lambda loss: loss.anchor == "proximal",
+        ),
+        _routes(
+            PROX_ROUTES,
+            meaning="the experts of the token in the trainer at the start of the step, else 0",
+            when=lambda topology: topology.algorithm.route_key == PROX_ROUTES,
+            in_loss=lambda loss: loss.routes == PROX_ROUTES,
         ),
     ),
     leased=False,
@@ -327,7 +373,7 @@ one sequence. The workers add `target_logprobs`, with a revision like those of `
 cross_entropy has one target per token."""
 GIVEN_LOGPROBS = GIVEN.makes[-1]
 
-GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, TEACHER, VALUES, PROXIMAL, CREDIT)
+GRAPH: tuple[Stage, ...] = (ROLLOUT, REFERENCE, TEACHER, REWARD_MODEL, VALUES, PROXIMAL, CREDIT)
 """The stages of a training task in topological order, with all keys that any topology has."""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shared.stages import ROLLOUT
+from shared.stages import ROLLOUT, ROUTES
 
-SAMPLED = tuple(name for name in ROLLOUT.makes if name != "turn_rewards")
-"""All keys of the stage but the one that exists only with advantages per token."""
+SAMPLED = tuple(name for name in ROLLOUT.makes if name not in ("turn_rewards", "read_ids", "read_lengths", ROUTES))
+"""All keys of the stage but those that exist only with advantages per token, with a reward model, or with routes that
+are replayed."""

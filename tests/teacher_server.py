@@ -27,6 +27,8 @@ class TeacherOnServer:
         self.max_logprobs = max_logprobs
         self.status = 200
         """Status of every answer."""
+        self.retry_after = ""
+        """The header Retry-After of errors."""
         self.stalls_s = 0.0
         self.logits = False
         """Whether logits are returned in place of log-probs (--logprobs-mode raw_logits)."""
@@ -67,6 +69,8 @@ class TeacherOnServer:
                 with contextlib.suppress(OSError):  # the client has given up
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(data)))
+                    if status != 200 and teacher.retry_after:
+                        self.send_header("Retry-After", teacher.retry_after)
                     self.end_headers()
                     self.wfile.write(data)
 

@@ -1,14 +1,21 @@
 """The cookbook's recipes on a tiny model and tiny data sets, without a network: names of models and data sets that are
-folders below the working directory are these folders."""
+folders below the working directory are these folders.
+
+The model answers every question with `\\boxed{d}`, a random digit d from 1 to 4, and then either starts the next turn
+or ends the text. The answers to all questions are such digits, so the recipes that sample see different rewards within
+a group and take real updates.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
@@ -29,19 +36,21 @@ RECIPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "tinker_cookbook.recipes.rl_loop",
             *_SHARED,
             "batch_size=2",
-            "group_size=2",
-            "max_tokens=4",
-            "max_steps=2",
+            "group_size=6",
+            "max_tokens=8",
+            "max_steps=6",
+            "learning_rate=1e-3",
             "loss_fn=importance_sampling",
         ),
         "math_rl": (
             "tinker_cookbook.recipes.math_rl.train",
             *_SHARED,
             "env=arithmetic",
-            "group_size=2",
+            "group_size=4",
             "groups_per_batch=2",
-            "max_tokens=4",
-            "max_steps=2",
+            "max_tokens=8",
+            "max_steps=6",
+            "learning_rate=1e-3",
             "loss_fn=importance_sampling",
         ),
     }
@@ -53,7 +62,7 @@ _WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "saw", "tw
 def prepare(folder: Path, rows: int = 6) -> None:
     """Write the model and the data sets that the recipes name into `folder`."""
     numbers = random.Random(0)
-    shutil.copytree(TINY, folder / MODEL)
+    boxing_model(folder / MODEL)
     sentences = folder / "HuggingFaceH4" / "no_robots" / "train.jsonl"
     sums = folder / "openai" / "gsm8k"
     sentences.parent.mkdir(parents=True)
@@ -68,5 +77,35 @@ def prepare(folder: Path, rows: int = 6) -> None:
             file.write(json.dumps({"prompt": asked, "messages": messages, "category": "none"}) + "\n")
     with (sums / "train.jsonl").open("w") as file:
         for _ in range(rows):
-            one, other = numbers.randint(1, 9), numbers.randint(1, 9)
+            one, other = numbers.randint(1, 2), numbers.randint(0, 2)
             file.write(json.dumps({"question": f"{one}+{other}=", "answer": f"#### {one + other}"}) + "\n")
+
+
+def boxing_model(folder: Path, steps: int = 40) -> None:
+    """Write the model: the quickstart's, whose tokens for `'`, `"` and `$` mean `\\boxed{`, `}` and `User` instead."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(TINY)
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    vocabulary = json.loads(file.read_text())
+    for old, new in (("'", "\\boxed{"), ('"', "}"), ("$", "User")):
+        vocabulary["model"]["vocab"][new] = vocabulary["model"]["vocab"].pop(old)
+    file.write_text(json.dumps(vocabulary))
+    tokens = {text: number for text, number in vocabulary["model"]["vocab"].items()}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype="float32")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    numbers = random.Random(1)
+    torch.manual_seed(0)
+    ends = (["\n", "\n", "User", ":"], ["<eos>", "<pad>", "<pad>", "<pad>"])
+    answers = [[" ", "\\boxed{", digit, "}", *end] for digit in "1234" for end in ends]
+    for _ in range(steps):
+        question = "".join(numbers.choices("0123456789+= abcdefghijk", k=numbers.randint(20, 380)))
+        asked = tokenizer.encode(f"User: {question}\n\nAssistant:")
+        batch = torch.tensor([[*asked, *(tokens[text] for text in answer)] for answer in answers])
+        labels = batch.masked_fill(batch == tokens["<pad>"], -100)
+        labels[:, : len(asked)] = -100
+        model(input_ids=batch, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)

@@ -8,8 +8,8 @@ import numpy as np
 
 from launch.checks.findings import Findings
 from shared.topology import Topology, model_files
-from shared.topology.model_files import VALUE_BIAS, VALUE_WEIGHT, vocabulary
-from shared.topology.models import CRITIC
+from shared.topology.model_files import VALUE_BIAS, VALUE_WEIGHT, vocabulary, without_head
+from shared.topology.models import CRITIC, FrozenModel, TrainedModel
 
 _NOT_MEASURED = "whether it learns from samples of older policies has not been measured"
 
@@ -36,12 +36,20 @@ def check_critic(topology: Topology, findings: Findings) -> None:
 
 
 def check_head(topology: Topology, findings: Findings) -> None:
-    """Check the value head of the folder with which a reward model begins."""
+    """Check the value heads of the folder with which a reward model begins, and of one that scores samples."""
     for model in topology.trained:
         if model.head == "value" and model.name != CRITIC:
-            with contextlib.suppress(OSError, ValueError):  # Another check reports it, or the model is not here yet.
-                if problem := head_problem(str(model.folder)):
-                    findings.error(f"{model.name}.model: {model.folder}: {problem}")
+            _check_folder(model, findings)
+    for frozen in topology.frozen:
+        if frozen.head == "value":
+            _check_folder(frozen, findings, needed=True)
+
+
+def _check_folder(model: TrainedModel | FrozenModel, findings: Findings, *, needed: bool = False) -> None:
+    folder = str(model.folder)
+    with contextlib.suppress(OSError, ValueError):  # Another check reports it, or the model is not here yet.
+        if problem := (needed and without_head(folder)) or head_problem(folder):
+            findings.error(f"{model.section}.model: {folder}: {problem}")
 
 
 def head_problem(model: str) -> str:

@@ -23,7 +23,7 @@ from launch.processes.programs import ROOT, child_environment
 from shared.topology import Topology
 from shared.topology.capacity import max_sample_tokens
 from shared.topology.model_files import AnswerEnds
-from shared.topology.models import FrozenModel, TrainedModel
+from shared.topology.models import REWARD_MODEL, FrozenModel, TrainedModel
 from shared.topology.passes import Verdict, exceeds
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def prove(topology: Topology, model: Model) -> Verdict:
     """Return the proof for a model of the topology. Raises OSError or ValueError if its config.json cannot be
     read."""
     config = json.loads((model.folder / "config.json").read_bytes())
-    longest = _longest(topology)
+    longest = topology.read_tokens if model.name == REWARD_MODEL else _longest(topology)
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlbus" / "proofs"
     file = cache / f"{_key(config, longest, model)}.json"
     try:
@@ -60,7 +60,7 @@ def prove(topology: Topology, model: Model) -> Verdict:
 
 def problems(proof: Verdict, model: Model) -> list[str]:
     """Return the reasons why a run cannot use the model, or not with the passes that the topology names."""
-    name, wanted = model.name, model.passes
+    name, wanted = model.section, model.passes
     use = "trained" if isinstance(model, TrainedModel) else "scored with"
     if proof.adapter is not None and proof.adapter.refused:
         return [proof.adapter.refused]

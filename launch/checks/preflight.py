@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from launch.checks import adapter, critic, distill, functions, model_proof, rewards, schedule
+from launch.checks import adapter, critic, distill, experts, functions, model_proof, rewards, schedule
 from launch.checks import sources as source_checks
 from launch.checks.addresses import check_address, check_doors, check_server
 from launch.checks.findings import Findings
@@ -37,7 +37,7 @@ from shared.topology.document import dotted
 from shared.topology.fields import format_size
 from shared.topology.memory_plan import MemoryPlace
 from shared.topology.model_files import vocabulary
-from shared.topology.models import POLICY
+from shared.topology.models import POLICY, REWARD_MODEL_SECTION
 from shared.topology.monitor import split_address, token_problems
 from shared.topology.passes import Passes, Verdict
 
@@ -76,7 +76,7 @@ def prove(topology: Topology, findings: Findings) -> Topology:
             proof = proofs[proved] if proved in proofs else model_proof.prove(topology, model)
         except (OSError, ValueError):
             return topology
-        if problems := model_proof.problems(proof, model):
+        if problems := [*model_proof.problems(proof, model), *experts.problems(topology, proof, model)]:
             findings.error(*problems)
             return topology
         if proved not in proofs:
@@ -84,8 +84,9 @@ def prove(topology: Topology, findings: Findings) -> Topology:
             findings.notes.extend(f"               {reason}" for reason in proof.reasons)
             with contextlib.suppress(OSError, ValueError):  # Another check reports it.
                 findings.notes.extend(adapter.notes(topology, proof, model))
+            findings.notes.extend(experts.notes(topology, proof, model))
         proofs[proved] = proof
-        passes[model.name] = model.passes or proof.passes
+        passes[model.section] = model.passes or proof.passes
     topology = topology.with_passes(passes)
     _check_model_memory(topology, findings)
     return topology
@@ -153,11 +154,18 @@ def _check_rows(topology: Topology, source: str, key: str, begun: RowDigests | N
 
 
 def _check_tokenizer(topology: Topology, findings: Findings) -> None:
-    """Check the tokenizer files in the model folder, with which a rollout tokenizes prompts and answers."""
-    model = topology.policy.model
+    """Check the tokenizer files in the folders of the models, with which a rollout tokenizes prompts and answers."""
+    _check_tokenizer_of(topology.policy.model, f"{POLICY}.model", _messages(topology), findings)
+    if topology.reward_model is not None:
+        needs = _messages(topology) if topology.workflow is None else "workflow.function, whose samples are chats,"
+        _check_tokenizer_of(topology.reward_model.model, f"{REWARD_MODEL_SECTION}.model", needs, findings)
+
+
+def _check_tokenizer_of(model: str, key: str, needs: str, findings: Findings) -> None:
+    """Check the tokenizer of the model that `key` names. `needs` is the part of the topology that needs a template."""
     if hub.model_name(model) is not None and not Path(model).is_dir():
         return  # The model is not in the cache (yet).
-    where = f"policy.model: {model}"
+    where = f"{key}: {model}"
     if not model_files.has_tokenizer(model):
         names = ", ".join(model_files.TOKENIZERS)
         findings.error(f"{where} has no tokenizer (none of {names}); write one with save_pretrained")
@@ -168,7 +176,7 @@ def _check_tokenizer(topology: Topology, findings: Findings) -> None:
             f"{where}: its tokenizer has token {largest}, but its config.json has a vocabulary of {size}; enlarge "
             "the model's embedding (resize_token_embeddings), or use the tokenizer that the model was trained with"
         )
-    if not model_files.has_chat_template(model) and (needs := _messages(topology)):
+    if needs and not model_files.has_chat_template(model):
         findings.error(
             f"{where} has no chat template (chat_template.jinja), which {needs} needs; add one, or write text"
         )

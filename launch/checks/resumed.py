@@ -23,7 +23,7 @@ from shared.topology.load import value_at
 
 DERIVED = "services.rollout.block_tasks"
 """A fixed key whose default depends on keys that may change. If it is not written, a resumed run keeps its value."""
-PASSES = frozenset({"policy.passes", "critic.passes", "teacher.passes"})
+PASSES = frozenset({"policy.passes", "critic.passes", "teacher.passes", "reward_model.passes"})
 """Keys of fixed sections that are fixed only in deterministic mode, because other passes change nothing but the last
 bits."""
 FIXED = (
@@ -32,6 +32,7 @@ FIXED = (
     "policy",
     "critic",
     "teacher",
+    "reward_model.model",
     "data.train",
     "data.eval.*.source",
     "data.eval.*.rows",
@@ -43,12 +44,14 @@ FIXED = (
     "algorithm.group_size",
     "algorithm.filter_zero_variance",
     "algorithm.kl.refresh_every",
+    "algorithm.router_replay",
     DERIVED,
 )
 """Keys fixed by the journal and the checkpoints of a run, because other values would contradict them."""
 FIXED_BITS = (
     "data.eval",
     "reward",
+    "reward_model",
     "sampling",
     "algorithm",
     "optimizer",
@@ -56,6 +59,7 @@ FIXED_BITS = (
     "services.critic",
     "services.reference",
     "services.teacher",
+    "services.reward-model",
     "services.rollout.threads",
 )
 """Keys that are also fixed in deterministic mode, because the bits of the result depend on them."""
@@ -95,11 +99,11 @@ def _compared(path: Path, topology: Topology) -> tuple[Topology, Topology, list[
     """Return the topology with which the run in `path` began, `topology` with its passes, and the fixed keys that
     differ."""
     old = load_resolved(RunDir.open(path).topology)
-    passes = {model.name: model.passes for model in old.own_models if model.passes is not None}
-    given = {model.name for model in topology.own_models if model.passes is not None}
+    passes = {model.section: model.passes for model in old.own_models if model.passes is not None}
+    given = {model.section for model in topology.own_models if model.passes is not None}
     topology = topology.with_passes({name: own for name, own in passes.items() if name not in given})
     then, now = old.document(), topology.document()
-    for name in {model.name for model in old.own_models} & {model.name for model in topology.own_models}:
+    for name in {model.section for model in old.own_models} & {model.section for model in topology.own_models}:
         if name not in passes or not topology.run.deterministic:
             then[name]["passes"] = now[name]["passes"]  # see PASSES
     fixed = FIXED + FIXED_BITS if topology.run.deterministic else FIXED

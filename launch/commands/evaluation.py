@@ -17,7 +17,7 @@ from shared.topology import Topology, model_files
 from shared.topology.lora import CONFIG as ADAPTER_CONFIG
 from shared.topology.lora import FOLDER as ADAPTER_FOLDER
 from shared.topology.lora import Lora
-from shared.topology.models import CRITIC, FROZEN
+from shared.topology.models import CRITIC, FROZEN, REWARD_MODEL
 
 MODEL_FOLDER = "model"
 """Folder in the run directory with the weights of an evaluated checkpoint."""
@@ -30,7 +30,8 @@ def without_training(topology: Topology) -> Topology:
 
     The trainer is kept, because it publishes the weights and proves that the engines have loaded them.
     """
-    colocated = tuple(name for name in topology.placement.colocate if name not in (*FROZEN, CRITIC))
+    trained_with = [name for name in FROZEN if name != REWARD_MODEL]  # evaluations are scored, too
+    colocated = tuple(name for name in topology.placement.colocate if name not in (*trained_with, CRITIC))
     changes = {
         "run": topology.run.model_copy(
             update={"evaluate": True, "name": f"{EVALUATION_PREFIX}{topology.run.name}"[:_MOST_NAME_CHARS]}
@@ -38,7 +39,7 @@ def without_training(topology: Topology) -> Topology:
         "algorithm": topology.algorithm.model_copy(update={"kl": None, "distill": None}),
         "critic": None,
         "teacher": None,
-        "services": topology.services.model_copy(update=dict.fromkeys((*FROZEN, CRITIC))),
+        "services": topology.services.model_copy(update=dict.fromkeys((*trained_with, CRITIC))),
         "checkpoint": topology.checkpoint.model_copy(update={"memory_every": None}),
         "placement": topology.placement.model_copy(update={"colocate": colocated if len(colocated) > 1 else ()}),
     }

@@ -17,6 +17,7 @@ class EndedTask(Record, frozen=True, array_like=True):
     samples: int = 0  # number of samples that did not fail; 0 means that there is at most the shard with the text
     store: str = ""  # name of the store that has its rollout shards; empty if there are none
     reason: str = ""  # the reason for dropping it, in one line
+    rewards: dict[str, list[float]] = {}  # with a reward model: the scalars `reward` and `reward/part/reward_model`
 
 
 class TakenBack(Record, frozen=True, array_like=True, gc=False):

@@ -165,6 +165,7 @@ class LossReason(StrEnum):
     MEMORY = "memory"  # the call needs more memory than reward.memory allows
     JUDGE = "judge"  # the judge repeatedly refused this sample but answered for other samples
     WORKFLOW = "workflow"  # the workflow produced no sample
+    UNREADABLE = "unreadable"  # its text is too long for the reward model, or its chat template refuses it
     OTHER = "other"
 
 

@@ -41,6 +41,8 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     mask_low: float = 0.0  # smallest exp(prox - rollout) that is trained on
     mask_high: float = 0.0  # largest exp(prox - rollout) that is trained on
     beta: float = 0.0  # factor of the squared log-ratio (dro)
+    routes: str = ""  # key of the shards with the experts that each token must use; "": the routers choose
+    balance_coef: float = 0.0  # factor of the loss that balances the load of experts
 
 
 class CreditSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,8 +128,8 @@ class Forward(WorkerRequest, frozen=True, kw_only=True):
 
     batch: BatchMeta  # the tasks
     keys: list[str]
-    """Names of the results. Of a policy `prox_logprobs`, log-probs per token, and if it has an adapter also
-    `ref_logprobs`, the same with the adapter off; of a critic `values`."""
+    """Names of the results. Of a policy `prox_logprobs`, log-probs per token, `prox_routes`, the experts that it
+    chooses, and if it has an adapter also `ref_logprobs`, the same with the adapter off; of a critic `values`."""
     temperature: float  # logits are divided by it, as in `LossSpec`
     ends: bool = False
     """Also return the value after the last token of each sample, of which each must be one sequence. For critics."""
@@ -136,6 +138,9 @@ class Forward(WorkerRequest, frozen=True, kw_only=True):
     `ref_logprobs` among `keys`."""
     sums: bool = False
     """Return the sums of the results over the trained tokens of each sample, and put no shards."""
+    routes: str = ""
+    """Key of the shards with the experts that each token must use; empty: the routers choose. `ref_logprobs` and
+    `values` are computed without them."""
 
 
 @message(104)

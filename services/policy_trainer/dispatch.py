@@ -131,13 +131,15 @@ class WorkerDispatch:
         ends: bool = False,
         kl_estimator: str = "",
         sums: bool = False,
+        routes: str = "",
     ) -> Awaitable[messages.ForwardDone]:
         """Compute a number per token and key with the current weights and put the numbers into the stores as shards,
         which the answer describes as a batch.
 
         `keys` are those of `messages.Forward`; log-probs are computed from logits / `temperature`. With `ends`, the
         answer has the scalar `value_after`, and with `kl_estimator`, `kl`. With `sums`, it has only the sums of the
-        numbers of each sample, as scalars, and no shards. The shards are stored under their key with a
+        numbers of each sample, as scalars, and no shards. The policy's tokens use the experts in the shards of the key
+        `routes`. The shards are stored under their key with a
         revision unique to this call; shards from a later call take their place.
         """
         request = messages.Forward(
@@ -149,6 +151,7 @@ class WorkerDispatch:
             ends=ends,
             kl_estimator=kl_estimator,
             sums=sums,
+            routes=routes,
         )
         return self._submit(request, messages.ForwardDone)
 
@@ -322,7 +325,7 @@ class WorkerDispatch:
 def group_dispatch(model: TrainedModel, client: Callable[[str, int], Client], driver: int) -> WorkerDispatch:
     """Return a dispatch for the ranks of `model`. `client` returns the client for a service instance."""
     parallel = model.settings.parallel
-    layout = Layout(model.settings.world_size, parallel.tp, parallel.pp, parallel.cp)
+    layout = Layout(model.settings.world_size, parallel.tp, parallel.pp, parallel.cp, parallel.ep)
     return WorkerDispatch([client(model.service, rank) for rank in range(layout.world_size)], layout, driver)
 
 

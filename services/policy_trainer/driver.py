@@ -44,7 +44,7 @@ from services.policy_trainer.update import (
 )
 from shared.batch import Batch
 from shared.rpc.errors import BadInput, RpcError
-from shared.stages import PROXIMAL, REFERENCE, REFERENCE_SCORE, SCORE, VALUES
+from shared.stages import PROXIMAL, REFERENCE, REFERENCE_SCORE, SCORE, VALUES, with_keys_of
 from shared.topology.models import CRITIC, POLICY, Head, TrainedModel
 from shared.topology.schema import Topology
 
@@ -52,7 +52,7 @@ T = TypeVar("T")
 READ = (ADVANTAGES, CREDIT_SCALE, CREDIT_SHIFT)
 """Names of the per-sample scalars that `forward_backward` reads, if they exist, besides the weights. A critic reads
 none."""
-SCORED: Mapping[Head, tuple[str, ...]] = {"language": PROXIMAL.makes, "value": VALUES.makes}
+SCORED: Mapping[Head, tuple[str, ...]] = {"language": PROXIMAL.makes[:1], "value": VALUES.makes}
 """The outputs whose sums losses of pairs compare, by the head of the model."""
 
 
@@ -190,7 +190,7 @@ class Driver:
         if CRITIC in self.models:
             ends = topology.algorithm.advantage.truncated == "bootstrap"
             passes[CRITIC] = self.workers[CRITIC].forward(given, VALUES.makes, ends=ends)
-        keys = PROXIMAL.makes if topology.needs_proximal and POLICY in trained else ()
+        keys = with_keys_of(PROXIMAL, topology).makes if POLICY in trained else ()
         estimator, sums = "", topology.algorithm.loss.compares
         if sums:
             keys = SCORED[self.models[POLICY].head]
@@ -199,7 +199,10 @@ class Driver:
             estimator = "" if reward_kl is None else reward_kl.estimator
         if keys:
             temperature = self.losses[POLICY].temperature
-            passes[POLICY] = self.workers[POLICY].forward(given, keys, temperature, kl_estimator=estimator, sums=sums)
+            routes = topology.algorithm.route_key if topology.algorithm.router_replay == "rollout" else ""
+            passes[POLICY] = self.workers[POLICY].forward(
+                given, keys, temperature, kl_estimator=estimator, sums=sums, routes=routes
+            )
         for name, done in zip(passes, await together(list(passes.values())), strict=True):
             tasks = tasks.union(Batch(done.meta))
             metrics.add_forward(name, done)

@@ -28,13 +28,15 @@ SUMS = (
     *("engine_tokens", "engine", "engine_max", "lag_tokens", "lag"),
     *("teacher_kl", "teacher_gap_max", "teacher_mass"),
     *("weighed", "weight", "weight_squared", "weight_max", "rollout_k1", "rollout_k3"),
+    *("moe_entropy", "moe_load_max", "moe_unused_max", "moe_strayed", "balance"),
 )
 """A worker's sums over its tokens that count in the loss: 1, W * policy loss, W * KL, entropy, 1 if the ratio was
 clipped, 1 if a ratio mask excluded the token, the log-prob mismatch with the rollout (and its maximum, see
 `worker.loss`), and the version that sampled the token. The mismatch is also kept separately for tokens sampled by the
 version being trained and by earlier versions. `teacher_kl` and `teacher_gap_max` compare the anchor's log-probs with a
 teacher's (`worker.losses.divergence.distilled`), and `teacher_mass` is the probability of a teacher's top k. The names
-in the last row belong to importance weights (`worker.losses.mismatch.importance_sums`)."""
+in the last rows belong to importance weights (`worker.losses.mismatch.importance_sums`) and to the routers of a mixture
+of experts (`worker.experts`)."""
 FAILED = frozenset(DropReason) - {DropReason.FILTERED, DropReason.STALE}
 """Drop reasons that indicate a fixable problem."""
 _NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length", "truncated")})
@@ -200,7 +202,21 @@ class StepMetrics:
             row["rollout/logprob_mismatch_engine_max"] = sums["engine_max"]
         if sums["lag_tokens"]:
             row["rollout/logprob_mismatch_lag"] = sums["lag"] / sums["lag_tokens"]
-        return row | _importance(sums)
+        if "balance" in policy.sums:
+            row["loss/load_balance"] = sums["balance"] / policy.count
+        return row | _experts(policy.sums, tokens) | _importance(sums)
+
+
+def _experts(sums: Mapping[str, float], tokens: float) -> dict[str, float]:
+    """Return the metrics of a mixture of experts, or {} for a dense model."""
+    if "moe_entropy" not in sums:
+        return {}
+    row = {
+        "moe/entropy": sums["moe_entropy"] / tokens,
+        "moe/load_max": sums["moe_load_max"],
+        "moe/unused_experts": sums["moe_unused_max"],
+    }
+    return row | {"moe/replay_mismatch": sums["moe_strayed"] / tokens} if "moe_strayed" in sums else row
 
 
 def _critic_row(critic: ModelMetrics) -> dict[str, float]:

@@ -65,6 +65,8 @@ def loss_spec(topology: Topology) -> LossSpec:
         ratio_mask=mask.level if mask is not None else "",
         mask_low=mask.low if mask is not None else 0.0,
         mask_high=mask.high if mask is not None else 0.0,
+        routes=algorithm.route_key,
+        balance_coef=algorithm.load_balance.coef,
     )
 
 

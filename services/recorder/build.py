@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean
 from typing import Any
@@ -16,7 +16,17 @@ from proto.messages import EndedTask
 from proto.tensors import Array
 from shared.samples.record import SampleRecord, SampleState, split_of
 from shared.samples.text import SampleText, TaskText, unpack
-from shared.stages import SAMPLE_ADVANTAGES, TEXT, TRAIN_ADVANTAGES, TRAIN_LOGPROBS, Per, declared
+from shared.stages import (
+    MODEL_PART,
+    REWARD,
+    REWARD_PART,
+    SAMPLE_ADVANTAGES,
+    TEXT,
+    TRAIN_ADVANTAGES,
+    TRAIN_LOGPROBS,
+    Per,
+    declared,
+)
 
 DECIMALS = 4
 """Number of decimal places of log-probs."""
@@ -48,6 +58,7 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Sa
     Raises ValueError, KeyError, IndexError or msgspec.DecodeError if the shards are inconsistent.
     """
     text = unpack(shards[TEXT]) if TEXT in shards else TaskText("", [])
+    _add_rewards(text.samples, ended.rewards)
     rewards = [_bounded(sample.reward) for sample in text.samples if sample.reward is not None]
     group = msgspec.structs.replace(
         bare(ended, at),
@@ -61,6 +72,17 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Sa
     alive = _alive(group, text, shards, ended.samples) if ended.samples else []
     failed = [_failed(group, ended.samples + number, said) for number, said in enumerate(text.failed)]
     return [*alive, *failed] or [group]
+
+
+def _add_rewards(samples: Sequence[SampleText], later: Mapping[str, Sequence[float]]) -> None:
+    """Write the rewards that exist only after the rollout into the texts of the samples. NaN is no reward."""
+    for name, values in later.items():
+        for sample, value in zip(samples, values, strict=False):
+            if name == REWARD:
+                sample.reward = None if math.isnan(value) else value
+                sample.rewards.pop(MODEL_PART, None)  # the rollout did not know it
+            else:
+                sample.rewards[name.removeprefix(REWARD_PART)] = value
 
 
 def _alive(group: SampleRecord, text: TaskText, shards: Mapping[str, Array], samples: int) -> list[SampleRecord]:
@@ -97,7 +119,7 @@ def _record(
         train_logprobs=trained if any(trained) else None,
         advantages=tokens.get(TRAIN_ADVANTAGES),
         sampled=None if all(mask) else mask,
-        reward=_bounded(said.reward or 0.0),
+        reward=None if said.reward is None else _bounded(said.reward),
         rewards=_finite(said.rewards),
         info=said.info,
         metrics=_finite(said.metrics),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -24,7 +25,7 @@ from shared.dataplane.client import DataClient
 from shared.rpc.errors import BadInput, RpcError
 from shared.rundir import RunDir
 from shared.samples.record import FOLDER, SampleState, file_of, split_of
-from shared.stages import RECORD, ROLLOUT, SAMPLE_ADVANTAGES, TEXT, with_keys_of
+from shared.stages import RECORD, REWARD, ROLLOUT, SAMPLE_ADVANTAGES, TEXT, with_keys_of
 from shared.topology import load_resolved
 
 ASK_S = 4.0
@@ -54,6 +55,7 @@ class RecorderService(Service):
         settings = topology.monitor.samples
         if settings is None:
             raise BadInput("recorder: monitor.samples is null, so there is nothing to record")
+        self._scored_later = topology.reward_model is not None
         self._trained_keys = with_keys_of(RECORD, topology).makes
         self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk, cached_rows=0)
         self.closing.callback(self._data.close)
@@ -134,6 +136,8 @@ class RecorderService(Service):
     def _write(self, ended: EndedTask, shards: Mapping[str, Array] | None) -> None:
         now, file = time.time(), file_of(split_of(ended.task_id), ended.step)
         self._step = max(self._step, ended.step)
+        if self._scored_later and ended.samples and not ended.rewards:  # it was dropped before it was scored
+            ended = msgspec.structs.replace(ended, rewards={REWARD: [math.nan] * ended.samples})
         made = [bare(ended, now)]
         if shards is not None:
             try:

@@ -1,1 +1,1 @@
-"""The actors of the reference and of the teacher score tokens with a frozen model."""
+"""The actors of the reference, the teacher and the reward model score with a frozen model."""

@@ -17,6 +17,7 @@ from shared.model.logprobs import score
 from shared.model.picks import Likeliest
 from shared.ranks.process_group import own_device
 from shared.tensors_torch import to_numpy, to_torch
+from shared.topology.models import Head
 from shared.topology.passes import Passes
 
 
@@ -37,7 +38,8 @@ class Frozen(Protocol):
     def logprobs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
     ) -> Array:
-        """Return the log-probs, float32 [T], identical on all ranks and 0 where the mask is 0.
+        """Return the log-probs of a language model, or the values before the tokens of a value model, float32 [T],
+        identical on all ranks and 0 where the mask is 0.
 
         `on_part` is called once per micro-batch.
         """
@@ -73,10 +75,13 @@ class FrozenTorch:
         device: str = "cpu",
         passes: Passes | None = None,
         adapter: AdapterStart | None = None,
+        head: Head = "language",
     ) -> None:
         """`max_tokens` limits one forward pass. `device` is `cpu`, or `cuda` for the process's first GPU. `passes` are
-        the model's; None: those that assume nothing about it. With an `adapter`, versions are adapters."""
+        the model's; None: those that assume nothing about it. With an `adapter`, versions are adapters. With a value
+        `head`, log-probs are values."""
         self._adapter = adapter
+        self._head = head
         self._passes = passes
         self._device = device
         self._path = model
@@ -87,7 +92,7 @@ class FrozenTorch:
     def load(self) -> None:
         self._model.clear()  # so that two copies never exist at the same time
         device = own_device(self._device, 0)
-        model = load_model(self._path, self._dtype)
+        model = load_model(self._path, self._dtype, self._head)
         if self._adapter is not None:
             adapt(model, self._adapter, scaled=True)
         model.eval().requires_grad_(False).to(device)

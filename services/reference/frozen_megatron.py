@@ -19,15 +19,18 @@ from shared.model.picks import Likeliest
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
+from shared.topology.models import Head
 
 
 class FrozenMegatron:
     """Implements `frozen.Frozen` for Llama, Qwen2 and Qwen3 models. The process group of all ranks must be open."""
 
     @in_megatron
-    def __init__(self, model: Path, dtype: str, max_tokens: int, place: RankPlace, device: str) -> None:
+    def __init__(
+        self, model: Path, dtype: str, max_tokens: int, place: RankPlace, device: str, head: Head = "language"
+    ) -> None:
         """`max_tokens` limits one micro-batch. Raises RpcError(bad_request) if megatron does not support the model."""
-        self._pieces = Pieces(model, dtype, place, device=device, max_tokens=max_tokens)
+        self._pieces = Pieces(model, dtype, place, device=device, max_tokens=max_tokens, head=head)
         self._pieces.model.eval().requires_grad_(False)
 
     @in_megatron

@@ -5,8 +5,9 @@ model's logits, whatever temperature a request names. `load` proves what can be 
 policy's token ids as the policy does, and that it returns log-probs and not logits.
 
 A server that is away (no connection, silence, status 429 or at least 500) is asked again until it answers; `Away` says
-for how long. Any other refusal ends the run. An answer that does not fit the request is not used; the lease is handed
-back, and the server counts as away until an answer fits.
+for how long. A pause that it asks for (Retry-After) is kept, up to `reward.retry.limit_s`. Any other refusal ends the
+run. An answer that does not fit the request is not used; the lease is handed back, and the server counts as away until
+an answer fits.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class FrozenServer:
             if status and status != _TOO_MANY and status < _SERVER_ERROR:
                 raise BadInput(f"{error}{self._remedy(str(error))}")
             self.away.refused(str(error))
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(max(delay_s, min(error.retry_after_s, self._retry.limit_s)))
             delay_s = min(2 * delay_s, max(self._retry.max_backoff_s, self._retry.backoff_s))
 
     def _remedy(self, error: str) -> str:

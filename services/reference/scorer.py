@@ -23,7 +23,9 @@ from shared.lease import LeaseLost
 from shared.model import cpu
 from shared.model.load import mismatched_weights, require_deterministic_algorithms
 from shared.model.picks import Likeliest
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
+from shared.stages import REWARD_MODEL
+from shared.topology.models import Head
 from shared.weights.drill import canary_error
 
 T = TypeVar("T")
@@ -44,6 +46,7 @@ class FrozenScorer:
         scratch: Path | None = None,
         ranks: int = 1,
         likeliest: Likeliest | None = None,
+        head: Head = "language",
     ) -> None:
         """`make` creates the model on the compute thread. `source` is the model's directory, named in error messages.
 
@@ -51,6 +54,7 @@ class FrozenScorer:
         order give bit-identical results. Weights that leave a GPU are moved to host memory, and weights that leave a
         CPU are moved to the file `scratch`. If `scratch` is None, the weights never leave the device. `ranks` is the
         number of ranks that share the model. With `likeliest`, it scores these tokens in place of the sampled ones.
+        With a value `head`, it scores whole texts.
         """
         self._make = make
         self._source = source
@@ -59,6 +63,7 @@ class FrozenScorer:
         self._deterministic = deterministic
         self._alone = ranks == 1
         self._likeliest = likeliest
+        self._head = head
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._made: list[Frozen] = []  # filled by `start`
         self._shelf = None if scratch is None else Shelf(scratch, "frozen")
@@ -86,7 +91,9 @@ class FrozenScorer:
         """Return each task's arrays: its log-probs, float32 [T], 0 where the mask is 0, or the results of
         `Frozen.likeliest`. All tasks are scored as one batch.
 
-        Each task has `token_ids`, `lengths` and `loss_mask`. Once `cancel` is set, raises LeaseLost at the next
+        Each task has `token_ids`, `lengths` and `loss_mask`. With a value head, it has `read_ids` and
+        `read_lengths`, and its array is the value after the last token of each text, float32 [samples], which does not
+        depend on the other tasks if the scorer is deterministic. Once `cancel` is set, raises LeaseLost at the next
         micro-batch or, if there are other ranks, at the end of the batch.
         """
         return await self._on_compute(lambda: self._score(tasks, cancel))
@@ -164,13 +171,11 @@ class FrozenScorer:
         self.progress += 1
 
     def _score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[tuple[Array, ...]]:
+        if self._head == "value":
+            return self._values(tasks, cancel)
         joined = {key: np.concatenate([task[key] for task in tasks]) for key in ("token_ids", "lengths", "loss_mask")}
 
-        def on_part() -> None:
-            self._count()
-            if self._alone and cancel.is_set():  # if there are other ranks, no rank may leave a collective
-                raise LeaseLost("the block was abandoned between two micro-batches")
-
+        on_part = self._stopping(cancel)
         given = (joined["token_ids"], joined["lengths"], joined["loss_mask"], self._temperature)
         if self._likeliest is None:
             arrays: tuple[Array, ...] = (self._model.logprobs(*given, on_part),)
@@ -181,3 +186,34 @@ class FrozenScorer:
         if cancel.is_set():
             raise LeaseLost("the block was abandoned while it was being scored")
         return list(zip(*(np.split(array, np.cumsum(sizes)[:-1]) for array in arrays), strict=True))
+
+    def _values(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[tuple[Array, ...]]:
+        """Return the value of each text. It is the output at a token that is added to the text. Raises BadInput if one
+        is not finite, and LeaseLost."""
+        made: list[Array] = []
+        for batch in [[task] for task in tasks] if self._deterministic else [tasks]:
+            tokens, lengths = (np.concatenate([task[key] for task in batch]) for key in REWARD_MODEL.needs)
+            after = np.cumsum(lengths)
+            mask = np.insert(np.zeros(len(tokens), np.uint8), after, 1)
+            outputs = self._model.logprobs(np.insert(tokens, after, 0), lengths + 1, mask, 1.0, self._stopping(cancel))
+            made.append(outputs[mask == 1])
+        values = np.concatenate(made)
+        if cancel.is_set():
+            raise LeaseLost("the block was abandoned while it was being scored")
+        if not np.isfinite(values).all():
+            raise BadInput(
+                f"model {self._source}: gives a text the value {values[~np.isfinite(values)][0]}; use another"
+            )
+        return [
+            (part,) for part in np.split(values, np.cumsum([len(task[REWARD_MODEL.needs[1]]) for task in tasks])[:-1])
+        ]
+
+    def _stopping(self, cancel: threading.Event) -> Callable[[], None]:
+        """Return what the model calls after each micro-batch. It raises LeaseLost once `cancel` is set."""
+
+        def on_part() -> None:
+            self._count()
+            if self._alone and cancel.is_set():  # if there are other ranks, no rank may leave a collective
+                raise LeaseLost("the block was abandoned between two micro-batches")
+
+        return on_part

@@ -1,7 +1,7 @@
-"""A frozen model's actor leases rolled-out tasks, scores their tokens with the model, and puts their log-probs.
+"""A frozen model's actor leases rolled-out tasks, scores their tokens or texts with the model, and puts the results.
 
-It serves the reference and the teacher. What the two do differently is in the record of the model (`FrozenModel`) and
-of its stage. The version with which tokens are scored is named in the lease.
+It serves the reference, the teacher and the reward model. What they do differently is in the record of the model
+(`FrozenModel`) and of its stage. The version with which tokens are scored is named in the lease.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from shared.actor.service import Service
 from shared.colocation.devices import PARTS_OF, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.credit import KL_KEYS, kl_sums, sample_sums
-from shared.dataplane.client import DataClient, TaskShards
+from shared.dataplane.client import DataClient, Receipt, TaskShards
+from shared.dataplane.stream import OnProgress
 from shared.inputs import check_model
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
@@ -34,8 +35,16 @@ from shared.ranks.meeting import Meeting, join
 from shared.rpc.errors import BadInput
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
-from shared.stages import REFERENCE_SCALAR, REFERENCE_SCORE, stage_named, with_keys_of
-from shared.topology.models import REFERENCE, TEACHER, FrozenModel
+from shared.stages import (
+    REFERENCE_SCALAR,
+    REFERENCE_SCORE,
+    REWARD,
+    REWARD_MODEL_PART,
+    stage_named,
+    with_keys_of,
+)
+from shared.topology.model_files import without_head
+from shared.topology.models import REFERENCE, REWARD_MODEL, TEACHER, FrozenModel
 from shared.topology.reward import RewardRetry
 
 if TYPE_CHECKING:
@@ -199,6 +208,13 @@ class TeacherService(ReferenceService):
     REMEDY = "add the section teacher"
 
 
+class RewardModelService(ReferenceService):
+    """The service `python -m services.reference --model reward-model`."""
+
+    NAME = REWARD_MODEL
+    REMEDY = "add the section reward_model"
+
+
 class ReferenceWorker:
     """Processes leases, from fetching their shards to completing them. It is used only on the service's loop."""
 
@@ -266,9 +282,13 @@ class ReferenceWorker:
             TaskShards(task.task_id, task.fence, dict(zip(self._makes, made, strict=True)))
             for task, made in zip(tasks, arrays, strict=True)
         ]
-        receipts = await self.leases.persist(
-            lease, "put", lambda _: self._data.put(puts, store=self._store, deadline_s=DATA_CALL_S), DATA_CALL_S
-        )
+        receipts: list[Receipt] = []
+        for file in [[put] for put in puts] if self._model.apart else [puts]:
+
+            async def attempt(_: OnProgress, file: list[TaskShards] = file) -> list[Receipt]:
+                return await self._data.put(file, store=self._store, deadline_s=DATA_CALL_S)
+
+            receipts += await self.leases.persist(lease, "put", attempt, DATA_CALL_S)
         scalars: dict[str, Array] = {}
         if self._model.reward_kl:
             sums = [
@@ -285,6 +305,9 @@ class ReferenceWorker:
         if self._model.refreshed:
             step = lease.grant.weights.step if lease.grant.weights is not None else 0
             scalars[REFERENCE_SCALAR] = np.full(sum(task.samples for task in tasks), step, np.float32)
+        if self._model.head == "value":
+            scores = np.concatenate([made[0] for made in arrays])
+            scalars |= {REWARD_MODEL_PART: scores, REWARD: np.float32(self._model.weight) * scores}
         results = [
             TaskResult(
                 task_id=task.task_id,
@@ -293,13 +316,13 @@ class ReferenceWorker:
                 store=receipt.store,
                 content_hash=receipt.content_hash,
                 samples=task.samples,
-                tokens=len(given["token_ids"]),
+                tokens=len(given[self._needs[0]]),
                 nbytes=receipt.nbytes,
             )
             for task, receipt, given in zip(tasks, receipts, shards, strict=True)
         ]
         await self.leases.complete(lease, results, scalars)
-        tokens = sum(len(given["token_ids"]) for given in shards)
+        tokens = sum(len(given[self._needs[0]]) for given in shards)
         rate = tokens / max(seconds, 1e-9)
         self._service.telemetry.emit(
             self._model.name, {"tasks": len(tasks), "tokens": tokens, "seconds": seconds, "tokens_per_s": rate}
@@ -325,6 +348,8 @@ def make_scorer(
 
     settings, folder = model.settings, model.folder
     check_model(run.path, f"{model.section}.model", str(folder))
+    if model.head == "value" and (problem := without_head(str(folder))):
+        raise BadInput(f"{model.section}.model: {folder}: {problem}")
 
     def whole() -> Frozen:
         from services.reference.frozen import FrozenTorch
@@ -332,7 +357,7 @@ def make_scorer(
 
         adapter = None if model.lora is None else AdapterStart(model.lora, model.seed)
         limit = settings.max_tokens_per_micro_batch
-        return FrozenTorch(folder, model.dtype, limit, settings.device, model.passes, adapter)
+        return FrozenTorch(folder, model.dtype, limit, settings.device, model.passes, adapter, model.head)
 
     def pieces() -> Frozen:
         from services.reference.frozen_megatron import FrozenMegatron  # this is an optional extra
@@ -343,7 +368,7 @@ def make_scorer(
         device = own_device(settings.device, place.rank)
         if group.world_size > 1:
             open_group(meeting, place, device, deadline_s=settings.collective_s)
-        return FrozenMegatron(folder, model.dtype, settings.max_tokens_per_micro_batch, place, device)
+        return FrozenMegatron(folder, model.dtype, settings.max_tokens_per_micro_batch, place, device, model.head)
 
     likeliest = Likeliest(model.top_k, model.readable) if model.top_k else None
 
@@ -364,4 +389,5 @@ def make_scorer(
         scratch=model.offloaded(run.path, instance) if model.shares_devices else None,
         ranks=group.world_size,
         likeliest=likeliest,
+        head=model.head,
     )

@@ -92,13 +92,15 @@ class Generation:
 
     `token_ids` int32 [N] includes the sampled EOS; `logprobs` float32 [N] are those of the distribution that was
     sampled from (at temperature 1 when greedy); `swaps` int32 [N] is the value of `Engine.swaps` when each token was
-    sampled, or `BASE`.
+    sampled, or `BASE`. An engine that records routes gives those of the prompt and the completion, uint8 [P + N, W]
+    (`shared.model.routing.Routers.packed`); the last token has none, which is 0.
     """
 
     token_ids: Array
     logprobs: Array
     finish_reason: FinishReason
     swaps: Array
+    routes: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)

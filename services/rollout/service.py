@@ -32,6 +32,7 @@ from services.rollout.results.sample_texts import SampleTexts
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.sampling.answers import AnswerSampler, PartialJournal
 from services.rollout.sampling.prompts import PromptBuilder
+from services.rollout.sampling.reader import TextReader
 from services.rollout.sampling.tasks import TaskSets, prepare
 from services.rollout.user_code.frames import Purpose, Setup
 from services.rollout.user_code.pool import UserPool
@@ -56,11 +57,11 @@ from shared.rpc.errors import BadInput, RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
 from shared.samples.text import Choice
-from shared.stages import ROLLOUT
+from shared.stages import ROLLOUT, ROUTES
 from shared.topology.capacity import context_tokens
 from shared.topology.lora import live_adapters
 from shared.topology.model_files import vocabulary
-from shared.topology.models import POLICY_WORKER
+from shared.topology.models import POLICY_WORKER, REWARD_MODEL_SECTION
 
 if TYPE_CHECKING:
     from shared.topology import Topology
@@ -173,7 +174,8 @@ class RolloutService(Service):
             vocab_size, longest = engine.vocab_size, engine.context_tokens
         prompts = await self._start_prompts(topology, vocab_size)
         begun = Inputs.load(self.run.path).rows
-        tasks = await self._on_text(lambda: TaskSets(topology, prompts, longest, begun))
+        reader = await self._on_text(lambda: _trained_reader(topology))
+        tasks = await self._on_text(lambda: TaskSets(topology, prompts, longest, begun, reader))
         leases = LeaseBook(self, ROLLOUT.name, lambda: 0 if engine is None else engine.progress)
         versions: EngineVersions | NumberedVersions = NumberedVersions()
         if parts is not None:
@@ -191,11 +193,20 @@ class RolloutService(Service):
             self,
             leases,
             rewards=rewards,
-            texts=SampleTexts(Choice.of(topology), prompts, functions, self._on_text),
+            texts=SampleTexts(
+                Choice.of(topology),
+                prompts,
+                functions,
+                self._on_text,
+                await self._on_text(lambda: _reader(self.run, topology)),
+                most_read=topology.read_tokens,
+                single=chosen is None,
+            ),
             data=self._data,
             store=store,
             filters=topology.algorithm.filter_zero_variance is not None,
             per_token=topology.algorithm.advantage.per_token,
+            scored_later=topology.reward_model is not None,
         )
         workflow = None
         if chosen is not None and pool is not None and endpoint is not None and engine is not None:
@@ -218,6 +229,7 @@ class RolloutService(Service):
             workflow=workflow,
             results=results,
             block_tasks=settings.block_tasks,
+            whole_texts=topology.reward_model is not None,
         )
         made = RolloutParts(
             [worker.run, versions.run, rewards.watch],
@@ -243,6 +255,7 @@ class RolloutService(Service):
                 deterministic=topology.run.deterministic,
                 seed=topology.run.seed,
                 live=_live(topology),
+                routes=topology.algorithm.route_key == ROUTES,
             )
         )
         self._closing.push_async_callback(engine.stop)
@@ -410,6 +423,23 @@ def _model_limits(topology: Topology) -> tuple[int, int]:
     """Return the number of token ids of the model, and the maximum length of prompt plus completion, in tokens, for a
     run that samples nothing."""
     return vocabulary(topology.policy.model) or sys.maxsize, context_tokens(topology) or sys.maxsize
+
+
+def _reader(run: RunDir, topology: Topology) -> TextReader | None:
+    """Return what makes the tokens for the reward model, or None without one. Raises BadInput."""
+    if topology.reward_model is None:
+        return None
+    model = topology.reward_model.model
+    check_model(run.path, f"{REWARD_MODEL_SECTION}.model", model)
+    return TextReader(Path(model), fixed_clock=topology.run.deterministic)
+
+
+def _trained_reader(topology: Topology) -> TextReader | None:
+    """Return what reads the texts from which a value head is trained, or None if the policy has none."""
+    if topology.policy.head != "value":
+        return None
+    args = topology.policy.chat_template.args
+    return TextReader(Path(topology.policy.model), template_args=args, fixed_clock=topology.run.deterministic)
 
 
 def _load_topology(run: RunDir) -> Topology:

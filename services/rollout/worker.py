@@ -18,6 +18,7 @@ from services.rollout.workflows.runner import WorkflowRunner
 from shared.actor.service import Service
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
+from shared.rpc.errors import BadInput
 from shared.stages import TRAIN
 
 SIDE_BY_SIDE = 2
@@ -43,9 +44,11 @@ class RolloutWorker:
         workflow: WorkflowRunner | None,
         results: LeaseResults,
         block_tasks: int,
+        whole_texts: bool = False,
     ) -> None:
         """Without a `workflow`, a sample is one answer to its prompt. Without an `engine`, nothing is sampled.
-        `block_tasks` is the maximum number of tasks in a lease."""
+        `block_tasks` is the maximum number of tasks in a lease. With `whole_texts`, a reward model reads each sample as
+        one conversation."""
         self._service = service
         self._leases = leases
         self._engine = engine
@@ -54,6 +57,7 @@ class RolloutWorker:
         self._answers = answers
         self._workflow = workflow
         self._results = results
+        self._whole_texts = whole_texts
         self._pipeline: LeasePipeline[PreparedTasks, Sampled] = LeasePipeline(
             leases,
             acquire=lambda: leases.acquire(block_tasks, lambda: (versions.holds.lineage, versions.holds.step)),
@@ -102,6 +106,10 @@ class RolloutWorker:
             before_s = self._workflow.generate_s
             made = await self._workflow.run(lease, tasks, versions)
             seconds, lost = self._workflow.generate_s - before_s, self._workflow.lost_processes
+            most = max((len(one.sequences) for group in made for one in group), default=0)
+            if self._whole_texts and most > 1:
+                text = f"made a sample of {most} sequences, but a reward model reads one conversation"
+                raise BadInput(f"workflow.function {self._workflow.name} {text}; use another reward function")
             return Sampled(made, step, seconds, self._versions.last_sync, lost)
         started = time.perf_counter()
         made = await self._answers.run(lease, tasks, versions) if tasks.ready else []

@@ -17,6 +17,7 @@ from services.scheduler.ledger import DEATH, FAILURE, TaskLedger
 from services.scheduler.plan import stage_index
 from services.scheduler.tasks import EVALUATION, StagePart, Task, layout_of
 from shared.rpc.errors import RpcError
+from shared.stages import REWARD
 
 MOST_LAYOUTS = 1 << 16
 """Maximum number of distinct sets of scalars in a run, because the run keeps the names of each."""
@@ -29,7 +30,7 @@ def complete(ledger: TaskLedger, request: Complete) -> list[Refusal]:
         lease = None
     stage = stage_index(ledger.plan, request.stage)
     _check(ledger, request, stage)
-    filters = stage == 0 and _filters(ledger, request)
+    filters = stage == ledger.plan.reward_stage and (stage > 0 or _filters(ledger, request))
     refused: list[Refusal] = []
     first = 0
     for result in request.results:
@@ -124,11 +125,16 @@ def _accept(
         if task.admission != EVALUATION:
             ledger.losses.lose(task.admission, result)
     elif values:
-        ledger.tasks.keep_scalars(task, ledger.tasks.scalars(task) | values)
+        earlier = ledger.tasks.scalars(task)
+        if REWARD in values and REWARD in earlier:
+            values |= {REWARD: earlier[REWARD] + values[REWARD]}
+        ledger.tasks.keep_scalars(task, earlier | values)
     if task.admission == EVALUATION:
         scalars = ledger.tasks.scalars(task)
-        if not len(scalars.get("reward", ())):
+        if not len(scalars.get(REWARD, ())):
             ledger.drop(task, DropReason.OTHER, "no sample was scored")
+        elif stage < ledger.plan.reward_stage:
+            ledger.wait_for_rewards(task)
         else:
             _end_scored(ledger, task, scalars, task.failed)
         return
@@ -156,7 +162,7 @@ def _drop(ledger: TaskLedger, task: Task, stage: int, result: TaskResult) -> Non
         _place(ledger, task, stage, result)
     if result.samples_failed and task.admission == EVALUATION:
         ledger.tell("scheduler/dropped", {"task": task.task_id, "reason": result.reason[:200]})
-        _end_scored(ledger, task, {"reward": np.zeros(0, np.float32)}, result.samples_failed)
+        _end_scored(ledger, task, {REWARD: np.zeros(0, np.float32)}, result.samples_failed)
     else:
         if task.admission != EVALUATION:  # evaluations count their failed samples themselves
             ledger.losses.lose(task.admission, result)
@@ -174,9 +180,9 @@ def _filters(ledger: TaskLedger, request: Complete) -> bool:
 
     The filter drops all of these tasks or none. Their shards share a file, which a store frees only when all tasks in
     the file are cleared. If only some were dropped, the file would remain, and the bytes of the dropped tasks in it
-    would not be counted.
+    would not be counted. With a reward model, each task has files of its own.
     """
-    rewards = request.scalars.get("reward")
+    rewards = request.scalars.get(REWARD)
     if rewards is None or ledger.losses.filtered.tasks >= ledger.plan.filter_limit:
         return False
     samples = [result.samples for result in request.results if result.outcome == Outcome.DONE and result.samples]
@@ -191,10 +197,9 @@ def _filter(ledger: TaskLedger, task: Task) -> bool:
     At most `filter_limit` tasks are dropped per step, so a run continues even if all its tasks are solved. Source:
     dynamic sampling in DAPO (arXiv 2503.14476), section 3.2. Return whether the task was dropped.
     """
-    rewards = ledger.tasks.scalars(task).get("reward")
-    if rewards is None or (rewards != rewards[0]).any():
+    rewards, filtered = ledger.tasks.scalars(task).get(REWARD), ledger.losses.filtered
+    if rewards is None or (rewards != rewards[0]).any() or filtered.tasks >= ledger.plan.filter_limit:
         return False
-    filtered = ledger.losses.filtered
     filtered.tasks += 1
     filtered.samples += len(rewards)
     filtered.reward_sum += float(np.sum(rewards, dtype=np.float64))

@@ -232,8 +232,9 @@ class HandOver:
             part = task.parts[0] if task is not None and task.fence == due.fence else None
             samples = task.samples if task is not None and part is not None else 0
             store = shards.store_names[part.store] if part is not None else ""
+            later = tasks.later_rewards(task) if task is not None and samples else {}
             ended.append(
-                EndedTask(task_id, due.fence, str(due.state), due.step, due.lineage, samples, store, due.reason)
+                EndedTask(task_id, due.fence, str(due.state), due.step, due.lineage, samples, store, due.reason, later)
             )
         stores = list(shards.trainer_stores)
         return SamplesDue(tasks=ended, trainer_stores=stores, rewinds=rewinds, lost=records.lost)

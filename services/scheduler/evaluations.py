@@ -20,9 +20,7 @@ from proto.tensors import Array
 from services.scheduler.leases import Version
 from services.scheduler.tasks import Task
 from shared.evaluation import ACCURACY, PART, REWARD, draws
-
-_NAMED = "reward/part/"
-"""Prefix of the scalars that hold named rewards."""
+from shared.stages import REWARD_PART
 
 
 @cache
@@ -78,8 +76,8 @@ class Evaluation:
         for k in draws(self.samples):
             self._put(f"pass@{k}", row, best_of(k, rewards))
         for name, column in scalars.items():
-            if name.startswith(_NAMED) and len(given := column[np.isfinite(column)]):
-                self._put(f"{PART}{name.removeprefix(_NAMED)}", row, _mean([*given.tolist(), *[0.0] * failed]))
+            if name.startswith(REWARD_PART) and len(given := column[np.isfinite(column)]):
+                self._put(f"{PART}{name.removeprefix(REWARD_PART)}", row, _mean([*given.tolist(), *[0.0] * failed]))
         self.failed += failed
 
     def _put(self, name: str, row: int, value: float) -> None:

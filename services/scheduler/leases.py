@@ -33,10 +33,10 @@ class TaskLease:
     """The tasks that the lease still holds, in the order in which they were granted."""
 
     @property
-    def measures(self) -> bool:
-        """Whether the lease belongs to an evaluation, which requires its exact version."""
+    def measured(self) -> int | None:
+        """The step of the version that is evaluated with the lease, or None if it does not belong to an evaluation."""
         first = next(iter(self.tasks.values()), None)
-        return first is not None and first.admission == EVALUATION
+        return first.epoch if first is not None and first.admission == EVALUATION else None
 
 
 class Leases:

@@ -92,7 +92,7 @@ def _version_held(ledger: TaskLedger, request: LeaseRequest) -> Version:
     last = ledger.leases.last_of((request.service, request.instance))
     if last is None or last.version is None:
         return holds
-    return last.version if last.measures else max(holds, last.version)
+    return last.version if last.measured is not None else max(holds, last.version)
 
 
 def _lease_evaluation(ledger: TaskLedger, evaluation: Evaluation, request: LeaseRequest, call: CallId) -> LeaseGrant:
@@ -107,9 +107,15 @@ def _lease_evaluation(ledger: TaskLedger, evaluation: Evaluation, request: Lease
 def _lease_later_stage(ledger: TaskLedger, stage: int, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
     """Lease tasks that share one version of the stage's model. Return None until that version is published.
 
+    Tasks of evaluations that wait for their rewards come first.
+
     A task in a step after a refresh waits for that refresh's version. Once that version exists, the steps up to it have
     been trained, so drops of earlier tasks can no longer move the task to a step before the refresh.
     """
+    if stage == ledger.plan.reward_stage and (unscored := ledger.unscored()):
+        # The tasks of one evaluation, so that the lease has one version.
+        chosen = [task for task in unscored if (task.epoch, task.split) == (unscored[0].epoch, unscored[0].split)]
+        return _grant(ledger, stage, request, call, chosen[: request.max_tasks], None)
     first = ledger.first_waiting(stage)
     if first is None:
         return None
@@ -132,7 +138,7 @@ def describe(ledger: TaskLedger, lease: TaskLease, lease_s: float = 0.0) -> Leas
     """Return the grant of a live lease, which is the same for every retry. `state.py` fills in `lease_s`."""
     stage = ledger.plan.stages[lease.stage]
     first = next(iter(lease.tasks.values()), None)
-    evaluation = ledger.history.evaluations.of(first) if first is not None and lease.measures else None
+    evaluation = ledger.history.evaluations.of(first) if first is not None and lease.measured is not None else None
     # An engine may still hold a later version of an earlier lineage; that version was rolled back.
     outlived = lease.version is not None and lease.version[0] < ledger.history.lineage
     exact = ledger.order.fixed or evaluation is not None or lease.stage > 0 or outlived

@@ -8,7 +8,7 @@ acknowledged the task's last clear.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,8 @@ class TaskLedger:
         self._lines: list[list[int]] = [[] for _ in plan.stages]
         """For each stage, a heap of the admission numbers of the tasks that wait for it. Outdated entries are
         skipped."""
+        self._unscored: set[str] = set()
+        """Ids of the evaluation tasks that wait for the stage that makes the rewards. Outdated entries are skipped."""
         self._effects: list[Effect] = []
 
     def saved(self) -> dict[str, Any]:
@@ -258,8 +260,30 @@ class TaskLedger:
             if self.is_waiting(stage, task):
                 self.wait(stage, task)
 
+    def wait_for_rewards(self, task: Task) -> None:
+        """Let an evaluation task wait for the stage that makes the rewards."""
+        self.tasks.move(task, TaskState.ROLLED_OUT)
+        self._unscored.add(task.task_id)
+
+    def unscored(self) -> list[Task]:
+        """Return the evaluation tasks that wait for a lease of the stage that makes the rewards, in a fixed order."""
+        found = (self.tasks.find(task_id) for task_id in self._unscored)
+        waiting = [task for task in found if task is not None and self._is_unscored(task)]
+        self._unscored = {task.task_id for task in waiting}
+        return sorted(waiting, key=lambda task: (task.epoch, task.split, task.row))
+
+    def _is_unscored(self, task: Task) -> bool:
+        return task.admission == EVALUATION and task.state == TaskState.ROLLED_OUT and not task.lease
+
+    def sample_unscored(self, steps: Container[int]) -> None:
+        """Sample those of `unscored` again whose versions are of these steps."""
+        for task in self.unscored():
+            if task.epoch in steps:
+                self.sample_again(task)
+
     def line_up(self) -> None:
-        """Rebuild the waiting lines from the window. A sorted list is a heap."""
+        """Rebuild the waiting lines from the tasks. A sorted list is a heap."""
+        self._unscored = {task.task_id for task in self.tasks if self._is_unscored(task)}
         tasks = self.window.tasks.items()
         for stage in range(len(self._lines)):
             self._lines[stage] = [number for number, task in tasks if self.is_waiting(stage, task)]

@@ -108,6 +108,7 @@ def _admit_again(ledger: TaskLedger, step: int, tasks: list[Task]) -> None:
     covered them, every task that has ever been admitted is sampled again.
     """
     history = ledger.history
+    ledger.sample_unscored([version[1] for version in history.evaluations.versions() if version[1] > step])
     ledger.set_aside(tasks)
     ledger.set_aside([ledger.tasks[task_id] for task_id in history.evaluations.take_back(step)])
     remembered = step + 1 in history.identities

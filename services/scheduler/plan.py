@@ -83,6 +83,11 @@ class Plan:
         """Return the step of the version with which `stage` scores the tasks of `step`, or 0 for its own model."""
         return self.reference_version(step) if self.stages[stage].refreshed else 0
 
+    @property
+    def reward_stage(self) -> int:
+        """The stage after which rewards exist."""
+        return max(number for number, stage in enumerate(self.stages) if stage.rewards)
+
     def eval_rows(self, name: str) -> Sequence[int]:
         """Return the row indices of an evaluation set."""
         return next(planned.rows for planned in self.evals if planned.name == name)

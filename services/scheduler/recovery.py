@@ -118,7 +118,7 @@ def _go_back(ledger: TaskLedger, step: int, why: str, *, reached: int = 0, cause
     rewind(ledger, step, reached=reached, cause=cause)
     ledger.history.require_resume()
     ledger.collect_steps(step)
-    for task in list(ledger.window.tasks.values()):
+    for task in [*ledger.window.tasks.values(), *ledger.unscored()]:
         if task.made:
             ledger.retry(task, 0, why)
 
@@ -159,7 +159,7 @@ def _sample_without(ledger: TaskLedger, store: str, why: str) -> int:
     for lease in list(ledger.leases):
         if any(lies_in(task, store) for task in lease.tasks.values()):
             ledger.give_up(lease, 0)
-    lost = [task for task in ledger.window.tasks.values() if lies_in(task, store)]
+    lost = [task for task in (*ledger.window.tasks.values(), *ledger.unscored()) if lies_in(task, store)]
     for task in lost:
         if task.made:  # the retry of another task may have begun a new attempt of this one
             ledger.retry(task, 0, f"{store} {why}")
@@ -176,8 +176,9 @@ def _lose_evaluations(ledger: TaskLedger, step: int) -> None:
     evaluations = ledger.history.evaluations.open.values()
     lost = [one for one in evaluations if one.version not in ledger.history.versions.refs and one.version[1] < first]
     for evaluation in lost:
-        for lease in [lease for lease in ledger.leases if lease.measures and lease.version == evaluation.version]:
+        for lease in [lease for lease in ledger.leases if lease.measured == evaluation.version[1]]:
             ledger.give_up(lease, 0)
+        ledger.sample_unscored([evaluation.version[1]])
         waiting, evaluation.waiting = evaluation.waiting, []
         for task_id in waiting:
             why = "the version's weights were lost with their store"

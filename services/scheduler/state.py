@@ -388,7 +388,7 @@ class Scheduler:
         newest = self.run.history.versions.newest
         if beat.service != ROLLOUT.service or beat.holds_step < 0 or newest is None:
             return None
-        if any(lease.measures for lease in self.run.ledger.leases.held_by((beat.service, beat.instance))):
+        if any(lease.measured is not None for lease in self.run.ledger.leases.held_by((beat.service, beat.instance))):
             return None
         return self.run.history.versions.refs.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
 

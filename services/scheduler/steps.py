@@ -110,7 +110,7 @@ def rewind(ledger: TaskLedger, step: int, *, reached: int = 0, cause: str = "") 
     history.return_to(step, reached=reached, cause=cause, keep_rows=order.fixed)
     for lease in list(ledger.leases):
         # The holder of a training lease may have newer weights than the lease names.
-        if not lease.measures or (lease.version is not None and lease.version[1] > step):
+        if lease.measured is None or lease.measured > step:
             ledger.give_up(lease, 0)
     order.take_back(ledger, step, taken_back)
     for ref in history.versions.take_back(step):

@@ -13,6 +13,7 @@ import numpy as np
 
 from proto.messages import TaskState
 from proto.tensors import Array
+from shared.stages import REWARD, REWARD_MODEL_PART
 
 EVALUATION: Final = -1
 """Admission number of an evaluation task, which is outside admission."""
@@ -29,7 +30,7 @@ _S = TaskState
 TRANSITIONS: Final[dict[TaskState, frozenset[TaskState]]] = {
     _S.PENDING: frozenset({_S.LEASED, _S.DROPPED}),
     _S.LEASED: frozenset({_S.PENDING, _S.ROLLED_OUT, _S.SCORED, _S.DROPPED}),
-    _S.ROLLED_OUT: frozenset({_S.PENDING, _S.READY, _S.DROPPED}),
+    _S.ROLLED_OUT: frozenset({_S.PENDING, _S.READY, _S.SCORED, _S.DROPPED}),
     _S.READY: frozenset({_S.PENDING, _S.BATCHED, _S.DROPPED}),
     _S.BATCHED: frozenset({_S.PENDING, _S.READY, _S.TRAINED, _S.DROPPED}),
     _S.TRAINED: frozenset({_S.PENDING, _S.DROPPED, _S.COLLECTED}),
@@ -206,6 +207,13 @@ class Tasks:
             columns[name] = np.frombuffer(task.scalars, dtype, task.samples, at)
             at += columns[name].nbytes
         return columns
+
+    def later_rewards(self, task: Task) -> dict[str, list[float]]:
+        """Return the rewards of an accepted task and their part that a stage after the rollout has made, by scalar, if
+        there is one."""
+        columns = self.scalars(task)
+        names = (REWARD, REWARD_MODEL_PART) if REWARD_MODEL_PART in columns else ()
+        return {name: columns[name].tolist() for name in names}
 
     def merged_scalars(self, tasks: Sequence[Task]) -> dict[str, Array]:
         """Return arrays over all samples of these tasks, in order.

@@ -136,6 +136,10 @@ def _evaluation_waits(run: RunState, step: int, since_s: float) -> Iterator[Wait
     leased: Counter[Holder] = Counter()
     for lease in run.ledger.leases:
         leased[lease.holder] += sum(task.split != TRAIN for task in lease.tasks.values())
+    if unscored := len(run.ledger.unscored()):
+        service = run.plan.stages[run.plan.reward_stage].service
+        text = f"the evaluation of version {step} is waiting for {unscored} tasks that no {service} has leased"
+        yield WaitRow(WaitKind.STEP, text, since_s, 0.0, service)
     for holder, count in leased.items():
         if count:
             name = service_name(*holder)

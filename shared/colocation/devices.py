@@ -50,7 +50,8 @@ def parts_of(models: Mapping[str, str]) -> Mapping[str, Parts]:
 
 
 PARAMETERS, GRADIENTS, OPTIMIZER = trained_parts(POLICY)
-REFERENCE, TEACHER = SCORERS = tuple(map(frozen_part, FROZEN))
+SCORERS = tuple(map(frozen_part, FROZEN))
+REFERENCE = SCORERS[0]
 PARTS_OF = parts_of(WORKERS)
 TRAINING: Parts = frozenset(part for model in WORKERS for part in trained_parts(model)[1:])
 """The parts that trained models need only in a training step."""

@@ -1,4 +1,5 @@
-"""Runs megatron-core's GPTModel, loaded from Hugging Face folders, on tensor-, pipeline- and context-parallel ranks.
+"""Runs megatron-core's GPTModel, loaded from Hugging Face folders, on tensor-, pipeline-, context- and expert-parallel
+ranks.
 
 Import it only in dedicated (worker) processes, because megatron-core keeps its process groups in module variables.
 """

@@ -16,10 +16,23 @@ from shared.ranks.layout import Layout
 from shared.rpc.errors import BadInput
 from shared.topology.models import Head
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+MIXTURES = ("qwen3_moe", "mixtral")
 _ROPE = ("default", "linear", "llama3")
 _PAD_TO = 8
 """The padded vocabulary of each tensor-parallel rank is a multiple of this number, which suits matrix units."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of every layer. A token uses `per_token` of them, whose weights are `normalized` to 1 if that is set,
+    and in the model's dtype instead of float32 with `low_weights`. `inner` is the size inside an expert."""
+
+    count: int
+    per_token: int
+    inner: int
+    normalized: bool
+    low_weights: bool
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class Architecture:
     tied: bool
     head: Head
     windows: tuple[int | None, ...]
+    experts: Experts | None = None
 
     def padded_vocab(self, tp: int) -> int:
         """Return the number of embedding rows, which `tp` ranks share equally. The last rows may belong to no token."""
@@ -58,6 +72,12 @@ class Architecture:
         ):
             if count % degree:
                 raise ValueError(f"{name} {degree} does not divide the model's {count} {what}; use a divisor")
+        if self.experts is None and layout.ep > 1:
+            raise ValueError(f"ep {layout.ep}: the model has no experts; use 1")
+        if self.experts is not None and self.experts.count % layout.ep:
+            raise ValueError(f"ep {layout.ep} does not divide the model's {self.experts.count} experts; use a divisor")
+        if self.experts is not None and layout.tp * layout.cp > 1:
+            raise ValueError(f"tp {layout.tp}, cp {layout.cp}: not available for a mixture of experts; use ep and pp")
 
 
 def read(config: Any, head: Head = "language") -> Architecture:
@@ -81,6 +101,12 @@ def read(config: Any, head: Head = "language") -> Architecture:
         refused = f"rope_type {config.rope_parameters['rope_type']!r}"
     elif getattr(config, "attention_dropout", 0.0):
         refused = f"attention_dropout {config.attention_dropout}"
+    elif kind in MIXTURES and (
+        getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) > 1
+    ):
+        refused = "a mixture with layers without experts (mlp_only_layers, decoder_sparse_step)"
+    elif kind in MIXTURES and config.sliding_window is not None:
+        refused = f"a mixture with sliding_window {config.sliding_window}"
     if refused:
         raise BadInput(f"backend megatron does not support {refused}; use backend torch")
     layers = int(config.num_hidden_layers)
@@ -89,6 +115,7 @@ def read(config: Any, head: Head = "language") -> Architecture:
         layers=layers,
         hidden=int(config.hidden_size),
         ffn=int(config.intermediate_size),
+        experts=_experts(config),
         heads=heads,
         key_heads=int(config.num_key_value_heads or heads),
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
@@ -97,10 +124,24 @@ def read(config: Any, head: Head = "language") -> Architecture:
         norm_eps=float(config.rms_norm_eps),
         qkv_bias=qkv_bias,
         linear_bias=linear_bias,
-        qk_norm=kind == "qwen3",
+        qk_norm=kind.startswith("qwen3"),
         tied=bool(config.tie_word_embeddings),
         head=head,
         windows=tuple(int(config.sliding_window) if kind == "sliding_attention" else None for kind in kinds),
+    )
+
+
+def _experts(config: Any) -> Experts | None:
+    """Return what the router and the experts of transformers' model do, or None for a dense model."""
+    qwen = config.model_type == "qwen3_moe"
+    if config.model_type not in MIXTURES:
+        return None
+    return Experts(
+        count=int(config.num_experts if qwen else config.num_local_experts),
+        per_token=int(config.num_experts_per_tok),
+        inner=int(config.moe_intermediate_size if qwen else config.intermediate_size),
+        normalized=bool(config.norm_topk_prob) if qwen else True,
+        low_weights=qwen,
     )
 
 

@@ -1,5 +1,4 @@
-"""Converts Llama, Qwen2 and Qwen3 weights between Hugging Face and megatron-core names, whole or split across tp and
-pp.
+"""Converts weights between Hugging Face and megatron-core names, whole or split across tp, pp and ep.
 
 This is pure arithmetic on tensors, without process groups or files. Every rule has an exact inverse, so the converter
 works for weights, gradients and optimizer moments alike. With H heads and G key-value heads of D elements, megatron
@@ -20,9 +19,9 @@ from torch import Tensor
 from shared.megatron.architecture import Architecture
 from shared.model import value_head
 
-Rule = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocab"]
+Rule = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocab", "experts"]
 """Layout of the full tensor on tensor-parallel ranks: whole on each rank, cut along dimension 0 or 1, or as described
-above."""
+above. Experts are cut along dimension 0 and are on expert-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,12 @@ class Weight:
 
 
 class Converter:
-    """The table of all weights of a model under `tp` and `pp`, in the order of the Hugging Face model."""
+    """The table of all weights of a model under `tp`, `pp` and `ep`, in the order of the Hugging Face model."""
 
-    def __init__(self, model: Architecture, tp: int, pp: int) -> None:
+    def __init__(self, model: Architecture, tp: int, pp: int, ep: int = 1) -> None:
         self._model = model
         self._tp = tp
+        self._ep = ep
         per_stage = model.layers // pp
         embedding = ("model.embed_tokens.weight",)
         table = (model.vocab, model.hidden)
@@ -102,6 +102,13 @@ class Converter:
             several("mlp.linear_fc1.weight", "gate_up", ends(gate_up, "weight"), (ffn, ffn), hidden),
             one("mlp.linear_fc2.weight", "columns", f"{mlp}.down_proj.weight", hidden, ffn),
         ]
+        if model.experts is not None:
+            count, inner = model.experts.count, model.experts.inner
+            weights[-2:] = [
+                one("mlp.router.weight", "whole", f"{mlp}.gate.weight", count, hidden),
+                one("mlp.experts.gate_up_proj", "experts", f"{mlp}.experts.gate_up_proj", count, 2 * inner, hidden),
+                one("mlp.experts.down_proj", "experts", f"{mlp}.experts.down_proj", count, hidden, inner),
+            ]
         if model.qkv_bias:
             weights.append(several("self_attention.linear_qkv.bias", "qkv", ends(qkv, "bias"), rows))
         if model.linear_bias:
@@ -120,7 +127,7 @@ class Converter:
     # ---- one weight
 
     def split(self, weight: Weight, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the shards of the full `parts`, one per tensor-parallel rank."""
+        """Return the shards of the full `parts`, one for each rank that has another part."""
         tp, rule = self._tp, weight.rule
         if rule == "whole":
             return [parts[0]] * tp
@@ -134,10 +141,10 @@ class Converter:
             return [piece.flatten(0, 1) for piece in torch.cat(grouped, 1).chunk(tp)]
         if rule == "gate_up":
             return [torch.cat(pair) for pair in zip(*(part.chunk(tp) for part in parts), strict=True)]
-        return list(parts[0].chunk(tp))
+        return list(parts[0].chunk(self._ep if rule == "experts" else tp))
 
     def join(self, weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return the full parts from the shards of all tensor-parallel ranks: the exact inverse of `split`."""
+        """Return the full parts from the shards of all ranks that share them: the exact inverse of `split`."""
         rule = weight.rule
         if rule == "whole":
             return [shards[0]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class Groups:
                     layout.tp,
                     layout.pp,
                     context_parallel_size=layout.cp,
+                    expert_model_parallel_size=layout.ep,
                     order="tp-cp-ep-dp-pp",  # the order of `Layout`
                     create_gloo_process_groups=False,
                     distributed_timeout_minutes=_deadline() / timedelta(minutes=1),
@@ -53,32 +55,48 @@ class Groups:
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
             dist.get_world_size(),
         )
-        if degrees != (layout.tp, layout.pp, layout.cp, layout.world_size):
-            raise ValueError(f"this process has groups for tp, pp, cp, world {degrees}; {layout} needs a new process")
+        if degrees != (layout.tp, layout.pp, layout.cp, layout.ep, layout.world_size):
+            raise ValueError(
+                f"this process has groups for tp, pp, cp, ep, world {degrees}; {layout} needs a new process"
+            )
         self.place = place
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
         self.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.ep = parallel_state.get_expert_model_parallel_group()
+        self.expert_dp = parallel_state.get_expert_data_parallel_group()
+        """The ranks that hold the same experts."""
         cp = parallel_state.get_context_parallel_group()
         self.context = ContextRank(place.cp_rank, layout.cp, cp) if layout.cp > 1 else None
         """The ranks across which sequences are split, or None without context parallelism."""
         self.sum_over_sequence_ranks = partial(sum_over_ranks, self.context)
 
-    def merge_over_dp(self, filled: Tensor) -> None:
-        """Merge in place: each rank in dp x cp has filled its own part of a zero tensor. Afterwards, each rank holds
+    def merge(self, filled: Tensor, group: dist.ProcessGroup) -> None:
+        """Merge in place: each rank of `group` has filled its own part of a zero tensor. Afterwards, each rank holds
         all parts, bit for bit."""
-        if self.dp_cp.size() > 1:
-            dist.all_reduce(filled.view(_BITS[filled.element_size()]), group=self.dp_cp)
+        if group.size() > 1:
+            dist.all_reduce(filled.view(_BITS[filled.element_size()]), group=group)
 
-    def gather_over_tp(self, local: Tensor) -> list[Tensor]:
-        """Return the tensors from all tensor-parallel ranks."""
-        if self.tp.size() == 1:
+    def gather(self, local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+        """Return the tensors from all ranks of `group`."""
+        if group.size() == 1:
             return [local]
-        shards = [torch.empty_like(local) for _ in range(self.tp.size())]
-        dist.all_gather(shards, local.contiguous(), group=self.tp)
+        shards = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(shards, local.contiguous(), group=group)
         return shards
+
+    def largest(self, sizes: Sequence[int]) -> list[int]:
+        """Return the largest of the sizes at each position on the ranks that share experts, which may have different
+        numbers of sizes."""
+        most = torch.tensor([len(sizes)])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.ep)
+        largest = torch.zeros(int(most), dtype=torch.int64)
+        largest[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.ep)
+        return cast(list[int], largest.tolist())
 
     def first_of_tp(self, values: Tensor) -> Tensor:
         """Return rank 0's tensor on all ranks of the tensor-parallel group."""

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shared.megatron.architecture import Architecture
+from shared.megatron.experts import experts_spec
 from shared.model.attention import Trees, attend_trees
 from shared.model.context import Cut, attend_cut
 from shared.model.logprobs import Entropy, HeadOutputs, Nodes, Scores, max_logits
@@ -59,8 +60,18 @@ def transformer_config(model: Architecture, dtype: torch.dtype, place: RankPlace
     """Return the settings of `model` in megatron-core's terms. `engine` selects Transformer Engine (CUDA only), with
     sequence parallelism if tp > 1.
     """
-    layout = place.layout
-    return TransformerConfig(
+    layout, experts = place.layout, model.experts
+    mixture: dict[str, Any] = {}
+    if experts is not None:
+        mixture = {
+            "num_moe_experts": experts.count,
+            "moe_ffn_hidden_size": experts.inner,
+            "moe_router_topk": experts.per_token,
+            "moe_router_pre_softmax": True,  # required for one expert per token; no effect, as the router is our own
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": layout.ep,
+        }
+    config = TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.ffn,
@@ -85,7 +96,7 @@ def transformer_config(model: Architecture, dtype: torch.dtype, place: RankPlace
         fp16=dtype == torch.float16,
         pipeline_dtype=dtype,
         variable_seq_lengths=True,  # micro-batches are packed, with different numbers of nodes
-        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no effect without experts; other types forbid the line above
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - other types forbid the line above
         calculate_per_token_loss=True,  # neither the loss nor the gradient is divided
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # weights are always loaded
@@ -95,7 +106,12 @@ def transformer_config(model: Architecture, dtype: torch.dtype, place: RankPlace
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
+        **mixture,
     )
+    if not torch.cuda.is_available():
+        # The other needs streams. This one needs equally many nodes on all expert-parallel ranks (`Pieces.run`).
+        config.moe_token_dispatcher_type = "allgather"  # noqa: S105
+    return config
 
 
 class PackedAttention(nn.Module):
@@ -141,6 +157,7 @@ def layer_spec(model: Architecture, *, engine: bool) -> ModuleSpec:
     column: Any = te.TEColumnParallelLinear if engine else ColumnParallelLinear
     row: Any = te.TERowParallelLinear if engine else RowParallelLinear
     qk_norm: Any = norm if model.qk_norm else IdentityOp
+    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
     attention = SelfAttentionSubmodules(
         linear_qkv=column,
         core_attention=ModuleSpec(module=PackedAttention, params={"windows": model.windows}),
@@ -157,7 +174,7 @@ def layer_spec(model: Architecture, *, engine: bool) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp=dense if model.experts is None else experts_spec(model.experts),
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -1,4 +1,4 @@
-"""Holds this rank's pieces of a Llama, Qwen2 or Qwen3 model, and runs micro-batches through the ranks of a model copy.
+"""Holds this rank's pieces of a model, and runs micro-batches through the ranks of a model copy.
 
 It does not deal with optimizers, losses or the bus. Transformer Engine is used if it is installed and CUDA is
 available, with sequence parallelism if tp > 1. On a CPU the same layers run on gloo through `cpu_shims`, so everything
@@ -27,6 +27,7 @@ from shared.model import attention, context, tree
 from shared.model.load import read_config
 from shared.model.logprobs import Entropy, Scores, to_nodes
 from shared.model.picks import IdsOf, PickedIds
+from shared.model.stored import StoredNames
 from shared.ranks.layout import RankPlace
 from shared.rpc.errors import BadInput
 from shared.topology.models import Head
@@ -63,8 +64,9 @@ class Pieces:
         self.architecture = architecture.read(self.config, head)
         layout = place.layout
         self.architecture.check(layout)
-        self.converter = Converter(self.architecture, layout.tp, layout.pp)
-        self.files = files.ModelFiles(model_dir, self.converter.shapes)
+        self.converter = Converter(self.architecture, layout.tp, layout.pp, layout.ep)
+        self.stored = StoredNames(self.config) if self.architecture.experts is not None else None
+        self.files = files.ModelFiles(model_dir, self.converter.shapes, self.stored)
         self.groups = Groups(place)
         engine = HAVE_TE and torch.cuda.is_available()
         settings = transformer_config(self.architecture, self.dtype, place, engine=engine)
@@ -83,7 +85,8 @@ class Pieces:
 
     def mine(self, weight: Weight, parts: list[Tensor]) -> Tensor:
         """Return this rank's part of the full `parts`."""
-        return self.converter.split(weight, parts)[self.place.tp_rank]
+        rank = self.place.ep_rank if weight.rule == "experts" else self.place.tp_rank
+        return self.converter.split(weight, parts)[rank]
 
     @torch.no_grad()
     def copy_in(self, weights: Callable[[str], Tensor]) -> None:
@@ -127,9 +130,14 @@ class Pieces:
         forward_only: bool,
     ) -> None:
         """Run all micro-batches of this data-parallel rank through the pipeline. The collectives of a pass involve only
-        tp, pp and cp ranks, which run the same micro-batches; ranks with other samples do not take part.
+        tp, pp and cp ranks, which run the same micro-batches, and ep ranks, which run equally many of the same sizes.
+        Other ranks with other samples do not take part.
         """
         batches = self._plan(token_ids, lengths, loss_mask, temperature)
+        if self.place.layout.ep > 1:
+            sizes = self.groups.largest([len(batch.token_ids) for batch in batches])
+            spare = [tree.unscored()] * (len(sizes) - len(batches))
+            batches = [_padded(batch, size) for batch, size in zip([*batches, *spare], sizes, strict=True)]
         if not batches:
             return
         one = torch.ones((), dtype=torch.int, device=self._device)
@@ -169,11 +177,11 @@ class Pieces:
     def _pack(self, batch: tree.MicroBatch, temperature: float, entropy: Entropy, others: IdsOf | None) -> Packed:
         device, ranks = torch.device(self._device), self.groups.context
         if ranks is None:
-            batch = self._pad_nodes(batch)
+            batch = self._even(batch)
             layout = attention.to_trees(batch, device)
             return self._packed(batch, layout, temperature, entropy, others)
         cut = context.cut(batch, ranks.rank, ranks.size)
-        cut = replace(cut, batch=self._pad_nodes(cut.batch))
+        cut = replace(cut, batch=self._even(cut.batch))
         return self._packed(cut.batch, context.to_cut(cut, ranks, device), temperature, entropy, others)
 
     def _packed(
@@ -188,14 +196,16 @@ class Pieces:
         picks = PickedIds.of(batch, nodes.tokens, others) if others is not None and self.model.post_process else None
         return Packed(batch, nodes, layout, temperature, entropy, picks)
 
-    def _pad_nodes(self, batch: tree.MicroBatch) -> tree.MicroBatch:
-        """Pad `batch` to a number of nodes that sequence-parallel ranks can share equally. Nothing uses the added
-        nodes."""
-        odd = len(batch.token_ids) % self.place.layout.tp
-        if not odd or not self.model.config.sequence_parallel:
-            return batch
-        zeros = np.zeros(self.place.layout.tp - odd, np.int64)
-        token_ids, depths, scatter = (
-            np.concatenate([array, zeros]) for array in (batch.token_ids, batch.depths, batch.scatter)
-        )
-        return replace(batch, token_ids=token_ids, depths=depths, scatter=scatter)
+    def _even(self, batch: tree.MicroBatch) -> tree.MicroBatch:
+        """Pad `batch` to a number of nodes that sequence-parallel ranks can share equally."""
+        tp = self.place.layout.tp if self.model.config.sequence_parallel else 1
+        return _padded(batch, -(-len(batch.token_ids) // tp) * tp)
+
+
+def _padded(batch: tree.MicroBatch, size: int) -> tree.MicroBatch:
+    """Return `batch` with `size` nodes. Nothing uses the added ones."""
+    zeros = np.zeros(size - len(batch.token_ids), np.int64)
+    token_ids, depths, scatter = (
+        np.concatenate([array, zeros]) for array in (batch.token_ids, batch.depths, batch.scatter)
+    )
+    return replace(batch, token_ids=token_ids, depths=depths, scatter=scatter)

@@ -116,6 +116,7 @@ def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
     mine_C = mine_P[batch.child_predictor]
     new_child = np.cumsum(mine_C) - 1
     mine_M = mine_C[batch.token_child]
+    input_nodes = to_local[batch.input_nodes]
     local = MicroBatch(
         token_ids=token_ids,
         depths=depths,
@@ -126,6 +127,8 @@ def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
         child_token=batch.child_token[mine_C],
         tokens=batch.tokens[mine_M],
         token_child=new_child[batch.token_child[mine_M]],
+        input_tokens=batch.input_tokens[input_nodes >= 0],
+        input_nodes=input_nodes[input_nodes >= 0],
     )
     return CutBatch(local, longest)
 

@@ -8,7 +8,8 @@ runs only where a scored token follows. Up to rounding, the result equals that o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from shared.model.attention import Trees
 from shared.model.context import ContextRank, Cut, CutBatch
 from shared.model.load import passes_of
 from shared.model.picks import IdsOf, Likeliest, PickedIds, largest, picked
+from shared.model.routing import Routed, RouterWatch, routers_of
 from shared.model.tree import GivenTargets, MicroBatch, head_blocks
 from shared.model.value_head import base_model, value_head
 from shared.tensors_torch import to_device
@@ -45,7 +47,8 @@ class Scores:
     `outputs` are what the model's head computes for the tokens: the log-probs of a language model, or the values that a
     value model gives to the states before them. `entropy` is the entropy of the distribution from which the token was
     drawn, or None if not requested or if the model is a value model. `others` [M, k] are the log-probs of other tokens
-    of the vocabulary, if requested, and `other_ids` int64 [M, k] their ids, if the head chose them.
+    of the vocabulary, if requested, and `other_ids` int64 [M, k] their ids, if the head chose them. `routed` is what
+    the routers did, if they were watched.
     """
 
     tokens: Tensor
@@ -53,6 +56,17 @@ class Scores:
     entropy: Tensor | None
     others: Tensor | None = None
     other_ids: Tensor | None = None
+    routed: Routed | None = None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """That the routers of a mixture of experts are watched. `given` uint8 [T, W] are the routes that the tokens must
+    take (`routing.Routers.packed`); None: the routers choose. The routes of all tokens that are inputs are written into
+    `record` uint8 [T, W]."""
+
+    given: Array | None = None
+    record: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -187,9 +201,10 @@ class TokenScorer(nn.Module):
         temperature: float,
         max_tokens: int,
         targets: GivenTargets | None = None,
+        routes: Array | None = None,
     ) -> list[MicroBatch]:
-        """Return the micro-batches with tokens to score, the same on all ranks of a context group. For `targets`, see
-        `tree.plan`."""
+        """Return the micro-batches with tokens to score, the same on all ranks of a context group. For `targets` and
+        `routes`, see `tree.plan`."""
         if temperature <= 0:
             raise ValueError(f"temperature {temperature}: must be above 0")
         single = self._passes.sequences == "single"
@@ -203,10 +218,16 @@ class TokenScorer(nn.Module):
             whole=single,
             packs=attention.packs(next(self.model.parameters()).device),
             targets=targets,
+            routes=routes,
         )
 
     def score(
-        self, batch: MicroBatch, temperature: float, entropy: Entropy, others: Likeliest | IdsOf | None = None
+        self,
+        batch: MicroBatch,
+        temperature: float,
+        entropy: Entropy,
+        others: Likeliest | IdsOf | None = None,
+        routing: Routing | None = None,
     ) -> Scores:
         """Run the model over `batch`. With context ranks, this rank runs only its part, which may contain no scored
         token."""
@@ -214,9 +235,35 @@ class TokenScorer(nn.Module):
         part = batch if cut is None else cut.batch
         nodes = to_nodes(part, next(self.model.parameters()).device)
         asked = others if others is None or isinstance(others, Likeliest) else PickedIds.of(part, nodes.tokens, others)
-        made: HeadOutputs = self(part, cut, nodes, temperature, entropy, asked)
+        watch = None if routing is None else self._watch(part, nodes, routing)
+        made: HeadOutputs = self(part, cut, nodes, temperature, entropy, asked, watch)
         # Where sequences share a prefix, several tokens belong to one child.
-        return made.of_tokens(nodes, asked)
+        scores = made.of_tokens(nodes, asked)
+        routers = routers_of(self.model)
+        if routing is None or watch is None or routers is None:
+            return scores
+        routed = watch.result()
+        if routing.record is not None:
+            routing.record[part.input_tokens] = routers.packed(routed.routes).cpu().numpy()[part.input_nodes]
+        return replace(scores, routed=routed)
+
+    def _watch(self, part: MicroBatch, nodes: Nodes, routing: Routing) -> RouterWatch | None:
+        """Return the watch of the routers for a micro-batch, or None if the model has none. A node counts as often as
+        it predicts a token."""
+        routers = routers_of(self.model)
+        if routers is None:
+            return None
+        size, device = len(part.token_ids), nodes.predictors.device
+        times = np.bincount(part.predictors[part.child_predictor[part.token_child]], minlength=size)
+        given = None
+        if routing.given is not None:
+            packed = np.zeros((size, routing.given.shape[1]), np.uint8)
+            packed[part.input_nodes] = routing.given[part.input_tokens]
+            (given,) = to_device([routers.unpacked(packed)], device)
+        padded = self._passes.sequences != "packed"
+        arrays = to_device([times.astype(np.float64), *([part.scatter] if padded else [])], device)
+        slots = sum(block.rows * block.longest for block in part.blocks) if padded else size
+        return RouterWatch(routers, arrays[0], given, arrays[1] if padded else None, slots)
 
     def forward(
         self,
@@ -226,16 +273,17 @@ class TokenScorer(nn.Module):
         temperature: float,
         entropy: Entropy,
         asked: Likeliest | PickedIds | None,
+        watch: RouterWatch | None = None,
     ) -> HeadOutputs:
         """Return what the head computes for `batch`. `score` calls this."""
         model, device, values = self.model, nodes.predictors.device, value_head(self.model)
         blocks = values is not None or self._passes.head == "blocks"
         if cut is not None and self._ranks is not None:
-            out_PX = _run_packed(model, context.to_cut(cut, self._ranks, device), nodes, logits=not blocks)
+            out_PX = _run_packed(model, context.to_cut(cut, self._ranks, device), nodes, watch, logits=not blocks)
         elif self._passes.sequences == "packed":
-            out_PX = _run_packed(model, attention.to_trees(batch, device), nodes, logits=not blocks)
+            out_PX = _run_packed(model, attention.to_trees(batch, device), nodes, watch, logits=not blocks)
         else:
-            out_PX = _run_padded(model, batch, nodes, logits=not blocks)
+            out_PX = _run_padded(model, batch, nodes, watch, logits=not blocks)
         if values is not None:
             return HeadOutputs(values(out_PX)[nodes.child_predictor])
         most = max(1, max_logits(device.type) // vocabulary(model))
@@ -331,7 +379,9 @@ def _gather(
         return HeadOutputs(logprobs_C, -(logprobs_PV.exp() * logprobs_PV).sum(-1), others, other_ids)
 
 
-def _run_packed(model: nn.Module, layout: Trees | Cut, nodes: Nodes, *, logits: bool) -> Tensor:
+def _run_packed(
+    model: nn.Module, layout: Trees | Cut, nodes: Nodes, watch: RouterWatch | None, *, logits: bool
+) -> Tensor:
     """Return [P, V] logits, or [P, hidden] if `logits` is false. A `Cut` is this rank's part of every sequence."""
     name, own = (context.NAME, "cut") if isinstance(layout, Cut) else (attention.NAME, "trees")
     arguments: dict[str, Any] = {
@@ -340,22 +390,28 @@ def _run_packed(model: nn.Module, layout: Trees | Cut, nodes: Nodes, *, logits: 
         "use_cache": False,
         own: layout,
     }
-    with attention.using(model, name):
+    with attention.using(model, name), _over(watch, len(nodes.token_ids)):
         if logits:
             return cast(Tensor, model(**arguments).logits[0, nodes.predictors])
         return cast(Tensor, base_model(model)(**arguments).last_hidden_state[0, nodes.predictors])
 
 
-def _run_padded(model: nn.Module, batch: MicroBatch, nodes: Nodes, *, logits: bool) -> Tensor:
+def _over(watch: RouterWatch | None, rows: int) -> AbstractContextManager[None]:
+    return nullcontext() if watch is None else watch.over(rows)
+
+
+def _run_padded(
+    model: nn.Module, batch: MicroBatch, nodes: Nodes, watch: RouterWatch | None, *, logits: bool
+) -> Tensor:
     """Do the work of `_run_packed` for models that cannot be packed. Every row is one sequence, padded on the right if
     the micro-batch has several."""
     scatter, *gathers = to_device([batch.scatter, *(block.gather for block in batch.blocks)], nodes.token_ids.device)
     hidden: list[Tensor] = []
     for block, slots in zip(batch.blocks, gathers, strict=True):
         ids_RL = nodes.token_ids[slots].view(block.rows, block.longest)
-        output = (
-            model(input_ids=ids_RL, use_cache=False) if logits else base_model(model)(input_ids=ids_RL, use_cache=False)
-        )
+        with _over(watch, len(slots)):
+            run = model if logits else base_model(model)
+            output = run(input_ids=ids_RL, use_cache=False)
         hidden.append((output.logits if logits else output.last_hidden_state).flatten(0, 1))
     return torch.cat(hidden)[scatter[nodes.predictors]]
 

@@ -37,6 +37,7 @@ from shared.model.load import allow
 from shared.model.logprobs import TokenScorer, vocabulary
 from shared.model.plain_decoder import PlainDecoder, is_plain_decoder
 from shared.model.reduced import Cannot, Reduced, described, on_meta, reductions
+from shared.model.routing import attach
 from shared.topology.lora import Lora
 from shared.topology.passes import Passes, Verdict
 
@@ -317,10 +318,12 @@ def main(arguments: Sequence[str]) -> None:
     longest, lora = map(msgspec.json.decode, arguments[1:])
     begun = time.process_time()
     verdict = prove(config, longest)
+    whole = on_meta(config)
     timed = msgspec.structs.replace(
         verdict,
         cpu_s=round(time.process_time() - begun, 2),
-        adapter=None if lora is None else planned(on_meta(config), Lora.model_validate(lora)),
+        adapter=None if lora is None else planned(whole, Lora.model_validate(lora)),
+        unwatched=attach(whole),
     )
     print(msgspec.json.encode(timed).decode())
 

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from shared.topology.model_files import CHOSEN
+
 VOCABULARY = 192
 WINDOW, ORIGINAL, POSITIONS = 8, 16, 64
 """Tokens of a window or chunk, of the length before a change of the rotary embedding, and of the longest sequence."""
@@ -41,7 +43,6 @@ _POSITIONS = re.compile(
 )
 _ORIGINAL = re.compile(r"original_max_position_embeddings|floor_scale")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "moe_top_k")
 _DEPTH_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_blocks")
 _TOKENS = re.compile(r"(_token_id|_token_index|_index)$")
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
@@ -154,7 +155,7 @@ def _shrink_experts(document: dict[str, Any]) -> None:
     name = next((key for key in _EXPERTS if isinstance(document.get(key), int)), None)
     if name is None:
         return
-    chosen = max((document[key] for key in _CHOSEN if isinstance(document.get(key), int)), default=1)
+    chosen = max((document[key] for key in CHOSEN if isinstance(document.get(key), int)), default=1)
     groups = document.get("n_group") or 1
     wanted = groups * max(2, math.ceil((chosen + 2) / groups))
     if wanted < document[name]:

@@ -10,7 +10,7 @@ its last scored token, which is a target but not a node; the tokens after it are
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -56,7 +56,8 @@ class MicroBatch:
     all `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. For each child, `child_predictor` int64
     [C], which ascends, is an index into `predictors`, and `child_token` int64 [C] is the token scored there. `tokens`
     int64 [M] are the positions of the scored tokens in the caller's flat [T] arrays, and `token_child` int64 [M] is the
-    child of each.
+    child of each. `input_tokens` int64 [K] are the positions of all tokens that are nodes, several of which may be one,
+    and `input_nodes` int64 [K] are their nodes.
     """
 
     token_ids: Array
@@ -68,6 +69,8 @@ class MicroBatch:
     child_token: Array
     tokens: Array
     token_child: Array
+    input_tokens: Array
+    input_nodes: Array
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class _Targets:
     position: Array
     predictor: Array
     token: Array
+    node_of: Array
+    """The node of each token of the batch, or -1."""
 
 
 def plan(
@@ -111,6 +116,7 @@ def plan(
     whole: bool = False,
     packs: bool = False,
     targets: GivenTargets | None = None,
+    routes: Array | None = None,
 ) -> list[MicroBatch]:
     """Return micro-batches that score each token with mask 1 exactly once, or each of the `targets` if they are given.
 
@@ -121,6 +127,7 @@ def plan(
     layers, which decide how rows are formed. Without `share`, every sequence is a row of its own. With `whole`, the
     tokens after the last scored one are nodes, too, because the model's result depends on the length. `packs` says that
     the device computes chains in packed form (`attention.packs`), in which they cost much less than rows with branches.
+    `routes` uint8 [T, W] are the experts that each token must use; tokens with different ones are different nodes.
     Raises ValueError if the sizes of the arrays differ or the first token of a sequence is to be scored.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
@@ -151,11 +158,19 @@ def plan(
     is_node = position < np.repeat(needed, lengths)
     most = min(MAX_ROW_NODES, max_tokens)
     masked_pair = MASKED_PAIR if packs else 1
-    forest = _grow(tokens[is_node], needed[needed > 0], most, hidden_size, masked_pair, share=share)
+    kinds = tokens if routes is None else _kinds(tokens, routes)
+    forest = _grow(tokens[is_node], kinds[is_node], needed[needed > 0], most, hidden_size, masked_pair, share=share)
     token_node = np.full(len(tokens), -1, dtype=np.int64)
     token_node[is_node] = forest.token_node
-    of_nodes = _Targets(scored, token_node[targets.predictor], np.asarray(targets.token, dtype=np.int64))
+    of_nodes = _Targets(scored, token_node[targets.predictor], np.asarray(targets.token, dtype=np.int64), token_node)
     return [_micro_batch(forest, rows, of_nodes) for rows in _split_rows(forest, max_tokens)]
+
+
+def unscored() -> MicroBatch:
+    """Return a micro-batch of one node that scores no token, for a rank that has nothing to do while others do."""
+    none = np.zeros(0, np.int64)
+    [batch] = plan(np.zeros(2), np.array([2]), np.array([0, 1]), max_tokens=1, hidden_size=1)
+    return replace(batch, predictors=none, child_predictor=none, child_token=none, tokens=none, token_child=none)
 
 
 def head_blocks(batch: MicroBatch, most: int) -> Iterator[tuple[slice, slice]]:
@@ -167,13 +182,25 @@ def head_blocks(batch: MicroBatch, most: int) -> Iterator[tuple[slice, slice]]:
         yield slice(*rows), slice(*mine)
 
 
-def _grow(tokens: Array, lengths: Array, max_nodes: int, hidden_size: int, masked_pair: int, *, share: bool) -> _Forest:
+def _kinds(tokens: Array, routes: Array) -> Array:
+    """Return a number for each token, int64 [T], that is the same for tokens with the same id and the same routes. The
+    order of the numbers is that of the ids."""
+    rows = np.concatenate([tokens.astype(">u4")[:, None].view(np.uint8), routes], axis=1)
+    whole = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1])))[:, 0]
+    numbers: Array = np.unique(whole, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    return numbers
+
+
+def _grow(
+    tokens: Array, kinds: Array, lengths: Array, max_nodes: int, hidden_size: int, masked_pair: int, *, share: bool
+) -> _Forest:
+    """Tokens of the same place may be one node if their `kinds` are equal."""
     starts = np.cumsum(lengths) - lengths
     count, width = len(lengths), int(lengths.max())
     if share:
         table = np.full((count, width), -1, dtype=np.int64)
         inside = np.arange(width) < lengths[:, None]
-        table[inside] = tokens
+        table[inside] = kinds
         big_endian = (table + 1).astype(">u4")
         order = np.argsort(big_endian.view(f"S{4 * width}").ravel(), kind="stable")
         differs = table[order[1:]] != table[order[:-1]]
@@ -278,6 +305,8 @@ def _micro_batch(forest: _Forest, rows: Array, targets: _Targets) -> MicroBatch:
     predictor = to_local[targets.predictor]
     chosen = np.flatnonzero(predictor >= 0)
     vocab = int(targets.token.max()) + 1
+    inputs = np.flatnonzero(targets.node_of >= 0)
+    input_nodes = to_local[targets.node_of[inputs]]
     children, token_child = np.unique(predictor[chosen] * vocab + targets.token[chosen], return_inverse=True)
     predictors, child_predictor = np.unique(children // vocab, return_inverse=True)
 
@@ -301,6 +330,8 @@ def _micro_batch(forest: _Forest, rows: Array, targets: _Targets) -> MicroBatch:
         child_token=children % vocab,
         tokens=targets.position[chosen],
         token_child=token_child.reshape(-1),
+        input_tokens=inputs[input_nodes >= 0],
+        input_nodes=input_nodes[input_nodes >= 0],
     )
 
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of a group of ranks; `dp` is derived. Raises ValueError unless tp*pp*cp divides `world_size`."""
+    """Degrees of a group of ranks; `dp` is derived, and every `ep` neighbours among its ranks share the experts of a
+    copy. Raises ValueError unless tp*pp*cp divides `world_size`, and ep divides dp."""
 
     world_size: int
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         if min(self.world_size, self.tp, self.pp, self.cp) < 1 or self.world_size % (self.tp * self.pp * self.cp):
@@ -24,6 +26,8 @@ class Layout:
                 f"{self.world_size} ranks are not a multiple of tp*pp*cp = {self.tp * self.pp * self.cp}; "
                 "set services.policy-trainer.workers (on CUDA: gpus) to a multiple"
             )
+        if self.ep < 1 or self.dp % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide dp {self.dp}; use a divisor, or more ranks")
 
     @property
     def dp(self) -> int:
@@ -54,6 +58,11 @@ class RankPlace:
         """Whether the log-probs of this rank count, that is, whether it is the first tp rank of the last pp stage.
         Other ranks hold copies."""
         return self.tp_rank == 0 and self.pp_rank == self.layout.pp - 1
+
+    @property
+    def ep_rank(self) -> int:
+        """Which of the ranks that share the experts of a copy this is."""
+        return self.dp_rank % self.layout.ep
 
     @property
     def leads(self) -> bool:

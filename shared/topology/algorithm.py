@@ -218,6 +218,16 @@ class Distill(Section):
     )
 
 
+class LoadBalance(Section):
+    coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="factor, 0 or more: each layer adds coef times the number of experts times the sum over the "
+        "experts of their share of the choices and their mean probability, over the whole optimizer batch; "
+        "router_aux_loss_coef and output_router_logits of the model's configuration have no effect",
+    )
+
+
 class FilterZeroVariance(Section):
     max_refill: int = Field(
         default=3,
@@ -263,6 +273,20 @@ class Algorithm(Section):
     normalise_rewards: Literal["none", "batch"] = Field(
         default="none", description="batch: first normalise the rewards in a step to mean 0 and deviation 1"
     )
+
+    router_replay: Literal["none", "train", "rollout"] = Field(
+        default="none",
+        description="mixtures of experts: the experts that a token uses in the trainer are those of its own pass "
+        "before the first update (train), or those with which the engine sampled (rollout)",
+    )
+    load_balance: LoadBalance = Field(
+        default_factory=LoadBalance, description="mixtures of experts: loss that balances the load of the experts"
+    )
+
+    @property
+    def route_key(self) -> str:
+        """The key of the routes that the policy's passes replay, or an empty string."""
+        return {"none": "", "train": "prox_routes", "rollout": "routes"}[self.router_replay]
 
     @property
     def distilled_tokens(self) -> int:

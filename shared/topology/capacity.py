@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from shared.stages import RECORD, Per, Stage, task_stages, text_limit_bytes, with_keys_of
 from shared.topology.fields import format_size
-from shared.topology.model_files import parameter_count, read_config, version_shapes
-from shared.topology.models import TEACHER, TrainedModel
+from shared.topology.model_files import largest_layer, named_shapes, parameter_count, read_config, version_shapes
+from shared.topology.models import POLICY, TrainedModel
 from shared.topology.schema import Topology
 
 # Number of sequences per sample for whose keys room is reserved. A workflow can begin more contexts than that, but each
@@ -63,6 +63,7 @@ def _stage_bytes(stage: Stage, topology: Topology, max_prompt_tokens: int) -> in
         Per.TRAINED: max_sample_tokens(topology, 0),
         Per.SEQUENCE: _SEQUENCES,
         Per.SAMPLE: 1,
+        Per.READ: topology.read_tokens,
     }
     data = topology.algorithm.group_size * sum(most[key.per] * key.nbytes for key in stage.keys)
     return data + _stage_overhead(stage)
@@ -243,10 +244,13 @@ def version_bytes(model: TrainedModel) -> int:
 
 
 class Parameters(NamedTuple):
-    """How many parameters of a model are trained, and how many are the base, which never changes."""
+    """How many parameters of a model are trained, how many are the base, which never changes, how many of the trained
+    ones belong to experts, and how many of all are in the largest layer."""
 
     trained: int
     base: int = 0
+    experts: int = 0
+    layer: int = 0
 
     @property
     def whole(self) -> int:
@@ -258,11 +262,18 @@ def parameter_counts(topology: Topology) -> dict[str, Parameters]:
     """Return the number of parameters of each model, by its section. Raises the errors of `parameter_count`."""
     counts: dict[str, Parameters] = {}
     for model in topology.trained:
-        whole = parameter_count(str(model.folder), model.head)
+        folder = str(model.folder)
+        whole, layer = parameter_count(folder, model.head), largest_layer(folder)
         adapters = sum(map(math.prod, version_shapes(model).values())) if model.lora is not None else None
-        counts[model.name] = Parameters(whole) if adapters is None else Parameters(adapters, whole)
-    if topology.teacher is not None:
-        counts[TEACHER] = Parameters(parameter_count(topology.teacher.model))
+        if adapters is not None:
+            counts[model.name] = Parameters(adapters, whole, layer=layer)
+            continue
+        shapes = named_shapes(folder, model.head)
+        inside = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+        counts[model.name] = Parameters(whole, experts=inside, layer=layer)
+    for frozen in topology.frozen:
+        if frozen.section != POLICY:
+            counts[frozen.section] = Parameters(parameter_count(str(frozen.folder), frozen.head))
     return counts
 
 

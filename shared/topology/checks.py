@@ -15,7 +15,18 @@ from proto.limits import MAX_INLINE_BYTES
 from shared.data.open import absent, matching_files, split_parameters
 from shared.evaluation import PART, scores
 from shared.names import EVALUATION_PREFIX, is_text, shown
-from shared.topology import critic_checks, distill_checks, hub, lora_checks, monitor, row_checks, serve, service_checks
+from shared.topology import (
+    critic_checks,
+    distill_checks,
+    expert_checks,
+    hub,
+    lora_checks,
+    monitor,
+    reward_checks,
+    row_checks,
+    serve,
+    service_checks,
+)
 from shared.topology.algorithm import (
     CLIPS,
     GROUP_ADVANTAGES,
@@ -29,6 +40,7 @@ from shared.topology.capacity import held_tasks, limit_bytes, version_bytes, wei
 from shared.topology.document import Found
 from shared.topology.fields import format_size
 from shared.topology.model_files import read_config, stored_tensors
+from shared.topology.models import REWARD_MODEL
 from shared.topology.schema import Topology
 
 MOST_SAMPLES = MAX_INLINE_BYTES // 4
@@ -68,7 +80,9 @@ def check(topology: Topology) -> Found:
     yield from _lengths(topology)
     yield from critic_checks.check(topology)
     yield from distill_checks.check(topology)
+    yield from reward_checks.check(topology)
     yield from lora_checks.check(topology)
+    yield from expert_checks.check(topology)
     yield from service_checks.check(topology)
     yield from monitor.check(topology.monitor)
     yield from _train_sources(topology)
@@ -171,6 +185,8 @@ def _lengths(topology: Topology) -> Found:
         message = f"{said} exceed the model's {positions} positions; lower one of them"
         yield ("sampling", "max_new_tokens"), message
     for key, service in topology.services.scorers.items():
+        if key == REWARD_MODEL:
+            continue  # it reads other tokens (`reward_checks`)
         limit, longest = service.max_tokens_per_micro_batch, prompt + new
         if topology.workflow is not None:
             longest, said = topology.workflow.max_tokens, f"{topology.workflow.max_tokens} tokens (workflow.max_tokens)"
@@ -220,7 +236,7 @@ def _memory(topology: Topology) -> Found:
             f"{limit} bytes ({format_size(limit)}) cannot hold {held_tasks(topology)} tasks of "
             f"{topology.algorithm.group_size} samples and {weight_versions(topology)} weight versions of "
             f"{format_size(weights)} at a time; set at least {needed} ({format_size(needed)}) or lower staleness, "
-            "tasks_per_step, group_size or max_new_tokens"
+            f"tasks_per_step, group_size{', reward_model.max_tokens' * bool(topology.read_tokens)} or max_new_tokens"
         )
         yield ("services", "batch-store", "memory"), message
 

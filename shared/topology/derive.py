@@ -21,6 +21,7 @@ from shared.topology.algorithm import (
     SIMPO_MARGIN,
     TOKEN_ADVANTAGES,
 )
+from shared.topology.models import REWARD_MODEL, REWARD_MODEL_SECTION
 from shared.topology.services import LeaseSettings
 
 # One lease keeps an engine busy with about this many samples or more.
@@ -38,8 +39,8 @@ _STD_EPSILON = 1e-6
 
 def fill(data: dict[str, Any]) -> None:
     """Set in place mini_batch_tasks, omitted options of advantage, loss, critic and teacher, a reward that is left out,
-    services.critic, reference and teacher, rollout.block_tasks, rollout.partial_s and transfer_s, and
-    checkpoint.keep_every for a reference that is refreshed."""
+    services.critic, reference, teacher and reward-model, reward_model.model, rollout.block_tasks, rollout.partial_s
+    and transfer_s, and checkpoint.keep_every for a reference that is refreshed."""
     algorithm = data.get("algorithm")
     if not isinstance(algorithm, dict):
         return
@@ -59,6 +60,7 @@ def fill(data: dict[str, Any]) -> None:
         return
     _fill_critic(data, algorithm, services)
     _fill_teacher(data, algorithm, services)
+    _fill_reward_model(data, services)
     kl = algorithm.get("kl")
     refresh = kl.get("refresh_every") if isinstance(kl, dict) else None
     checkpoint = _section(data, "checkpoint") if refresh is not None else None
@@ -92,6 +94,7 @@ def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rol
     return (
         (engine == "transformers" or (engine == "vllm" and not (isinstance(sampling, dict) and sampling.get("stop"))))
         and data.get("workflow") is None
+        and algorithm.get("router_replay") != "rollout"
         and not (isinstance(run, dict) and run.get("deterministic"))
         and not (isinstance(loss, dict) and loss.get("name") in FROM_ROWS)
     )
@@ -186,6 +189,14 @@ def _fill_teacher(data: dict[str, Any], algorithm: dict[str, Any], services: dic
         teacher["temperature"] = sampling.get("temperature", 1.0)
     if services.get("teacher") is None:
         services["teacher"] = {}
+
+
+def _fill_reward_model(data: dict[str, Any], services: dict[str, Any]) -> None:
+    reward, section = data.get("reward"), data.get(REWARD_MODEL_SECTION)
+    if isinstance(reward, dict) and reward.get("model") is not None and isinstance(section or {}, dict):
+        section = data[REWARD_MODEL_SECTION] = {"model": reward["model"]} | (section or {})
+    if isinstance(section, dict) and services.get(REWARD_MODEL) is None:
+        services[REWARD_MODEL] = {}
 
 
 def _fill_advantage(algorithm: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from proto.errors import WireError
 from shared.data.open import matching_files, pattern_of, split_parameters
 from shared.names import listed
 from shared.topology.document import Path
-from shared.topology.models import TEACHER, WORKERS
+from shared.topology.models import REWARD_MODEL_SECTION, TEACHER, WORKERS
 
 SPLIT = "files"
 """Split of the task ids under which a store serves the files. Index 0 is the list of the files, as JSON."""
@@ -80,8 +80,8 @@ def _above(path: str) -> FilePath:
 
 def _keys(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """Yield each key that names a distributed file or folder, and the path that its value contains."""
-    for name in (*WORKERS, TEACHER):
-        if data.get(name) is not None:
+    for name in (*WORKERS, TEACHER, REWARD_MODEL_SECTION, "reward"):
+        if (data.get(name) or {}).get("model") is not None:
             yield (name, "model"), data[name]["model"]
     adapter = (data["policy"].get("lora") or {}).get("adapter_path")
     if adapter is not None:

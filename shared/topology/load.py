@@ -21,10 +21,10 @@ from shared.topology.checks import check
 from shared.topology.document import Document, Path, TopologyError, dotted, read, shown
 from shared.topology.fields import absolute, not_one_of
 from shared.topology.hub import HubName, model_name, source_name
-from shared.topology.models import CRITIC, POLICY, TEACHER
+from shared.topology.models import CRITIC, POLICY, REWARD_MODEL_SECTION, TEACHER
 from shared.topology.schema import Topology
 
-_MODELS: tuple[Path, ...] = ((POLICY, "model"), (CRITIC, "model"), (TEACHER, "model"))
+_MODELS: tuple[Path, ...] = tuple((name, "model") for name in (POLICY, CRITIC, TEACHER, REWARD_MODEL_SECTION, "reward"))
 _FILES: tuple[Path, ...] = (*_MODELS, (POLICY, "lora", "adapter_path"), ("data",))
 """Keys whose values name files."""
 _FORMER: dict[tuple[str, ...], tuple[str, ...]] = {("services", "monitor"): ("monitor",)}

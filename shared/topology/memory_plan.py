@@ -94,8 +94,20 @@ def rank_bytes(model: TrainedModel, parameters: Parameters, *, evaluate: bool = 
     with adapters, hold equal pieces of the base in the model's dtype."""
     base = math.ceil(parameters.base * DTYPE_BYTES[model.dtype] / model.settings.world_size)
     shares = training_parts(model, evaluate=evaluate)
-    parts = {TrainingPart.BASE: base} | {part: math.ceil(parameters.trained * share) for part, share in shares.items()}
+    held = dict.fromkeys(shares, parameters.trained)
+    for part in (TrainingPart.WEIGHTS, TrainingPart.GRADIENTS):  # the others are divided among all ranks
+        held[part] = (
+            parameters.trained - parameters.experts + math.ceil(parameters.experts / model.settings.parallel.ep)
+        )
+    parts = {TrainingPart.BASE: base} | {part: math.ceil(held[part] * share) for part, share in shares.items()}
     return {part: nbytes for part, nbytes in parts.items() if nbytes}
+
+
+def gathered_bytes(model: TrainedModel, parameters: Parameters) -> int:
+    """Return the number of bytes of the layer that each rank of `model` gathers to compute it (FSDP2), with all its
+    experts, or 0 if a rank has whole layers. What the next layer takes if it is gathered ahead is not counted."""
+    divided = model.settings.backend == "torch" and model.settings.world_size > 1
+    return parameters.layer * DTYPE_BYTES[model.dtype] if divided else 0
 
 
 def saved_bytes(model: TrainedModel) -> int:
@@ -225,6 +237,8 @@ def uses(
                 for part, held in rank_bytes(model, elements[model.name], evaluate=topology.run.evaluate).items():
                     phases = frozenset({Phase.STEPS}) if part in gone else _STARTED if part == "optimizer" else ALWAYS
                     found.append(Use(place, key, str(part), held, phases, turns))
+                if nbytes := gathered_bytes(model, elements[model.name]):
+                    found.append(Use(place, key, "gathered layer", nbytes, frozenset({Phase.STEPS}), turns))
             elif nbytes:
                 found.append(Use(place, key, "weights", math.ceil(nbytes / max(len(names), 1)), ALWAYS, turns))
         found += _copies(topology, elements, MemoryPlace(hosts[key], ""), key, on_gpu=bool(names), turns=turns)
@@ -238,7 +252,7 @@ def logit_bytes(topology: Topology, vocabulary: int, service: str) -> int:
     """Return the bytes of all logits of a micro-batch, if `service` computes them at once (`policy.passes.head`)."""
     scorers: list[TrainedModel | FrozenModel] = [
         *(model for model in topology.trained if model.head == "language"),
-        *topology.frozen,
+        *(model for model in topology.frozen if model.head == "language"),
     ]
     scorer = next((model for model in scorers if model.service == service), None)
     if scorer is None or scorer.passes is None or scorer.passes.head == "blocks" or scorer.settings.backend != "torch":
@@ -277,10 +291,11 @@ def gpus_that_fit(
     """Return the smallest number of GPUs with which each rank's part of the training state of `model` fits in
     `limit_bytes`, or None if no number up to MOST_GPUS does.
     """
-    step = model.settings.parallel.model_ranks
+    step = model.settings.parallel.model_ranks * model.settings.parallel.ep
     for count in range(step, MOST_GPUS + 1, step):
         divided = replace(model, settings=model.settings.model_copy(update={"gpus": count}))
-        if sum(rank_bytes(divided, parameters, evaluate=evaluate).values()) <= limit_bytes:
+        held = rank_bytes(divided, parameters, evaluate=evaluate)
+        if sum(held.values()) + gathered_bytes(divided, parameters) <= limit_bytes:
             return count
     return None
 

@@ -5,9 +5,11 @@ It does not import a model library or read weights.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,12 @@ INDEX = f"{_WEIGHTS}.index.json"
 """Name of the file that names the file of each weight."""
 _ADAPTER = "adapter_"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+BYTE_EXPERTS = 256
+"""Maximum number of experts whose indices are stored in one byte. Others take two, the lower one first."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "moe_top_k")
+"""Names of the number of experts that a token uses, in configurations."""
+_ROUTER = re.compile(r"\.\d+\..*\b(router|gate)\.weight$")
 VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
 """Names of the tensors of a value head, as in the sequence classifiers of transformers. A run has no bias."""
 _OUTPUT_LAYER = ("lm_head.", "embed_out.", "output_layer.")
@@ -55,6 +62,28 @@ def read_config(model: str) -> dict[str, Any]:
 def experts(config: dict[str, Any]) -> int:
     """Return the number of experts per layer, or 0 for a dense model."""
     return max((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), default=0)
+
+
+@functools.cache
+def route_bytes(model: str) -> int:
+    """Return the number of bytes that name the experts of a token in all layers (`shared.model.routing`), or 0 for a
+    dense model. Raises the errors of `stored_tensors`."""
+    config = read_config(model)
+    count = experts(config)
+    chosen = next((config[key] for key in CHOSEN if isinstance(config.get(key), int)), 0)
+    tensors = stored_tensors(model).items() if count else ()
+    layers = sum(bool(_ROUTER.search(name)) and tensor.shape == (count, *tensor.shape[1:]) for name, tensor in tensors)
+    return layers * chosen * (1 if count <= BYTE_EXPERTS else 2)
+
+
+def largest_layer(model: str) -> int:
+    """Return the number of parameters of the largest numbered layer, with all its experts. Raises the errors of
+    `stored_tensors`."""
+    sizes: Counter[str] = Counter()
+    for name, tensor in stored_tensors(model).items():
+        if number := _INSIDE.search(name):
+            sizes[name[: number.end()]] += math.prod(tensor.shape)
+    return max(sizes.values(), default=0)
 
 
 @dataclass(frozen=True)
@@ -193,6 +222,16 @@ def version_shapes(model: TrainedModel) -> dict[str, list[int]]:
     for layer, (outputs, inputs) in adapted_layers(str(model.folder), lora).items():
         shapes |= {f"{layer}.lora_A": [lora.rank, inputs], f"{layer}.lora_B": [outputs, lora.rank]}
     return shapes
+
+
+def without_head(model: str) -> str:
+    """Return, on one line, that the folder has no value head, and a remedy; or an empty string if it has one.
+
+    Raises the errors of `stored_tensors`.
+    """
+    if VALUE_WEIGHT in stored_tensors(model):
+        return ""
+    return f"has no value head ({VALUE_WEIGHT}), so it scores nothing; train one with policy.head value"
 
 
 def parameter_count(model: str, head: Head = "language") -> int:

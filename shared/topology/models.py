@@ -21,11 +21,13 @@ Head = Literal["language", "value"]
 """What a model computes for each token: the log-prob of the token (`language`), or the value of the state before it
 (`value`)."""
 POLICY, CRITIC, REFERENCE, TEACHER = "policy", "critic", "reference", "teacher"
+REWARD_MODEL, REWARD_MODEL_SECTION = "reward-model", "reward_model"
+"""The name of the reward model, and that of its section."""
 POLICY_WORKER = "policy-trainer-worker"
 WORKERS: Mapping[str, str] = MappingProxyType({POLICY: POLICY_WORKER, CRITIC: CRITIC})
 """For each trained model, by name, the service whose processes are its ranks."""
-FROZEN = (REFERENCE, TEACHER)
-"""The names of the models that only score tokens. Each has a service and a stage of the same name."""
+FROZEN = (REFERENCE, TEACHER, REWARD_MODEL)
+"""The names of the models that only score. Each has a service and a stage of the same name."""
 DEVICE_SERVICE: Mapping[str, str] = MappingProxyType(
     {"policy-trainer": POLICY_WORKER, "critic": CRITIC, **{name: name for name in FROZEN}, "rollout": "rollout"}
 )
@@ -85,6 +87,11 @@ class TrainedModel:
         """Number of versions before the newest one that its ranks keep and save."""
         return self.publishes.earlier if self.publishes is not None and self.publishes.sampled else 0
 
+    @property
+    def section(self) -> str:
+        """Name of the section of the topology whose `model` it is."""
+        return self.name
+
     def checkpoints(self, folder: Path) -> Path:
         """Return the folder of its checkpoints. `folder` holds those of all models; the policy's are at the top."""
         return folder if self.name == POLICY else folder / self.name
@@ -108,7 +115,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model that only scores tokens, and everything that its ranks need to know about it."""
+    """A model that only scores, and everything that its ranks need to know about it."""
 
     name: str
     service: str
@@ -120,29 +127,35 @@ class FrozenModel:
     """Folder of the model at version 0, in the format of Hugging Face."""
     dtype: str
     passes: Passes | None
-    temperature: float
-    """The logits are divided by this."""
     stage: str
     """Name of the stage whose shards it makes (`shared.stages`)."""
-    refreshed: bool
-    """Whether later versions of the policy take its place during the run."""
-    lora: Lora | None
-    """The adapter that these versions are, or None if they are whole models or never come."""
     seed: int
     """The run's seed."""
-    reward_kl: str
-    """Estimator of the KL term in the reward, or "" if the reward has none."""
-    sums: bool
-    """Whether the sum of the log-probs of each sample is wanted, too."""
     deterministic: bool
     shares_devices: bool
     """Whether its ranks take turns on their devices with other services."""
+    temperature: float = 1.0
+    """The logits are divided by this."""
+    refreshed: bool = False
+    """Whether later versions of the policy take its place during the run."""
+    lora: Lora | None = None
+    """The adapter that these versions are, or None if they are whole models or never come."""
+    reward_kl: str = ""
+    """Estimator of the KL term in the reward, or "" if the reward has none."""
+    sums: bool = False
+    """Whether the sum of the log-probs of each sample is wanted, too."""
     top_k: int = 0
     """Number of tokens of the vocabulary with the largest log-probs that it scores in place of each token, or 0."""
     server: TeacherServer | None = None
     """The server that runs the model, or None."""
     readable: int = sys.maxsize
     """Number of the policy's token ids. No others are among the top k."""
+    head: Head = "language"
+    """What it computes: the log-probs of tokens, or the value of each text (a reward model)."""
+    weight: float = 1.0
+    """Factor of these values in the reward."""
+    apart: bool = False
+    """Whether the shards of each task are in a file of their own, because the scheduler may drop single tasks."""
 
     def offloaded(self, run: Path, instance: int) -> Path:
         """Return the file with the weights of an instance that have left its device. `run` is the run directory."""

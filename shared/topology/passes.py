@@ -58,6 +58,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """The processor time that the proof took, or None if the verdict was known."""
     adapter: AdapterPlan | None = None
     """The plan of the model's adapter, or None for a model without one."""
+    unwatched: str = ""
+    """Why the routers of a mixture of experts cannot be watched (`shared.model.routing`), or an empty string."""
 
     @property
     def passes(self) -> Passes:

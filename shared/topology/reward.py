@@ -6,7 +6,29 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from shared.topology.fields import Count, Function, Seconds, Section, Size
+from shared.topology.fields import Count, Dtype, Function, ModelFolder, Seconds, Section, Size
+from shared.topology.passes import Passes
+
+REWARD_MODEL_FUNCTION = "builtin:reward_model"
+"""The reward function that stands for the score of the model in the section `reward_model`."""
+MOST_TEXT_TOKENS = 4096
+"""Default of `reward_model.max_tokens`."""
+
+
+class RewardModel(Section):
+    model: ModelFolder = Field(
+        description="folder or hub name of a sequence classifier with one label, such as the export of a run with "
+        "policy.head value; it reads a sample's text with its own tokenizer and chat template"
+    )
+    dtype: Dtype | None = Field(default=None, description="data type of the weights; default: policy.dtype")
+    passes: Passes | None = Field(
+        default=None, description="forward passes that compute scores; default: the fastest that are proved"
+    )
+    max_tokens: Count | None = Field(
+        default=None,
+        description="maximum tokens of a text, prompt and template included; a sample with a longer one fails; "
+        f"default: {MOST_TEXT_TOKENS}, or the model's positions if they are fewer",
+    )
 
 
 class RewardTerm(Section):
@@ -35,6 +57,7 @@ class Reward(Section):
         default=(), description="weighted sum of several functions, instead of function"
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of function")
+    model: ModelFolder | None = Field(default=None, description="short for reward_model.model")
     timeout_s: Seconds = Field(
         default=10.0, description="maximum seconds for one call; must be above 0, and may exceed lease.lease_s"
     )

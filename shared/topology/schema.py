@@ -20,12 +20,14 @@ from shared.topology.algorithm import REFERENCED, Advantage, Algorithm, Critic, 
 from shared.topology.data import ChatTemplate, Data
 from shared.topology.fields import Count, Dtype, Function, ModelFolder, Seconds, Section, Size, Strings
 from shared.topology.lora import Lora
-from shared.topology.model_files import vocabulary
+from shared.topology.model_files import read_config, route_bytes, vocabulary
 from shared.topology.models import (
     CRITIC,
     DEVICE_SERVICE,
     POLICY,
     REFERENCE,
+    REWARD_MODEL,
+    REWARD_MODEL_SECTION,
     TEACHER,
     WORKERS,
     FrozenModel,
@@ -34,7 +36,7 @@ from shared.topology.models import (
 )
 from shared.topology.monitor import Monitor
 from shared.topology.passes import Passes
-from shared.topology.reward import Reward
+from shared.topology.reward import MOST_TEXT_TOKENS, REWARD_MODEL_FUNCTION, Reward, RewardModel
 from shared.topology.serve import Serve, without_training_run
 from shared.topology.services import (
     GC,
@@ -163,6 +165,9 @@ class Topology(Section):
         description="how samples are scored; may be left out with advantage none and with losses that learn from the "
         "rows' answers (then all rewards are 0)"
     )
+    reward_model: RewardModel | None = Field(
+        default=None, description="the model whose score is the reward function builtin:reward_model; default: none"
+    )
     workflow: Workflow | None = Field(
         default=None, description="how a sample is produced; default: one answer to the prompt"
     )
@@ -222,6 +227,11 @@ class Topology(Section):
         A step with a single update gets them from its only pass.
         """
         return self.algorithm.loss.anchor == "proximal" and not self.algorithm.ratio_is_one
+
+    @property
+    def route_bytes(self) -> int:
+        """Number of bytes that name the experts which the policy uses for a token."""
+        return route_bytes(self.policy.model)
 
     @property
     def schedules_follow_length(self) -> bool:
@@ -301,71 +311,78 @@ class Topology(Section):
         folders: dict[str, list[str]] = {}
         for model in self.trained:
             folders.setdefault(str(model.folder), []).append(model.name)
-        if self.teacher is not None:
-            folders.setdefault(self.teacher.model, []).append(TEACHER)
+        others = {TEACHER: self.teacher, REWARD_MODEL_SECTION: self.reward_model}
+        for section, other in others.items():
+            if other is not None:
+                folders.setdefault(other.model, []).append(section)
         return folders
 
     @property
+    def read_tokens(self) -> int:
+        """Maximum number of tokens of a text that the reward model reads, or 0 without one."""
+        if self.reward_model is None:
+            return 0
+        positions = read_config(self.reward_model.model).get("max_position_embeddings")
+        most = min(MOST_TEXT_TOKENS, positions) if isinstance(positions, int) else MOST_TEXT_TOKENS
+        return self.reward_model.max_tokens or most
+
+    @property
     def frozen(self) -> tuple[FrozenModel, ...]:
-        """The models of the run that only score tokens."""
-        kl, reward_kl, teacher, services = (
-            self.algorithm.kl,
-            self.algorithm.reward_kl,
-            self.teacher,
-            self.services.frozen,
-        )
+        """The models of the run that only score."""
+        kl, reward_kl, teacher, services = self.algorithm.kl, self.algorithm.reward_kl, self.teacher, self.services
         refreshed = kl is not None and kl.refresh_every is not None
         models: list[FrozenModel] = []
-        if REFERENCE in services:
-            reference = FrozenModel(
-                name=REFERENCE,
-                service=DEVICE_SERVICE[REFERENCE],
-                settings=services[REFERENCE],
-                section=POLICY,
-                folder=Path(self.policy.model),
-                dtype=self.policy.dtype,
-                passes=self.policy.passes,
+        if REFERENCE in services.frozen:
+            reference = replace(
+                self._frozen(REFERENCE, POLICY, self.policy),
                 temperature=self.sampling.temperature,
-                stage=REFERENCE,
                 refreshed=refreshed,
                 lora=self.policy.lora if refreshed else None,
-                seed=self.run.seed,
                 reward_kl="" if reward_kl is None else reward_kl.estimator,
                 sums=self.algorithm.loss.compares,
-                deterministic=self.run.deterministic,
-                shares_devices=DEVICE_SERVICE[REFERENCE] in self.colocated_services,
             )
             models.append(reference)
-        if teacher is not None and TEACHER in services:
-            models.append(
-                FrozenModel(
-                    name=TEACHER,
-                    service=DEVICE_SERVICE[TEACHER],
-                    settings=services[TEACHER],
-                    section=TEACHER,
-                    folder=Path(teacher.model),
-                    dtype=teacher.dtype or self.policy.dtype,
-                    passes=teacher.passes,
-                    temperature=teacher.temperature or self.sampling.temperature,
-                    stage=TEACHER,
-                    refreshed=False,
-                    lora=None,
-                    seed=self.run.seed,
-                    reward_kl="",
-                    sums=False,
-                    deterministic=self.run.deterministic,
-                    shares_devices=DEVICE_SERVICE[TEACHER] in self.colocated_services,
-                    top_k=self.algorithm.distilled_tokens,
-                    server=self.services.teacher.server if self.services.teacher is not None else None,
-                    readable=vocabulary(self.policy.model) or sys.maxsize,
-                )
+        if teacher is not None and services.teacher is not None:
+            distilled = replace(
+                self._frozen(TEACHER, TEACHER, teacher),
+                temperature=teacher.temperature or self.sampling.temperature,
+                top_k=self.algorithm.distilled_tokens,
+                server=services.teacher.server,
+                readable=vocabulary(self.policy.model) or sys.maxsize,
             )
+            models.append(distilled)
+        if self.reward_model is not None and REWARD_MODEL in services.frozen:
+            terms = (term for term in self.reward.terms if term.function == REWARD_MODEL_FUNCTION)
+            scorer = replace(
+                self._frozen(REWARD_MODEL, REWARD_MODEL_SECTION, self.reward_model),
+                head="value",
+                weight=sum(term.weight for term in terms),
+                apart=self.algorithm.filter_zero_variance is not None,
+            )
+            models.append(scorer)
         return tuple(models)
+
+    def _frozen(self, name: str, section: str, model: Policy | Teacher | RewardModel) -> FrozenModel:
+        """Return what all frozen models have in common, given the section with the model."""
+        service = DEVICE_SERVICE[name]
+        return FrozenModel(
+            name=name,
+            service=service,
+            settings=self.services.frozen[name],
+            section=section,
+            folder=Path(model.model),
+            dtype=model.dtype or self.policy.dtype,
+            passes=model.passes,
+            stage=name,
+            seed=self.run.seed,
+            deterministic=self.run.deterministic,
+            shares_devices=service in self.colocated_services,
+        )
 
     @property
     def own_models(self) -> tuple[TrainedModel | FrozenModel, ...]:
-        """The models that have a section of their own, which has their name."""
-        return (*self.trained, *(model for model in self.frozen if model.section == model.name))
+        """The models that have a section of their own."""
+        return (*self.trained, *(model for model in self.frozen if model.section != POLICY))
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -430,10 +447,11 @@ class Topology(Section):
 
     def with_passes(self, passes: Mapping[str, Passes]) -> Topology:
         """Return this topology with `passes` for its models, by section."""
-        sections: dict[str, Policy | Critic | Teacher | None] = {
+        sections: dict[str, Policy | Critic | Teacher | RewardModel | None] = {
             POLICY: self.policy,
             CRITIC: self.critic,
             TEACHER: self.teacher,
+            REWARD_MODEL_SECTION: self.reward_model,
         }
         changed = {
             name: section.model_copy(update={"passes": passes[name]})

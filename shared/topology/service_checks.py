@@ -15,7 +15,7 @@ from types import MappingProxyType
 from shared.topology.capacity import weight_bytes
 from shared.topology.document import Found
 from shared.topology.model_files import experts, read_config
-from shared.topology.models import CRITIC, DEVICE_SERVICE, POLICY, TEACHER, FrozenModel, TrainedModel
+from shared.topology.models import CRITIC, DEVICE_SERVICE, REWARD_MODEL, TEACHER, FrozenModel, TrainedModel
 from shared.topology.schema import Topology
 from shared.topology.services import Placed, Rollout, ScorerSettings, WeightsRoute
 
@@ -25,10 +25,12 @@ UNSUPPORTED = MappingProxyType({"pp": "pipeline", "cp": "context"})
 """Kinds of parallelism that no engine of this version has, by key of services.rollout.parallel."""
 SERVED_TEMPERATURE = 2.0
 """Maximum temperature that vLLM and servers with the OpenAI interface accept."""
+EXPERT_UNIT = 32
+"""vLLM's kernel for experts on CPUs pads sizes to a multiple of this number, and a reload does not fit into padding."""
 _SERVER_ARGUMENTS = ("base_url", "model", "api_key_env", "weights_directory")
 _NOT_VLLM = ("gpt_neox",)
 _COLOCATE = ("placement", "colocate")
-MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
+MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 def check(topology: Topology) -> Found:
@@ -56,6 +58,11 @@ def _services(topology: Topology) -> Found:
             remedy = "remove it" if own else "set it to null"  # services.policy-trainer may give it
             message = f"{trainer.workers} has no effect with {trainer.gpus} gpus: one rank runs on each; {remedy}"
             yield ("services", key, "workers"), message
+        parallel, copies = trainer.parallel, trainer.world_size // trainer.parallel.model_ranks
+        if copies % parallel.ep:
+            message = f"{parallel.ep} does not divide the {copies} copies of the model that share experts"
+            remedy = f"use {parallel.ep * parallel.model_ranks} ranks or a multiple of that (workers, or gpus)"
+            yield ("services", key, "parallel", "ep"), f"{message}; {remedy}"
     store = services.batch_store
     if store.spill is None and store.spill_limit is not None:
         message = f"{store.spill_limit} bytes have no effect without spill; remove it, or name a folder as spill"
@@ -85,31 +92,33 @@ def _split(topology: Topology) -> Found:
     for name, service in topology.services.scorers.items():
         model = models.get(DEVICE_SERVICE[name])
         if service.backend == "torch":
-            yield from _torch_degrees(name, service, {"tp", "pp"} if name in trainers else {"tp", "pp", "cp"})
+            yield from _torch_degrees(name, service, {"tp", "pp", "ep"} if name in trainers else {"tp", "pp", "cp"})
         elif service.backend == "megatron" and model is not None:
             yield from _megatron_degrees(name, service, model)
 
 
 def _ranks_on_hosts(name: str, service: ScorerSettings, ranks: int, hosts: int) -> Found:
-    """Check `ranks` that are divided among `hosts`. Tensor and context parallel ranks exchange data in every layer."""
+    """Check `ranks` that are divided among `hosts`. Tensor, context and expert parallel ranks exchange data in every
+    layer."""
     if hosts < 2:
         return
-    close = service.parallel.tp * service.parallel.cp
+    degrees = _degrees_of(service)
+    close = degrees["tp"] * degrees["cp"] * degrees["ep"]
     per_host = ranks // hosts
     if ranks % hosts or per_host % close:
-        rule = f"each host must have the same number of ranks, a multiple of tp*cp = {close}"
+        rule = f"each host must have the same number of ranks, a multiple of tp*cp*ep = {close}"
         remedy = f"use {hosts * close * max(per_host // close, 1)} ranks, or fewer hosts"
         yield ("services", name, "host"), f"{hosts} hosts for {ranks} rank{'s' * (ranks > 1)}: {rule}; {remedy}"
 
 
 def _degrees_of(service: ScorerSettings) -> dict[str, int]:
-    return {"tp": service.parallel.tp, "pp": service.parallel.pp, "cp": service.parallel.cp}
+    return {name: getattr(service.parallel, name, 1) for name in ("tp", "pp", "cp", "ep")}  # only trainers have ep
 
 
 def _torch_degrees(name: str, service: ScorerSettings, has_no: set[str]) -> Found:
     for degree, count in _degrees_of(service).items():
         if degree in has_no and count > 1:
-            what = "sequences here" if degree == "cp" else "layers"
+            what = {"cp": "sequences here", "ep": "experts"}.get(degree, "layers")
             remedy = "set backend to megatron, or use 1"
             message = f"{count} splits {what}, which backend torch does not support; {remedy}"
             yield ("services", name, "parallel", degree), message
@@ -118,14 +127,23 @@ def _torch_degrees(name: str, service: ScorerSettings, has_no: set[str]) -> Foun
 def _megatron_degrees(name: str, service: ScorerSettings, model: TrainedModel | FrozenModel) -> Found:
     place, degrees = ("services", name), _degrees_of(service)
     if model.dtype not in ("float32", "bfloat16"):
-        section = model.name if isinstance(model, TrainedModel) else POLICY
-        yield (section, "dtype"), f"{model.dtype}: backend megatron supports float32 and bfloat16"
+        yield (model.section, "dtype"), f"{model.dtype}: backend megatron supports float32 and bfloat16"
     config = read_config(str(model.folder))
     kind = config.get("model_type")
     if kind is not None and kind not in MEGATRON_FAMILIES:
         message = f"megatron supports {', '.join(MEGATRON_FAMILIES)}, but the model is a {kind}; use torch"
         yield (*place, "backend"), message
         return
+    mixture = experts(config)
+    if degrees["ep"] > 1 and mixture % degrees["ep"]:
+        message = f"{degrees['ep']} does not divide the model's {mixture} experts; use a divisor"
+        yield (*place, "parallel", "ep"), message
+    elif degrees["ep"] > 1 and not mixture:
+        yield (*place, "parallel", "ep"), f"{degrees['ep']}: the model has no experts; use 1"
+    for degree in ("tp", "cp") if mixture else ():
+        if degrees[degree] > 1:
+            message = f"{degrees[degree]}: not available for a mixture of experts; use ep and pp"
+            yield (*place, "parallel", degree), message
     heads = config.get("num_attention_heads")
     for degree, what, count in (
         ("tp", "attention heads", heads),
@@ -193,9 +211,7 @@ def _colocated(topology: Topology) -> Found:
         return
     for index, name in enumerate(names):
         if name not in DEVICE_SERVICE:
-            message = (
-                f"{name!r} is not a service with devices; use policy-trainer, critic, reference, teacher or rollout"
-            )
+            message = f"{name!r} is not a service with devices; use {', '.join(DEVICE_SERVICE)}"
             yield (*_COLOCATE, index), message
         elif name in names[:index]:
             yield (*_COLOCATE, index), f"{name} is named twice; remove one"
@@ -211,6 +227,8 @@ def _colocated(topology: Topology) -> Found:
             yield (*_COLOCATE, index), "no critic is started without the section critic; leave it out"
         elif name == TEACHER and topology.teacher is None:
             yield (*_COLOCATE, index), "no teacher is started without the section teacher; leave it out"
+        elif name == REWARD_MODEL and topology.reward_model is None:
+            yield (*_COLOCATE, index), "no reward model is started without the section reward_model; leave it out"
     if len(names) == 1:
         yield _COLOCATE, f"{names[0]} alone shares nothing; name two services or leave it out"
     yield from _same_place(topology)
@@ -269,7 +287,7 @@ def _engine(topology: Topology) -> Found:
             yield ("services", "rollout", "parallel", key), message
     yield from _gpus(rollout)
     if rollout.engine == "vllm":
-        yield from _family(topology.policy.model)
+        yield from _family(topology)
     hottest = {("sampling", "temperature"): topology.sampling.temperature} | {
         ("data", "eval", name, "temperature"): evaluation.temperature for name, evaluation in topology.data.eval.items()
     }
@@ -350,14 +368,20 @@ def _route(topology: Topology) -> Found:
         yield path, f"{message}; use shards"
 
 
-def _family(model: str) -> Found:
-    """Find models whose new weights vLLM does not accept under the trainer's names."""
-    config, path = read_config(model), ("services", "rollout", "engine")
-    count, kind = experts(config), config.get("model_type")
+def _family(topology: Topology) -> Found:
+    """Find models whose new weights vLLM does not accept."""
+    rollout, config = topology.services.rollout, read_config(topology.policy.model)
+    path, count, kind = ("services", "rollout", "engine"), experts(config), config.get("model_type")
     remedy = "use engine transformers"
-    if count:
-        message = f"vllm: the model is a mixture of {count} experts, whose weights vLLM cannot receive from the trainer"
-        yield path, f"{message}; {remedy}"
+    if count and topology.policy.lora is not None:
+        yield path, f"vllm: the model is a mixture of {count} experts, for which vLLM takes no adapter here; {remedy}"
+    sizes = {key: config.get(key) for key in ("hidden_size", "moe_intermediate_size", "intermediate_size")}
+    inner = sizes["moe_intermediate_size"] or sizes["intermediate_size"]
+    for what, size, ranks in (("inputs", sizes["hidden_size"], 1), ("rows", inner, rollout.parallel.tp)):
+        if count and not rollout.gpus and isinstance(size, int) and size % (ranks * EXPERT_UNIT):
+            shared = f" on {ranks} ranks (parallel.tp)" if ranks > 1 else ""
+            message = f"vllm: an expert has {size} {what}{shared}, but vLLM's kernel for CPUs needs a multiple of"
+            yield path, f"{message} {EXPERT_UNIT} on each; {remedy}"
     if kind in _NOT_VLLM:
         message = f"vllm: the model is a {kind}, whose weights a vLLM process cannot read back to verify them"
         yield path, f"{message}; {remedy}"

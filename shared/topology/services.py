@@ -25,6 +25,14 @@ class Parallel(Section):
         return self.tp * self.pp * self.cp
 
 
+class TrainerParallel(Parallel):
+    ep: Count = Field(
+        default=1,
+        description="expert-parallel ranks, 1 or more: data-parallel ranks that share the experts of a mixture "
+        "(backend megatron)",
+    )
+
+
 Recompute = Literal["none", "layers", "selective"]
 
 
@@ -70,8 +78,9 @@ class TrainerSettings(ScorerSettings):
     workers: Count | None = Field(
         default=None,
         description="number of ranks on the CPU, one process each; must be a multiple of tp*pp*cp; default: one copy "
-        "of the model",
+        "of the model, or ep ranks",
     )
+    parallel: TrainerParallel = Field(default_factory=TrainerParallel, description="how a copy of the model is split")
     recompute: Recompute = Field(
         default="none",
         description="layers: keep only the input of each layer and recompute the layer in the backward pass; selective "
@@ -81,7 +90,7 @@ class TrainerSettings(ScorerSettings):
     @property
     def world_size(self) -> int:
         """Total number of ranks: one per GPU, or, on the CPU, the number in `workers`."""
-        return self.gpus or self.workers or self.parallel.model_ranks
+        return self.gpus or self.workers or self.parallel.model_ranks * self.parallel.ep
 
 
 class FrozenSettings(ScorerSettings):
@@ -160,6 +169,11 @@ class Services(Section):
     teacher: TeacherSettings | None = Field(
         default=None, description="the model that is distilled; started if there is a section teacher"
     )
+    reward_model: FrozenSettings | None = Field(
+        default=None,
+        alias="reward-model",
+        description="the model that scores samples; started if there is a section reward_model",
+    )
     rollout: Rollout = Field(default_factory=Rollout, description="the sampling engines")
     batch_store: BatchStore = Field(default_factory=BatchStore, alias="batch-store", description="limits of the store")
 
@@ -177,7 +191,7 @@ class Services(Section):
     @property
     def frozen(self) -> dict[str, FrozenSettings]:
         """The services of the run whose models are never trained, by key."""
-        settings = {"reference": self.reference, "teacher": self.teacher}
+        settings = {"reference": self.reference, "teacher": self.teacher, "reward-model": self.reward_model}
         return {name: section for name, section in settings.items() if section is not None}
 
     @property

@@ -55,7 +55,16 @@ LOOKS: Mapping[WorkKind, Look] = MappingProxyType(
             "#d9512c",
             ("Forward", "Credit", "ForwardBackward", "ForwardBackwardModel"),
             (POLICY_WORKER,),
-            ("loss/", "policy/", "advantage/", "preference/", "dispatch/", "time/credit", "time/forward_backward"),
+            (
+                "loss/",
+                "policy/",
+                "advantage/",
+                "preference/",
+                "moe/",
+                "dispatch/",
+                "time/credit",
+                "time/forward_backward",
+            ),
         ),
         WorkKind.OPTIMIZER: Look(
             "#a07500",

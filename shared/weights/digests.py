@@ -30,8 +30,9 @@ _MASK = (1 << 64) - 1
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, columns) of the matrix for a tensor of `shape`: its first dimension, and the others flattened."""
-    return (int(shape[0]), math.prod(shape[1:])) if shape else (1, 1)
+    """Return (rows, columns) of the matrix for a tensor of `shape`: all dimensions but the last, flattened, and the
+    last. The elements of a vector are rows of one column."""
+    return (math.prod(shape[:-1]), int(shape[-1])) if len(shape) > 1 else (math.prod(shape), 1)
 
 
 @torch.no_grad()

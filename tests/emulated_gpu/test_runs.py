@@ -36,7 +36,7 @@ SMALL = (
 EVERYTHING = tuple(f"services.{name}.gpus=1" for name in ("policy-trainer", "reference", "rollout"))
 ONE_GPU = (*EVERYTHING, "placement.colocate=[policy-trainer, reference, rollout]")
 RECIPES = ROOT / "launch" / "topologies" / "recipes"
-PPO, LORA = RECIPES / "ppo.yaml", RECIPES / "lora.yaml"
+PPO, LORA, MOE = RECIPES / "ppo.yaml", RECIPES / "lora.yaml", RECIPES / "moe.yaml"
 WITH_REFERENCE = "algorithm.kl={coef: 0.001}"
 GRAD_NORM, EXPORT = 1e-5, 1e-6
 """Maximum relative distances to the run on the CPU; those of exports are of all weights together."""
@@ -146,6 +146,22 @@ def test_an_adapter_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) -> None:
     limit = EXPORT * 1e-3 / 3e-4
     for path, name in ((on_gpus, "an adapter"), (on_two, "an adapter, FSDP2 on two GPUs")):
         Distance.of(path, on_cpu, file="export/adapter/adapter_model.safetensors").check(name, export=limit)
+    assert differences(on_one, on_gpus) == []
+
+
+def test_a_mixture_of_experts_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) -> None:
+    apart = [f"services.{name}.gpus=1" for name in ("policy-trainer", "rollout")]
+    on_cpu, on_gpus, on_one, on_two = (
+        finished(tmp_path / name, *settings, topology=MOE)
+        for name, settings in (
+            ("cpu", ()),
+            ("gpus", apart),
+            ("one", (*apart, "placement.colocate=[policy-trainer, rollout]")),
+            ("two", ("services.policy-trainer.gpus=2",)),
+        )
+    )
+    for path, name in ((on_gpus, "a mixture"), (on_two, "a mixture, FSDP2 on two GPUs")):
+        Distance.of(path, on_cpu).check(name)
     assert differences(on_one, on_gpus) == []
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from proto.messages import DeviceMemory, TransferOffer, TransferParameter
 from services.rollout.engines import vllm_offer, vllm_setup
+from services.rollout.engines.proof.load_trace import EXPERTS
 from shared.ranks.meeting import Meeting
 from shared.topology.services import WeightsRoute
 from tests.emulated_gpu.vllm_process import import_vllm
@@ -138,6 +139,19 @@ def test_the_worker_and_both_model_runners_have_the_members_that_our_extension_u
                     wrong += [check(runner, name, call) for runner in MODEL_RUNNERS]
     assert {"reload_weights", "model_runner", "get_model", "update_weights", "weight_transfer_engine"} <= used
     assert [why for why in wrong if why] == []
+
+
+def test_the_layers_of_experts_have_the_members_that_packing_and_proof_use() -> None:
+    fused_moe = "model_executor.layers.fused_moe"
+    method = vllm(f"{fused_moe}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod")
+    kernel, experts = (vllm(f"{fused_moe}.modular_kernel", name) for name in ("FusedMoEKernel", "FusedMoEExperts"))
+    assert "moe_kernel" in members(method)
+    assert "fused_experts" in members(kernel)
+    assert "process_weights_after_loading" in members(experts)
+    assert "isa" not in members(experts)  # marks the kernels that read packed weights, which run on CPUs only
+    created = inspect.getsource(method.create_weights)
+    assert all(f'register_parameter("{name}"' in created for name in EXPERTS)
+    assert "hf_config" in members(vllm("config", "ModelConfig"))
 
 
 def test_the_methods_of_our_extension_do_not_hide_those_of_the_worker() -> None:

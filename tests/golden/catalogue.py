@@ -44,12 +44,12 @@ from shared.security.roles import LEAST_ROLE, Role
 SPEC = Path(__file__).resolve().parents[2] / "proto" / "SPEC.md"
 BEGIN, END = "<!-- catalogue: made by tests/golden/catalogue.py -->\n", "<!-- end of catalogue -->\n"
 
-WORKERS = "rollout, reference, teacher"
+WORKERS = "rollout, reference, teacher, reward-model"
 ROUTES = {
     "Ping": ("anyone", "anyone"),
     "ServiceReport": ("every service", "supervisor"),
     "RestartService": ("operator", "supervisor"),
-    "DrainService": ("operator, supervisor", "supervisor, rollout, reference, teacher"),
+    "DrainService": ("operator, supervisor", "supervisor, rollout, reference, teacher, reward-model"),
     "ScaleService": ("operator", "supervisor"),
     "StopRun": ("operator", "supervisor"),
     "GetSupervisorState": ("operator, policy-trainer", "supervisor"),
@@ -107,8 +107,8 @@ ROUTES = {
     "ForwardBackwardModel": ("server", "policy-trainer-worker"),
     "OptimStepModel": ("server", "policy-trainer-worker"),
     "PublishModel": ("server", "policy-trainer-worker"),
-    "Meet": ("policy-trainer-worker, reference, teacher", "rank 0 of its group"),
-    "ScoreTogether": ("reference, teacher", "the same service"),
+    "Meet": ("policy-trainer-worker, reference, teacher, reward-model", "rank 0 of its group"),
+    "ScoreTogether": ("reference, teacher, reward-model", "the same service"),
     "LoadVersion": ("policy-trainer", "rollout"),
     "UnloadVersion": ("policy-trainer", "rollout"),
     "SampleTokens": ("policy-trainer", "rollout"),

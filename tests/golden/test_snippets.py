@@ -33,7 +33,9 @@ FREE = ("params", "engine_args")
 """Last parts of the keys whose value is a mapping with arbitrary keys."""
 SECTIONS = {key.partition(".")[0] for key in KEYS}
 # Words that look like topology keys but are not, such as file names.
-OTHER = re.compile(r"\.(py|md|yaml|jsonl|sqlite|json|log|txt|html|gz|csv|svg|h|c)$|^(run\.name|data\.copies)$")
+OTHER = re.compile(
+    r"\.(py|md|yaml|jsonl|sqlite|json|log|txt|html|gz|csv|svg|h|c)$|^(run\.name|data\.copies|reward_model\.ground_truth)$"
+)
 
 
 def blocks(document: Path) -> Iterator[tuple[str, str]]:
@@ -141,12 +143,13 @@ def test_code_blocks_in_documents_can_be_parsed(document: Path) -> None:
 
 
 def merged(below: Any, above: Any) -> Any:
-    """Return `below` with the values of `above`, which replace other values than mappings. Several sources replace a
-    single one."""
+    """Return `below` with the values of `above`, which replace other values than mappings. Several sources or functions
+    replace a single one."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
-    if "sources" in above:
-        below = {key: value for key, value in below.items() if key != "source"}
+    for several, single in (("sources", "source"), ("functions", "function")):
+        if several in above:
+            below = {key: value for key, value in below.items() if key != single}
     return below | {key: merged(below.get(key), value) for key, value in above.items()}
 
 
@@ -161,6 +164,7 @@ def small_topology(folder: Path) -> Path:
 def test_example_topologies_in_documents_are_valid(document: Path, tmp_path: Path) -> None:
     path, example = small_topology(tmp_path), tmp_path / "example.yaml"
     whole = read(path).data
+    whole["services"]["batch-store"]["memory"] = "16MiB"  # texts for a reward model need room
     for language, text in blocks(document):
         if language == "yaml" and not text.startswith(FOREIGN):
             example.write_text(text)

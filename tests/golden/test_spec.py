@@ -24,13 +24,13 @@ from shared.rpc import client, errors, mailbox, replies, senders, transport, unr
 from shared.rpc.mailbox import Mailbox
 from shared.security import connections, curve
 from shared.security.roles import LEAST_ROLE, Role
-from shared.stages import GRAPH, RECORD
+from shared.stages import GRAPH, RECORD, Key, Per
 from tests.golden.block_files import hash_of
 from tests.golden.catalogue import ROUTES, SPEC, catalogue, split_spec
 from tests.golden.catalogue import errors as errors_of
 from tests.golden.vectors import FOLDER, read
 
-LINE_CHARACTERS = 140
+LINE_CHARACTERS = 156
 CODES = list(ErrorCode)
 
 
@@ -204,15 +204,20 @@ def test_roles_and_their_messages_match_the_code() -> None:
 
 
 def test_stages_and_their_keys_match_the_code() -> None:
-    rows = re.findall(r"^\| `(\w+)`[^|]*\|([^|]*)\|([^|]*)\|$", section(8), re.M)
+    rows = re.findall(r"^\| `([\w-]+)`[^|]*\|([^|]*)\|([^|]*)\|$", section(8), re.M)
     listed = {name: (re.findall(r"`(\w+)`", needs), re.findall(r"`(\w+)`", makes)) for name, needs, makes in rows}
     assert listed == {stage.name: (list(stage.needs), list(stage.makes)) for stage in GRAPH if stage.leased}
 
 
+def letter(key: Key) -> str:
+    """Return the letter of a width that the topology decides."""
+    return "k" if key.per is Per.TRAINED else "W"
+
+
 def test_keys_match_their_declarations() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| \[([\w, ]+)\] \| `(\w+)` \| (.+) \|$", section(8), re.M)
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| \[([\w, ]+)\] \| `([\w-]+)` \| (.+) \|$", section(8), re.M)
     assert rows == [
-        (key.name, key.dtype, ", ".join([key.per, *(str(size or "k") for size in key.row)]), stage.name, key.meaning)
+        (key.name, key.dtype, ", ".join([key.per, *(str(n or letter(key)) for n in key.row)]), stage.name, key.meaning)
         for stage in (*GRAPH, RECORD)
         for key in stage.keys
     ]

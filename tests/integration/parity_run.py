@@ -39,6 +39,11 @@ PPO = (
     "critic={optimizer: {lr: 1.0e-3}, num_iterations: 2}",
 )
 """The same with a critic, which has four updates per step, and without a reference."""
+REWARDED = (
+    "reward.function=null",
+    "reward.functions=[{function: builtin:reward_model, weight: 0.5}, {function: builtin:exact_match}]",
+)
+"""With `reward.model`: the rewards are the sum of a reward model's scores and of those of a function."""
 _LIVE = ("time/", "throughput/", "store/", "gc/", "sync/sent")
 """Metrics that depend on the time, the machine or the route of the weights; all others depend only on the training."""
 LIMIT_S = 400.0

@@ -115,8 +115,8 @@ ROLLOUT = [
         "a failed sample is trained on",
         Promise.FAILED_SAMPLE,
         "services/rollout/results/finish.py",
-        "shards.append(task_shards([sample.sequences for sample, _ in alive]))",
-        "shards.append(task_shards([sample.sequences for sample in group]))",
+        "shards.append(task_shards([sample.sequences for sample, _ in alive]) | ",
+        "shards.append(task_shards([sample.sequences for sample in group]) | ",
         "tests/unit/rollout/test_assemble.py::test_failed_samples_are_left_out_and_counted",
     ),
     Mutation(

@@ -52,7 +52,7 @@ def run_group(function: str, layout: Layout, folder: Path, device: str = "cpu") 
     processes = []
     for rank in range(layout.world_size):
         (folder / f"rank-{rank}").mkdir()
-        degrees = (layout.world_size, layout.tp, layout.pp, layout.cp)
+        degrees = (layout.world_size, layout.tp, layout.pp, layout.cp, layout.ep)
         process = context.Process(target=_rank, args=(function, str(folder), degrees, rank, device), daemon=True)
         process.start()
         processes.append(process)
@@ -77,7 +77,7 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: int, device: str) -> None:
+def _rank(function: str, folder: str, degrees: tuple[int, int, int, int, int], rank: int, device: str) -> None:
     import torch.distributed as dist
 
     from shared.ranks.meeting import LOOPBACK, Meeting

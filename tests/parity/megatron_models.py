@@ -27,6 +27,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-bias": {"kind": "qwen2", "tie_word_embeddings": True, "vocab_size": VOCAB},
     "llama-untied": {"kind": "llama", "tie_word_embeddings": False, "vocab_size": VOCAB},
 }
+_EXPERTS = {"vocab_size": VOCAB, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"kind": "qwen3_moe", "head_dim": 12, "num_experts": 6, "moe_intermediate_size": 20, **_EXPERTS},
+    "mixtral": {"kind": "mixtral", "num_local_experts": 4, **_EXPERTS},
+}
 
 
 CRITICS = {"qwen3-critic": {**FAMILIES["qwen3-tied"], "head": "value"}}
@@ -37,9 +42,27 @@ def head_of(family: str) -> Head:
     return "value" if family in CRITICS else "language"
 
 
+class ExactRouter(torch.nn.Module):
+    """A router in the dtype of its input. The library's version always computes probabilities in float32."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.weight, self.top_k = original.weight, original.top_k
+        self._normalized = getattr(original, "norm_topk_prob", True)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.weight.T
+        chosen, indices = logits.softmax(-1).topk(self.top_k)
+        return logits, chosen / chosen.sum(-1, keepdim=True) if self._normalized else chosen, indices
+
+
 def hf_model(family: str, dtype: str = "float32") -> Any:
     """Return the model of `family`, which always has the same weights. Its biases are not zero."""
-    model = make_model(**(FAMILIES | CRITICS)[family], dtype=getattr(torch, dtype))
+    model = make_model(**(FAMILIES | MIXTURES | CRITICS)[family], dtype=getattr(torch, dtype))
+    if family in MIXTURES:
+        model.set_experts_implementation("eager")  # the default refuses float64
+        for layer in model.model.layers if dtype == "float64" else ():
+            layer.mlp.gate = ExactRouter(layer.mlp.gate)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, param in model.named_parameters():

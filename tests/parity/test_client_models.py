@@ -252,7 +252,9 @@ def test_neither_the_number_of_calls_nor_of_ranks_changes_the_result(tmp_path: P
     for calls in (2, 7):
         parts = in_calls(backend_of(Layout(1).place(0), tmp_path, LARGE), calls)
         assert max(float((parts[name] - whole[name]).abs().max()) for name in whole) <= 1e-12
-    for layout, name in ((Layout(2), "dp2"), (Layout(2, cp=2), "cp2")):
+    # Context parallelism adds in another order, and AdamW's division by small second moments magnifies the rounding; by
+    # how much depends on the CPU's vector instructions.
+    for layout, name, limit in ((Layout(2), "dp2", 1e-12), (Layout(2, cp=2), "cp2", 1e-11)):
         run_group("tests.parity.test_client_models:in_a_group", layout, tmp_path / name)
         parts = load_file(tmp_path / name / "rank-0" / "made.safetensors")
-        assert max(float((parts[key] - whole[key]).abs().max()) for key in whole) <= 1e-12, name
+        assert max(float((parts[key] - whole[key]).abs().max()) for key in whole) <= limit, name

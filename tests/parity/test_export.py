@@ -24,6 +24,7 @@ from tests.parity.groups import run_group
 from tests.parity.megatron_models import (
     CRITICS,
     FAMILIES,
+    MIXTURES,
     every_next_token,
     head_of,
     megatron,
@@ -80,9 +81,11 @@ def work(backend: str, place: RankPlace, folder: Path) -> None:
 torch_work, megatron_work = functools.partial(work, "torch"), functools.partial(work, "megatron")
 
 
-def check(backend: str, layout: Layout, families: list[str], folder: Path) -> None:
+def check(
+    backend: str, layout: Layout, families: list[str], folder: Path, dtypes: tuple[str, ...] = tuple(LIMITS)
+) -> None:
     for family in families:
-        for dtype in LIMITS:
+        for dtype in dtypes:
             save(family, folder / "models", dtype)
     ranks = folder / "ranks"
     run_group(f"tests.parity.test_export:{backend}_work", layout, ranks)
@@ -108,6 +111,12 @@ def check(backend: str, layout: Layout, families: list[str], folder: Path) -> No
 @pytest.mark.parametrize("backend", LAYOUTS)
 def test_one_rank_exports_the_weights_that_it_trained(backend: str, tmp_path: Path) -> None:
     check(backend, Layout(1), ["llama-untied", *CRITICS], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [Layout(2, ep=2), Layout(4, pp=2, ep=2)], ids=["ep2", "pp2, ep2"])
+def test_expert_parallel_ranks_export_the_weights_that_they_trained(layout: Layout, tmp_path: Path) -> None:
+    check("megatron", layout, list(MIXTURES), tmp_path)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from shared.ranks.layout import Layout, RankPlace
 from shared.topology.services import Recompute
 from tests.parity.gradient_cases import RUNS, back, cases_of, forward, nothing_trained, outputs_of
 from tests.parity.groups import run_group, sums_of
-from tests.parity.megatron_models import alone, head_of, megatron, save
+from tests.parity.megatron_models import MIXTURES, alone, head_of, hf_model, megatron, save
 from tests.unit.policy_trainer.training import adamw
 
 pytestmark = pytest.mark.timeout(300)
@@ -31,6 +32,7 @@ LAYOUTS = {
     "dp2xcp2": Layout(4, cp=2),
 }
 PRODUCTS = {"dp2xtp2": Layout(4, tp=2), "dp2xpp2": Layout(4, pp=2), "tp2xpp2": Layout(4, tp=2, pp=2)}
+EXPERT_LAYOUTS = {"ep2": Layout(2, ep=2), "ep2xdp2": Layout(4, ep=2), "ep2xpp2": Layout(4, pp=2, ep=2)}
 MODELS = ("qwen3-tied", "qwen3-critic")
 ALONE = Layout(1).place(0)
 # With a smaller eps, AdamW's first updates have full size even where a gradient is only a rounding error.
@@ -38,7 +40,7 @@ TRAINING = {"clip_norm": 0.05, "weight_decay": 0.1, "warmup_steps": 2, "lr": 3e-
 
 
 def work(place: RankPlace, folder: Path) -> None:
-    for family in MODELS:
+    for family in sorted({model.name.rpartition("-")[0] for model in (folder.parent / "models").iterdir()}):
         work_on(family, place, folder)
 
 
@@ -74,6 +76,9 @@ def work_on(family: str, place: RankPlace, folder: Path) -> None:
     )
     again.load_state(type(state)(*given))
     returned = again.state()
+    own = {name: each.clone() for name, each in backend.own_state().items()}
+    again.load_own_state(own)
+    assert all(torch.equal(each, own[name]) for name, each in again.own_state().items())
     out = {f"weights/{name}": each for name, each in state.weights.items()}
     out |= {f"optimizer/{name}": each for name, each in state.optimizer.items()}
     out |= {f"returned-weights/{name}": each for name, each in returned.weights.items()}
@@ -85,13 +90,44 @@ def work_on(family: str, place: RankPlace, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.long) for each in PRODUCTS)])
 def test_gradients_updates_and_states_equal_those_of_one_torch_process(name: str, tmp_path: Path) -> None:
-    layout = (LAYOUTS | PRODUCTS)[name]
-    for family, dtype in itertools.product(MODELS, LIMITS):
+    _equal((LAYOUTS | PRODUCTS)[name], MODELS, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["ep2", *(pytest.param(each, marks=pytest.mark.long) for each in ("ep2xdp2", "ep2xpp2"))]
+)
+def test_expert_parallel_gradients_updates_and_states_equal_those_of_one_torch_process(
+    name: str, tmp_path: Path
+) -> None:
+    for family in MIXTURES:
+        assert _smallest_margin(family) > 1e-5, "a token is close to a tie between experts; choose another seed"
+    _equal(EXPERT_LAYOUTS[name], tuple(MIXTURES), tmp_path)
+
+
+def _smallest_margin(family: str) -> float:
+    """Return the smallest difference between the probabilities of the last expert that a token uses and of the next."""
+    model, margins = hf_model(family, "float64"), []
+
+    def keep(router: Any, given: Any, made: tuple[torch.Tensor, ...]) -> None:
+        likely = made[0].detach().softmax(-1).topk(router.top_k + 1).values
+        margins.append(float((likely[:, -2] - likely[:, -1]).min()))
+
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            module.register_forward_hook(keep)
+    for case in cases_of("language"):
+        for ids in np.split(case.flat["token_ids"], np.cumsum(case.flat["lengths"])[:-1]):
+            model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
+    return min(margins)
+
+
+def _equal(layout: Layout, models: tuple[str, ...], tmp_path: Path) -> None:
+    for family, dtype in itertools.product(models, LIMITS):
         save(family, tmp_path / "models", dtype)
-    trained = {family: _trained(family, tmp_path) for family in MODELS}
-    run_group("tests.parity.test_megatron_gradients:work", layout, tmp_path / name)
-    ranks = [tmp_path / name / f"rank-{rank}" for rank in range(layout.world_size)]
-    for family in MODELS:
+    trained = {family: _trained(family, tmp_path) for family in models}
+    run_group("tests.parity.test_megatron_gradients:work", layout, tmp_path / "ranks")
+    ranks = [tmp_path / "ranks" / f"rank-{rank}" for rank in range(layout.world_size)]
+    for family in models:
         for dtype, limit in LIMITS.items():
             _gradients_equal(family, dtype, limit, tmp_path / "models" / f"{family}-{dtype}", ranks)
         norms, state, outputs = trained[family]

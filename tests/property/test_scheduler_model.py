@@ -49,7 +49,7 @@ from services.scheduler.events import (
 from services.scheduler.plan import EpochOrder, Plan
 from services.scheduler.registry import GONE_S
 from services.scheduler.state import Scheduler
-from shared.stages import REFERENCE, ROLLOUT, TEACHER
+from shared.stages import REFERENCE, REWARD_MODEL, ROLLOUT, TEACHER
 from shared.topology.capacity import live_versions
 from tests.property import scheduler_view as view
 from tests.weights_refs import weights_ref
@@ -91,7 +91,7 @@ class Model:
             shuffle=True,
             deterministic=False,
             rows=range(7),
-            stages=(ROLLOUT, REFERENCE, TEACHER),
+            stages=(ROLLOUT, REFERENCE, TEACHER, REWARD_MODEL),
         )
         self.machine = Scheduler(self.plan, lease_s=5.0, incarnation=1)
         self.journal: list[Durable] = []
@@ -185,6 +185,7 @@ class Model:
     def reference(self) -> None:
         self.lease("reference")
         self.lease("teacher")
+        self.lease("reward-model")
 
     def end(self, outcome: int, *, keep: bool = False) -> None:
         if not self.grants:

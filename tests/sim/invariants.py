@@ -22,6 +22,7 @@ def check_invariants(run: RunState) -> None:
     counts = dict.fromkeys(TaskState, 0) | {TaskState.COLLECTED: ledger.tasks.counts[TaskState.COLLECTED]}
     batched = {task.task_id: step for step, tasks in history.batches.items() for task in tasks}
     measured = {task_id for one in history.evaluations.open.values() for task_id in one.waiting}
+    measured |= {task.task_id for task in ledger.unscored()}
     for task in ledger.tasks:
         counts[task.state] += 1
         waits = ledger.window.tasks.get(task.admission) is task or task.task_id in measured
@@ -61,7 +62,7 @@ def _problem(run: RunState, task: Task, waits: bool, batched: int) -> str:
         case TaskState.LEASED:
             right = not task.made and lease is not None
         case TaskState.ROLLED_OUT:
-            right = waits and task.parts[0] is not None and not all(task.parts)
+            right = (waits or lease is not None) and task.parts[0] is not None and not all(task.parts)
         case TaskState.READY:
             right = waits and all(task.parts) and task.admission in run.ledger.window.finished
         case TaskState.BATCHED:

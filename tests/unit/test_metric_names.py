@@ -39,6 +39,7 @@ def everything() -> set[str]:
     metrics = StepMetrics(step=5, models={POLICY: ModelMetrics(), CRITIC: ModelMetrics()})
     names = ("kl", "mismatch", "mismatch_max", "engine_tokens", "lag_tokens", "weighed", "weight_squared", "capped")
     sums = dict.fromkeys((*names, "teacher_kl", "teacher_gap_max", "teacher_mass"), 1.0)
+    sums |= dict.fromkeys(("moe_entropy", "moe_load_max", "moe_unused_max", "moe_strayed", "balance"), 1.0)
     metrics.policy.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
     metrics.policy.add_update(OptimStepDone(grad_norm=1.0, lr=1e-3, seconds=1.0))
     statistics = {

@@ -3,6 +3,7 @@ by one."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from proto.tensors import Array
 from shared.model.load import allow
+from shared.model.proof import Exact
 from shared.model.value_head import replace_output_layer
 from shared.topology.models import Head
 from shared.topology.passes import FASTEST, Passes
@@ -44,6 +46,17 @@ class ExactRMSNorm(torch.nn.Module):
         return (self.weight + self.shift) * hidden * scale
 
 
+@functools.cache
+def exact(router: type) -> type:
+    """Return the class of routers that compute in float64. The library's compute their probabilities in float32."""
+
+    def forward(self: Any, hidden: torch.Tensor) -> Any:
+        with Exact():
+            return router.forward(self, hidden)  # type: ignore[attr-defined]
+
+    return type(router.__name__, (router,), {"forward": forward})
+
+
 def make_model(
     kind: str,
     *,
@@ -69,6 +82,8 @@ def make_model(
         for name in norms:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, ExactRMSNorm(model.get_submodule(name)))
+        for router in [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]:
+            router.__class__ = exact(type(router))
     allow(model, passes)
     return model
 

@@ -5,7 +5,7 @@
 The warm start uses only builtin:addition's train split, so it never trains on a held-out row. It stops early on
 purpose, so that reinforcement learning has something left to teach. The same seed, machine type and torch version give
 the same bytes. The script prints the greedy held-out accuracy and refuses a model whose accuracy is outside 0.35 to
-0.49. Only `make_tiny_tools` imports this file.
+0.49. Only `make_tiny_tools` and `make_tiny_moe` import this file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from shared.data import Row, Source, open_source
 
@@ -29,6 +29,7 @@ LEARNING_RATE, BATCH, MAX_STEPS = 1e-3, 128, 1000
 PROBE_ROWS, PROBE_EVERY = 256, 5
 IGNORED = -100
 """Label of a token that does not count in the loss."""
+Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 Labelled = tuple[list[int], list[int]]
 """Token ids of a sample, and their labels."""
 CHAT_TEMPLATE = (
@@ -82,7 +83,7 @@ def make_model(
     return Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
-def learn(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, samples: list[Labelled]) -> None:
+def learn(model: Model, optimizer: torch.optim.Optimizer, samples: list[Labelled]) -> None:
     """Take one step of supervised training on `samples`."""
     logits_BTV, labels_BT = label_logits(model, samples)
     loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
@@ -92,9 +93,7 @@ def learn(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, samples: li
     optimizer.zero_grad()
 
 
-def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Source, *, accuracy: float, seed: int
-) -> int:
+def warm_start(model: Model, tokenizer: PreTrainedTokenizerFast, rows: Source, *, accuracy: float, seed: int) -> int:
     """Train on the answers in `rows` until the model answers the fraction `accuracy` of 256 of these rows correctly.
     Return the number of steps.
 
@@ -116,7 +115,7 @@ def warm_start(
     raise SystemExit(f"warm start: accuracy {accuracy} not reached in {MAX_STEPS} steps; try a different --seed")
 
 
-def label_logits(model: Qwen3ForCausalLM, samples: list[Labelled]) -> tuple[torch.Tensor, torch.Tensor]:
+def label_logits(model: Model, samples: list[Labelled]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits at each position and the label that follows it."""
     width = max(len(ids) for ids, _ in samples)
     ids_BT = torch.full((len(samples), width), model.config.pad_token_id or 0)
@@ -129,7 +128,7 @@ def label_logits(model: Qwen3ForCausalLM, samples: list[Labelled]) -> tuple[torc
 
 
 @torch.no_grad()
-def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> float:
+def greedy_accuracy(model: Model, tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> float:
     """Return the fraction of `rows` that greedy decoding answers exactly. Prompts must have equal lengths."""
     ids_BT = torch.tensor([tokenizer.encode(row["prompt"]) for row in rows])
     prompt_tokens = ids_BT.shape[1]
@@ -142,7 +141,7 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
     return right / len(rows)
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the model and its tokenizer, with a class name that version 4 of transformers also knows."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

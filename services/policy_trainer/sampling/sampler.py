@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -56,6 +56,7 @@ from shared.parcel import Parcels
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 
+T = TypeVar("T")
 ENGINE = "rollout"
 PING_S = 0.5
 """Seconds between two signs of life of an engine."""
@@ -165,18 +166,8 @@ class Sampler:
             self._recall(opened)
 
     async def load(self, ref: WeightsRef) -> None:
-        """Load and prove a version in one engine that is there. Raises the errors of `sample`."""
-        error = RpcError(ErrorCode.LOST, "no engine could load the version")
-        for engine in await self._ready():
-            try:
-                await self._load(engine, ref, LOAD_S)
-            except RpcError as refused:
-                if refused.code not in (*_ELSEWHERE, ErrorCode.BUSY, ErrorCode.DEADLINE):
-                    raise
-                error = refused
-            else:
-                return
-        raise error
+        """Load and prove a version in one engine that is there. Raises the errors of `_by_any`."""
+        await self._by_any(lambda engine: self._load(engine, ref, LOAD_S))
 
     async def unload(self, ref: WeightsRef) -> None:
         """Have all engines drop a version, whose weights are about to be deleted. Engines that are not there hold
@@ -190,21 +181,40 @@ class Sampler:
     async def render(self, row: dict[str, Any]) -> Array:
         """Return the tokens, int32 [T], of a `prompt`: a text, or messages with `tools`.
 
-        Raises RpcError(bad_request) for what the chat template refuses, and lost if no engine is there.
+        Raises RpcError(bad_request) for what the chat template refuses, and the errors of `_by_any`.
         """
-        request, error = RenderPrompt(row=msgspec.json.encode(row)), RpcError(ErrorCode.LOST, "")
+        request = RenderPrompt(row=msgspec.json.encode(row))
         if len(request.row) > MAX_ROW_BYTES:
             text = f"a prompt of {len(request.row)} bytes of JSON; at most {MAX_ROW_BYTES} are accepted"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
-        for engine in await self._ready():
-            try:
-                answer = await self._client_of(ENGINE, engine).call(request, RenderedPrompt, deadline_s=CALL_S)
-                return (await self._parcels.unpack(answer.prompt))["token_ids"]
-            except RpcError as refused:
-                if refused.code == ErrorCode.BAD_REQUEST:
-                    raise
-                error = refused
-        raise RpcError(ErrorCode.LOST, f"no engine could render the prompt: {error}")
+
+        async def rendered(engine: int) -> Array:
+            answer = await self._client_of(ENGINE, engine).call(request, RenderedPrompt, deadline_s=CALL_S)
+            return (await self._parcels.unpack(answer.prompt))["token_ids"]
+
+        return await self._by_any(rendered)
+
+    async def _by_any(self, call: Callable[[int], Awaitable[T]]) -> T:
+        """Return the result of the first engine that carries out a call. Engines that start again are waited for.
+
+        Raises RpcError: what an engine refused, busy if all that are ready have no room, and the last error if no
+        engine could be reached for `PATIENCE_S`.
+        """
+        until = asyncio.get_running_loop().time() + PATIENCE_S
+        while True:
+            seen, errors = self._seen, []
+            for engine in await self._ready():
+                try:
+                    return await call(engine)
+                except RpcError as error:
+                    if error.code not in (*_ELSEWHERE, ErrorCode.BUSY, ErrorCode.DEADLINE):
+                        raise
+                    errors.append(error)
+            if full := [error for error in errors if error.code == ErrorCode.BUSY]:
+                raise full[0]
+            if asyncio.get_running_loop().time() > until:
+                raise errors[-1]
+            await seen.wait()
 
     async def _ready(self) -> list[int]:
         """Return the engines that take requests, once there is one. Raises RpcError(lost) after `PATIENCE_S`."""

@@ -27,7 +27,7 @@ from shared.colocation.devices import PARTS, Part
 from shared.colocation.shelf import Shelf
 from shared.model.adapter import AdapterStart
 from shared.model.load import mismatched_weights
-from shared.model.logprobs import Entropy, Scores
+from shared.model.logprobs import Entropy, Routing, Scores
 from shared.model.picks import IdsOf
 from shared.model.tree import GivenTargets
 from shared.ranks.layout import RankPlace
@@ -44,13 +44,16 @@ class Sequences:
 
     `token_ids` int [T], `lengths` int [S] with sum T, `loss_mask` [T] of 0 and 1, which is 0 at the first token
     of each sequence. If there are `targets`, they are scored instead of the tokens with mask 1, and positions of scored
-    tokens are positions among them.
+    tokens are positions among them. With `routing`, the routers of a mixture of experts are watched (backend torch),
+    and `balance` is the factor of the load-balancing loss.
     """
 
     token_ids: Array
     lengths: Array
     loss_mask: Array
     targets: GivenTargets | None = None
+    routing: Routing | None = None
+    balance: float = 0.0
 
 
 TokenLoss = Callable[[Scores, Callable[[Tensor], Tensor]], tuple[Tensor, Mapping[str, Tensor]]]

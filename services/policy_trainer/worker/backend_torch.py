@@ -31,6 +31,7 @@ from services.policy_trainer.worker.backend import (
     totals_of,
 )
 from services.policy_trainer.worker.blocks import recompute_blocks
+from services.policy_trainer.worker.experts import ExpertLoad, sums_of
 from services.policy_trainer.worker.mesh import Mesh, from_rank_0
 from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards
@@ -43,6 +44,7 @@ from shared.model.adapter import adapt, adapters_of, base_weights, check_merge, 
 from shared.model.load import allow, load_model, load_shapes, named_weights
 from shared.model.logprobs import Entropy, Scores, vocabulary
 from shared.model.picks import IdsOf
+from shared.model.routing import attach, routers_of
 from shared.model.value_head import classifier_config
 from shared.model_folder import GENERATION_CONFIG
 from shared.ranks.layout import RankPlace
@@ -85,6 +87,7 @@ class TorchBackend:
             adapt(model, options.adapter)
             self.slots = AdapterSlots(model, options.adapter.lora.rank)
         allow(model, options.passes)
+        attach(model)
         self.base: Base | None = None
         if options.adapter is not None and place.rank == 0:
             self.base = Base.of(digests_of(base_weights(model)))
@@ -183,6 +186,10 @@ class TorchBackend:
 
         self._run(sequences, temperature, "none", None, keep, lambda _: None)
         self._trained.after_inference()
+        record = None if sequences.routing is None else sequences.routing.record
+        if record is not None:  # each sequence rank has written its part
+            parts = torch.from_numpy(record).to(self._options.device)
+            record[:] = to_numpy(self._mesh.sum_over_sequence_ranks(parts))
         return to_numpy(self._mesh.sum_over_sequence_ranks(result))
 
     def forward_backward(
@@ -197,9 +204,17 @@ class TorchBackend:
     ) -> dict[str, float]:
         """Add the gradients of all micro-batches. The result does not depend on how the batch is split into them."""
         parts: list[Mapping[str, Tensor]] = []
+        routing, load = sequences.routing, self._load_of(sequences)
+        whole = self._whole_load(sequences, temperature) if sequences.balance else None
 
         def back(scores: Scores) -> None:
             total, sums = loss(scores, self._mesh.sum_over_sequence_ranks)
+            if load is not None and routing is not None and scores.routed is not None:
+                load.add(scores.routed)
+                sums = {**sums, **sums_of(scores.routed, replayed=routing.given is not None)}
+                if whole is not None:
+                    balance = whole.balance(sequences.balance, scores.routed.mass)
+                    total, sums = total + balance, {**sums, "balance": balance.detach()}
             if backward:
                 total.backward()  # type: ignore[no-untyped-call]
             parts.append(sums)
@@ -211,7 +226,31 @@ class TorchBackend:
         self._run(sequences, temperature, entropy, others, back, idle)
         if not backward:
             self._trained.after_inference()
-        return totals_of(parts)
+        return totals_of(parts) | ({} if load is None else load.over_ranks(self._mesh.sum_over_ranks).metrics())
+
+    def _load_of(self, sequences: Sequences) -> ExpertLoad | None:
+        routers = None if sequences.routing is None else routers_of(self.model)
+        return None if routers is None else ExpertLoad(routers, torch.device(self._options.device))
+
+    @torch.no_grad()
+    def _whole_load(self, sequences: Sequences, temperature: float) -> ExpertLoad | None:
+        """Return the load of the experts in the whole batch before its gradient: from given routes, or from a pass of
+        its own."""
+        load, routing = self._load_of(sequences), sequences.routing
+        if load is None or routing is None:
+            return None
+        if routing.given is not None:
+            if self.place.cp_rank == 0:  # the sequence ranks have the same sequences
+                load.add_given(routing.given, sequences.loss_mask)
+        else:
+
+            def add(scores: Scores) -> None:
+                if scores.routed is not None:
+                    load.add(scores.routed)
+
+            self._run(sequences, temperature, "none", None, add, lambda _: None)
+            self._trained.after_inference()
+        return load.over_ranks(self._mesh.sum_over_ranks)
 
     def _run(
         self,
@@ -229,14 +268,15 @@ class TorchBackend:
             if not len(samples.lengths):
                 return []
             arrays = samples.token_ids, samples.lengths, samples.loss_mask
-            return scorer.plan(*arrays, temperature, self._options.max_tokens, samples.targets)
+            given = None if samples.routing is None else samples.routing.given
+            return scorer.plan(*arrays, temperature, self._options.max_tokens, samples.targets, given)
 
         batches = plan(sequences)
         passes = self._mesh.most(len(batches))
         for number in range(passes):
             self._trained.expect_backward(last=number == passes - 1)
             if number < len(batches):
-                on_scores(scorer.score(batches[number], temperature, entropy, others))
+                on_scores(scorer.score(batches[number], temperature, entropy, others, sequences.routing))
             else:
                 on_idle(scorer.score(plan(_IDLE)[0], temperature, entropy))
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shared.model import attention
 from shared.model.load import blocks_of
+from shared.model.routing import resuming
 
 _ATTENTION = ("flash", "efficient", "cudnn")
 _COSTLY = frozenset(
@@ -49,14 +50,15 @@ def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
 def _recomputed(
     model: nn.Module, contexts: Callable[[], Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Make `forward` use the current attention implementation, even when the backward pass runs it again.
+    """Make `forward` use the current attention implementation and the watch of the routers, even when the backward pass
+    runs it again.
 
-    By then the `using` block of the first run has ended.
+    By then the `using` and `over` blocks of the first run have ended.
     """
-    name = cast(Any, model).config._attn_implementation
+    name, resumed = cast(Any, model).config._attn_implementation, resuming(model)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with attention.using(model, name):
+        with attention.using(model, name), resumed():
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)

@@ -195,7 +195,7 @@ class BatchLoss:
             self.entropy = "gradient" if spec.entropy_coef else "value"
         lengths = flat["lengths"].astype(np.int64)
         # The model's inputs are not copied: the backend has put them on the device.
-        keys = [key for key in loss_keys(spec) if key.name not in SCORE_KEYS]
+        keys = [key for key in loss_keys(spec) if key.name not in (*SCORE_KEYS, spec.routes)]
         names = [key.name for key in keys if key.per is Per.TOKEN]
         arrays = [advantages, weights, np.repeat(np.arange(len(lengths)), lengths), *(flat[name] for name in names)]
         own_advantages, own_weights, sequences, *shards = to_device(arrays, torch.device(device))

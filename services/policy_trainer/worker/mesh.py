@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shared.model.context import ContextRank, sum_over_ranks
@@ -18,12 +19,11 @@ class Mesh:
     """The groups of a layout without tensor and pipeline ranks. All ranks must create this object at the same time."""
 
     def __init__(self, place: RankPlace, device: str) -> None:
-        """Raises ValueError if tp or pp is above 1, because only the megatron backend splits layers."""
+        """Raises ValueError if tp, pp or ep is above 1, because only the megatron backend splits layers."""
         layout = place.layout
-        if layout.tp * layout.pp > 1:
-            raise ValueError(
-                f"tp {layout.tp}, pp {layout.pp}: backend torch supports only dp and cp; use backend megatron"
-            )
+        if layout.tp * layout.pp * layout.ep > 1:
+            degrees = f"tp {layout.tp}, pp {layout.pp}, ep {layout.ep}"
+            raise ValueError(f"{degrees}: backend torch supports only dp and cp; use backend megatron")
         self.place = place
         self.context: ContextRank | None = None
         """The ranks across which sequences are split, or None without context parallelism."""
@@ -36,6 +36,14 @@ class Mesh:
         if layout.world_size > 1:
             self.shard_mesh = init_device_mesh(device, (layout.world_size,), mesh_dim_names=("dp_cp",))
         self.sum_over_sequence_ranks = partial(sum_over_ranks, self.context)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the elementwise sum of a detached tensor over all ranks. Every rank must call this."""
+        if self.shard_mesh is None:
+            return values
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
 
     def most(self, count: int) -> int:
         """Return the largest `count` over all ranks."""

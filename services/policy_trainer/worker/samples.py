@@ -35,7 +35,7 @@ def keys_of(request: Reads) -> tuple[str, ...]:
     """Return the keys of the shards that a call reads."""
     if isinstance(request, Forward):
         of_samples = KL_KEYS if request.kl_estimator else ("sample_index",) if request.ends or request.sums else ()
-        return (*SCORE_KEYS, *of_samples)
+        return (*SCORE_KEYS, *of_samples, *([request.routes] if request.routes else ()))
     if isinstance(request, Credit):
         spec = request.credit
         values = VALUES.makes if spec.values else ()
@@ -113,12 +113,14 @@ def _problem(task: dict[str, Array], samples: int) -> str:
         sizes[Per.TRAINED] = int(np.count_nonzero(task["loss_mask"]))
     if TARGETS in task and (not targets or targets % tokens):
         return f"{TARGETS} has {targets} entries, which is no multiple of its {tokens} tokens"
-    widths = {values.shape[-1] for name, values in task.items() if not keys[name].width}
-    if len(widths) > 1:
-        return f"its shards of the teacher's top k have {' and '.join(map(str, sorted(widths)))} columns"
+    widths: dict[object, int] = {}  # those that only the topology knows
     for name, values in task.items():
         key = keys[name]
-        wanted = (sizes[key.per], *(key.row if key.width else widths))
+        if not key.width and widths.setdefault(key.width_of, values.shape[-1]) != values.shape[-1]:
+            return f"{name} has {values.shape[-1]} columns, not {widths[key.width_of]} as another key of its stage"
+    for name, values in task.items():
+        key = keys[name]
+        wanted = (sizes[key.per], *(key.row if key.width else (widths[key.width_of],)))
         if values.shape != wanted:
             of = f"{sizes[Per.SEQUENCE]} sequences of {sizes[Per.TOKEN]} tokens"
             return f"{name} has shape {list(values.shape)}, but its lengths say {list(wanted)} ({of})"

@@ -51,7 +51,7 @@ class PolicyTrainerWorker(Service):
             raise BadInput(f"{self.NAME}: this run trains no such model, only {names}; add it to the topology")
         self._model = models[self.NAME]
         settings, parallel = self._model.settings, self._model.settings.parallel
-        place = Layout(settings.world_size, parallel.tp, parallel.pp, parallel.cp).place(instance)
+        place = Layout(settings.world_size, parallel.tp, parallel.pp, parallel.cp, parallel.ep).place(instance)
         self._group = Group(
             [service_name(self.NAME, rank) for rank in range(settings.world_size)],
             lambda rank: self.client(self.NAME, rank),

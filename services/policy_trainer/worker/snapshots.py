@@ -44,7 +44,7 @@ class Snapshots:
     def __init__(self, folder: Path | None, place: RankPlace) -> None:
         """`folder` is None if the topology asks for no snapshots."""
         layout = place.layout
-        ranks = f"{layout.world_size}-tp{layout.tp}-pp{layout.pp}-cp{layout.cp}"
+        ranks = f"{layout.world_size}-tp{layout.tp}-pp{layout.pp}-cp{layout.cp}-ep{layout.ep}"
         names = (f"rank-{place.rank}-of-{ranks}.{index}" for index in range(2))
         self._files = [] if folder is None else [folder / name for name in names]
         self._newest = self._files[0] if self._files else None

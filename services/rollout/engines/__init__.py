@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 def make_engine(
-    settings: Rollout, *, policy: Policy, temperature: float, deterministic: bool, seed: int, live: int
+    settings: Rollout, *, policy: Policy, temperature: float, deterministic: bool, seed: int, live: int, routes: bool
 ) -> Engine:
     """Return the engine that `services.rollout` selects, not yet started. `temperature` is the training temperature;
-    `seed` is the run's. An engine with adapters samples with `live` of them at the same time.
+    `seed` is the run's. An engine with adapters samples with `live` of them at the same time. With `routes`, the engine
+    records the experts of each token.
 
     Raises BadInput for arguments that the engine does not accept.
     """
@@ -65,4 +66,5 @@ def make_engine(
         passes=policy.passes,
         adapter=None if policy.lora is None else AdapterStart(policy.lora, seed),
         live=live,
+        routes=routes,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from shared.model.load import passes_of
 from shared.model.plain_decoder import Past, PlainDecoder, is_plain
+from shared.model.routing import routers_of
 
 
 class BlockPasses(Protocol):
@@ -25,6 +27,9 @@ class BlockPasses(Protocol):
     Logits have the shape [R, vocabulary].
     """
 
+    routes: Tensor | None
+    """The experts of the tokens of the last pass, uint8 [R, W] or, of prompts, [P, L, W]; None: they are not recorded
+    (`shared.model.routing`)."""
     gathers: bool
     """Whether rows of several passes can be `gathered`. They cannot if a layer keeps anything other than the keys and
     values of every token."""
@@ -75,6 +80,8 @@ class ModelPasses:
         self._cache = make_cache(self._model.config, capacity)
         self._mask_RL: Tensor | None = None
         self._positions_R1 = torch.empty(0)
+        self._routers = routers_of(model)
+        self.routes: Tensor | None = None
         self.gathers = grows(self._cache)
 
     @classmethod
@@ -123,13 +130,17 @@ class ModelPasses:
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         extra: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
-        output = self._model(
-            input_ids=ids,
-            attention_mask=self._mask_RL,
-            past_key_values=self._cache,
-            use_cache=True,
-            **{name: extra[name] for name in self._takes},
-        )
+        with nullcontext() if self._routers is None else self._routers.recording() as recorded:
+            output = self._model(
+                input_ids=ids,
+                attention_mask=self._mask_RL,
+                past_key_values=self._cache,
+                use_cache=True,
+                **{name: extra[name] for name in self._takes},
+            )
+        if self._routers is not None and recorded is not None:
+            routes_NW = self._routers.packed(torch.stack(recorded, 1))
+            self.routes = routes_NW if ids.shape[1] == 1 else routes_NW.view(*ids.shape, -1)
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -139,6 +150,7 @@ class SinglePasses:
     alone and whole for every token, without a cache, as the trainer scores it."""
 
     gathers = True
+    routes: Tensor | None = None
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         self._model: Any = model
@@ -171,6 +183,7 @@ class PlainPasses:
     """Passes that use `PlainDecoder`. Room for keys and values is allocated once, when rows are gathered."""
 
     gathers = True
+    routes: Tensor | None = None
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         self._decoder = PlainDecoder(model)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from services.rollout.engine import FinishReason, Generation, Prompt
 from services.rollout.engines.compute import EngineCall
 from services.rollout.engines.passes import BlockPasses, Part, gathered, make_passes
+from shared.model.routing import routers_of
 
 MAX_ROWS = 1024
 """Maximum number of rows that are decoded at once. Each row needs memory for keys and values."""
@@ -61,6 +62,8 @@ class _Group:
     number: int
     prompt: Prompt
     generator: torch.Generator
+    routes: np.ndarray | None = None
+    """The experts of the prompt's tokens, uint8 [L, W], if they are recorded."""
 
     @property
     def samples(self) -> int:
@@ -81,7 +84,7 @@ _NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), FinishReas
 
 @dataclass
 class _Rows:
-    """The state of each row of the table. The last three fields hold each row's tokens so far."""
+    """The state of each row of the table. The last fields hold each row's tokens so far, with W bytes of routes."""
 
     last_R: Tensor
     """The row's last token."""
@@ -98,9 +101,10 @@ class _Rows:
     ids_RT: Tensor
     logprobs_RT: Tensor
     swaps_RT: Tensor
+    routes_RTW: Tensor
 
     @classmethod
-    def of(cls, groups: list[_Group], device: torch.device) -> _Rows:
+    def of(cls, groups: list[_Group], device: torch.device, width: int) -> _Rows:
         """Return new rows, one per sample."""
         samples = torch.tensor([group.samples for group in groups], dtype=torch.int64)
         limits = torch.tensor([group.limit for group in groups], dtype=torch.int64)
@@ -125,6 +129,7 @@ class _Rows:
             ids_RT=torch.zeros((rows, longest), dtype=torch.int32),
             logprobs_RT=torch.zeros(rows, longest),
             swaps_RT=torch.zeros((rows, longest), dtype=torch.int32),
+            routes_RTW=torch.zeros((rows, longest, width), dtype=torch.uint8),
         )
         return cls(**{field.name: getattr(made, field.name).to(device) for field in fields(cls)})
 
@@ -139,9 +144,10 @@ class _Rows:
         joined = {}
         for field in fields(self):
             pair = [getattr(self, field.name), getattr(others, field.name)]
-            if field.name.endswith(("_RT", "_RK")):
+            if field.name.endswith(("_RT", "_RK", "_RTW")):
                 widest, filling = max(one.shape[1] for one in pair), _NO_TOKEN if field.name.endswith("K") else 0
-                pair = [nn.functional.pad(one, (0, widest - one.shape[1]), value=filling) for one in pair]
+                rest = (0, 0) * (pair[0].ndim - 2)
+                pair = [nn.functional.pad(one, (*rest, 0, widest - one.shape[1]), value=filling) for one in pair]
             joined[field.name] = torch.cat(pair)
         return _Rows(**joined)
 
@@ -182,7 +188,9 @@ class SlotTable:
         self._steady = steady
         self._joins = not steady and make_passes(model, 1).gathers
         """Whether new rows may join rows that are in progress."""
-        self._rows = _Rows.of([], self._device)
+        routers = routers_of(model)
+        self._width = 0 if routers is None else routers.width
+        self._rows = _Rows.of([], self._device, self._width)
         self._whose: list[tuple[_Group, int]] = []
         """The group of each row, and the row's number in the group."""
         self.tokens = 0
@@ -241,7 +249,11 @@ class SlotTable:
         if not self._steady and _REFILL * running <= (_REFILL - 1) * len(self._rows):
             self._drop_ended()
         if self._passes is not None:
-            self._append_token(self._passes.go_on(self._rows.last_R), first=0)
+            logits_RV, rows = self._passes.go_on(self._rows.last_R), self._rows
+            if self._passes.routes is not None:  # those of each row's last token
+                at_R = (rows.count_R - 1).clamp(min=0)
+                rows.routes_RTW[torch.arange(len(rows), device=self._device), at_R] = self._passes.routes
+            self._append_token(logits_RV, first=0)
 
     def _groups_to_add(self, running: int) -> list[_Group]:
         """Return the groups to add now."""
@@ -274,7 +286,11 @@ class SlotTable:
             ids_PL[row, longest - lengths[row] :] = torch.tensor(group.token_ids)
         prompts = make_passes(self._model, longest + room)
         logits_PV = prompts.begin(ids_PL.to(self._device), lengths)
-        new = _Rows.of(coming, self._device)
+        if prompts.routes is not None:
+            routes_PLW = prompts.routes.cpu().numpy()
+            for row, group in enumerate(coming):
+                group.routes = routes_PLW[row, longest - lengths[row] :]
+        new = _Rows.of(coming, self._device, self._width)
         new.running_R[sum(group.samples for group in coming[:real]) :] = False
         samples = torch.tensor([group.samples for group in coming])
         prompt_N = torch.arange(len(coming)).repeat_interleave(samples).to(self._device)
@@ -305,7 +321,7 @@ class SlotTable:
         self._rows = self._rows.taken(kept)
 
     def _empty(self) -> None:
-        self._passes, self._whose, self._rows = None, [], _Rows.of([], self._device)
+        self._passes, self._whose, self._rows = None, [], _Rows.of([], self._device, self._width)
 
     def _append_token(self, logits_PV: Tensor, first: int, prompt_N: Tensor | None = None) -> None:
         """Append one token to each row, beginning with row `first`. The logits are `logits_PV[prompt_N]` or just
@@ -386,15 +402,27 @@ class SlotTable:
             column[rows].cpu().numpy() for column in (self._rows.ids_RT, self._rows.logprobs_RT, self._rows.swaps_RT)
         )
         counts = self._rows.count_R[rows].tolist()
+        routes = self._routes(rows, counts) if self._width else [None] * len(rows)
         return [
             Generation(
                 token_ids=ids[place, :count].copy(),
                 logprobs=logprobs[place, :count].copy(),
                 finish_reason=reason,
                 swaps=swaps[place, :count].copy(),
+                routes=routes[place],
             )
             for place, (count, reason) in enumerate(zip(counts, reasons, strict=True))
         ]
+
+    def _routes(self, rows: list[int], counts: list[int]) -> list[np.ndarray | None]:
+        """Return the routes of the prompts and completions of these rows."""
+        sampled = self._rows.routes_RTW[rows].cpu().numpy()
+        made: list[np.ndarray | None] = []
+        for row, part, count in zip(rows, sampled, counts, strict=True):
+            prompt = self._whose[row][0].routes
+            part[max(count - 1, 0) :] = 0
+            made.append(None if prompt is None else np.concatenate((prompt, part[:count])))
+        return made
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

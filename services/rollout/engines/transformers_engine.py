@@ -36,11 +36,19 @@ from shared.colocation.devices import WEIGHTS, Parts
 from shared.colocation.shelf import Released, give_back, own_storages, release, restore
 from shared.model import cpu
 from shared.model.adapter import AdapterStart, adapt, adapters_of, base_weights, first_adapters, is_adapter
-from shared.model.load import allow, load_model, named_weights, require_deterministic_algorithms, weight_holders
+from shared.model.load import (
+    allow,
+    load_model,
+    named_weights,
+    passes_of,
+    require_deterministic_algorithms,
+    weight_holders,
+)
 from shared.model.logprobs import token_logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
+from shared.model.routing import attach, routers_of
 from shared.ranks.process_group import own_device
-from shared.rpc.errors import RpcError
+from shared.rpc.errors import BadInput, RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.tokenizer import load_tokenizer
 from shared.topology.model_files import end_tokens
@@ -66,11 +74,13 @@ class TransformersEngine:
         passes: Passes | None = None,
         adapter: AdapterStart | None = None,
         live: int = 1,
+        routes: bool = False,
     ) -> None:
         """If `deterministic` is true, calls are decoded one after another in a steady table, so a repeated call gives
         bit-identical results. `device` is `cpu`, or `cuda` for the first GPU that the process sees. `passes` are the
         model's; None: those that assume nothing about it. With an `adapter`, versions are adapters over the weights in
-        the model directory, and the engine samples with `live` of them at the same time."""
+        the model directory, and the engine samples with `live` of them at the same time. With `routes`, the
+        experts of each token are recorded."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
@@ -81,6 +91,7 @@ class TransformersEngine:
         self._adapter = adapter
         self._compute = ComputeThread()
         self._live = 1 if adapter is None else live
+        self._routes = routes
         self._calls = SideBySide(self._compute, self)
         self._versions: VersionTables
         self._tokenizer: Any = None
@@ -230,6 +241,8 @@ class TransformersEngine:
         own_storages(self._model.parameters())
         self._model.to(own_device(self._device, 0))
         self._holders = self._version_holders()
+        if self._routes:
+            self._record_routes()
         ends = end_tokens(str(self._path))
         self._versions = VersionTables(
             self._model,
@@ -241,6 +254,15 @@ class TransformersEngine:
             steady=self._deterministic,
         )
         self._compute.progress += 1
+
+    def _record_routes(self) -> None:
+        """Make the passes record routes. Raises BadInput if they cannot."""
+        why = attach(self._model)
+        if not why and passes_of(self._model).sequences == "single":
+            why = "with passes.sequences single, every token is computed again"
+        if why or routers_of(self._model) is None:
+            why = why or "it has no routers"
+            raise BadInput(f"model {self._path}: algorithm.router_replay: rollout cannot record its routes: {why}")
 
     def _version_holders(self) -> dict[str, list[torch.Tensor]]:
         """Return the parameters or buffers that hold each tensor of a version."""

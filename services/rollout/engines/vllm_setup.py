@@ -124,6 +124,8 @@ def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool, in_
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
     else:
         defaults["seed"] = secrets.randbits(31)  # with vLLM's default, all engines would draw the same numbers
+        # Other kernels swap an expert's halves or store blocks, which no proof can read.
+        defaults["moe_backend"] = "triton"
     return defaults | dict(given)
 
 

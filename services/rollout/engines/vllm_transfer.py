@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from proto.messages import TransferParameter
-from services.rollout.engines.vllm_worker import PolicyWeights, rebuild_tied_heads
+from services.rollout.engines.vllm_worker import PolicyWeights, repack
 from shared.actor.service import PEER_LOST_STATUS
 from shared.ranks.meeting import Meeting
 from shared.weights.gloo import GlooGroup
@@ -101,7 +101,7 @@ class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             weights_path=None,
             is_checkpoint_format=True,
         )
-        rebuild_tied_heads(self.model)
+        repack(self.model)
 
     def shutdown(self) -> None:
         self._group = None

@@ -8,7 +8,7 @@ vLLM finds `PolicyWeights` by its name (`worker_extension_cls`) and mixes it int
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from services.rollout.engines.proof.adapter_slots import slot_arrays
 from services.rollout.engines.proof.load_trace import LoadTrace, WeightPart
+from services.rollout.engines.vllm_experts import Named, has_experts, pack_experts, stored_names
 from shared.colocation.shelf import give_back
 
 _SHARED_MEMORY = "/dev/shm/vllm_dist_"
@@ -31,6 +32,8 @@ class PolicyWeights:
     _policy_mark = ""
     _policy_trace: LoadTrace | None = None
     """The trace of the last load."""
+    _policy_names: Callable[[Named], Named] | None = None
+    """Translates the names of weights for vLLM, if that is needed."""
     _policy_parts: Sequence[WeightPart] = ()
     """The parts of the weights that this rank was last proved to hold."""
     _asleep: dict[str, list[tuple[UntypedStorage, int]]]
@@ -43,7 +46,7 @@ class PolicyWeights:
         """
         with self._policy_traced(self._new_trace()) as model:
             self.reload_weights(weights_iterator=iter(weights.items()))
-            return rebuild_tied_heads(model)
+            return repack(model)
 
     def read_policy_weights(self, path: str, mark: str = "") -> int:
         """Load the weights from a safetensors file. This rank maps the file and takes its part of each parameter."""
@@ -51,7 +54,7 @@ class PolicyWeights:
         with safe_open(path, framework="pt") as file, self._policy_traced(self._new_trace()) as model:
             names = file.keys()  # the file is not a mapping and cannot be iterated over
             self.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
-            rebuilt = rebuild_tied_heads(model)
+            rebuilt = repack(model)
         self._policy_mark = mark
         return rebuilt
 
@@ -65,7 +68,9 @@ class PolicyWeights:
 
     def _new_trace(self) -> LoadTrace:
         """Return a new trace. The first trace, used in the drill, also shows that packing preserves every weight."""
-        return LoadTrace(read_back=self._policy_trace is None)
+        if self._policy_names is None and has_experts(self.model_runner.get_model()):
+            self._policy_names = stored_names(self.model_runner.model_config.hf_config)
+        return LoadTrace(self._policy_names, read_back=self._policy_trace is None)
 
     @contextmanager
     def _policy_traced(self, trace: LoadTrace) -> Iterator[nn.Module]:
@@ -123,6 +128,12 @@ def _emptied(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, int]]:
     for storage, _ in sizes:
         storage.resize_(0)
     return sizes
+
+
+def repack(model: nn.Module) -> int:
+    """Pack what a reload leaves unpacked. Return the number of rebuilt heads."""
+    pack_experts(model)
+    return rebuild_tied_heads(model)
 
 
 def rebuild_tied_heads(model: nn.Module) -> int:

@@ -25,12 +25,13 @@ from shared.actor.service import Service
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.dataplane.stream import OnProgress
 from shared.lease import Lease, LeaseBook
-from shared.stages import TEXT, TRAIN, declared
+from shared.stages import REWARD_PART, TEXT, TRAIN, declared, stage_named
+from shared.topology.models import REWARD_MODEL
 
 DATA_CALL_S = 30.0
 _NO_MASK, _NO_VERSIONS = np.zeros(0, np.uint8), np.zeros(0, np.int32)
 _NEWEST = np.int32(np.iinfo(np.int32).max)
-_PART, _METRIC, _SOURCE = "reward/part/", "workflow/", "reward/source/"
+_METRIC, _SOURCE = "workflow/", "reward/source/"
 MOST_NAMES = 64
 """Maximum number of names per process. Each name adds a column to every later task."""
 NAME_CHARS = 64
@@ -63,9 +64,11 @@ class LeaseResults:
         store: str,
         filters: bool,
         per_token: bool = False,
+        scored_later: bool = False,
     ) -> None:
         """`store` is the store for shards (`batch-store/0`). `filters` says whether the scheduler drops tasks whose
-        rewards are all equal, and `per_token` whether the trainer reads rewards of turns."""
+        rewards are all equal, `per_token` whether the trainer reads rewards of turns, and `scored_later` whether a
+        reward model adds to the rewards."""
         self._service = service
         self._leases = leases
         self._rewards = rewards
@@ -74,6 +77,7 @@ class LeaseResults:
         self._store = store
         self._filters = filters
         self._per_token = per_token
+        self._scored_later = scored_later
         self._names = NamedValues()
 
     @property
@@ -88,7 +92,7 @@ class LeaseResults:
             await self._texts.write(lease, tasks.sampling, made)
         with self._leases.part(lease, "reward"):
             scores = await self._scores(lease, made)
-        made, scores = self._with_turn_rewards(made, scores)
+        made, scores = await self._texts.read(lease, *self._with_turn_rewards(made, scores))
         block = assemble(tasks.ready, made, scores, min_survivors=tasks.min_survivors)
         dropped = [*block.dropped, *tasks.dropped]
         task_ids = [result.task_id for result in (*block.results, *dropped)]
@@ -138,7 +142,7 @@ class LeaseResults:
         for result, of_task in zip(results, shards, strict=True):
             if result.task_id in texts:
                 of_task[TEXT] = texts[result.task_id]
-        files = in_files(block, filters=self._filters) if block.results else []
+        files = in_files(block, filters=self._filters, scored_later=self._scored_later) if block.results else []
         files.append([i for i in range(len(block.results), len(results)) if shards[i]])
         for file in filter(None, files):
             puts = [TaskShards(results[i].task_id, results[i].fence, shards[i]) for i in file]
@@ -179,8 +183,9 @@ class LeaseResults:
             "generate_s": sampled.seconds,
             "tokens_per_s": float(lengths.sum()) / max(sampled.seconds, 1e-9),
         }
-        if len(rewards):
+        if len(rewards) and not self._scored_later:
             values["reward_mean"] = float(rewards.mean())
+        if len(lengths):
             values["length_mean"] = float(lengths.mean())
         for name in sorted({name for score in flat for name in score.parts}):
             values[f"reward/{name}"] = float(np.mean([score.parts[name] for score in flat if name in score.parts]))
@@ -241,7 +246,7 @@ def assemble(
             reason = f"{failed} of {len(group)} samples failed; at least {min_survivors} must succeed: {first.failure}"
             dropped.append(drop(task.handle, why, f"{task.handle.task_id}: {reason}", failed, lost))
             continue
-        shards.append(task_shards([sample.sequences for sample, _ in alive]))
+        shards.append(task_shards([sample.sequences for sample, _ in alive]) | _read([sample for sample, _ in alive]))
         results.append(
             TaskResult(
                 task_id=task.handle.task_id,
@@ -255,6 +260,15 @@ def assemble(
         )
         survivors += alive
     return Assembled(results, shards, dropped, _scalars(survivors, shards), [_named(*pair) for pair in survivors])
+
+
+def _read(samples: Sequence[Made]) -> dict[str, Array]:
+    """Return the shards with the texts of a task as a reward model reads them, if there is one."""
+    texts = [sample.read for sample in samples if sample.read is not None]
+    if not texts:
+        return {}
+    tokens, lengths = stage_named(REWARD_MODEL).needs
+    return {tokens: np.concatenate(texts), lengths: np.array(list(map(len, texts)), np.int32)}
 
 
 def task_shards(samples: Sequence[Sequence[SequenceTokens]]) -> dict[str, Array]:
@@ -272,15 +286,18 @@ def task_shards(samples: Sequence[Sequence[SequenceTokens]]) -> dict[str, Array]
     return {name: made[name] for name in sorted(made, key=keys.index)}
 
 
-def in_files(block: Assembled, *, filters: bool) -> list[list[int]]:
+def in_files(block: Assembled, *, filters: bool, scored_later: bool = False) -> list[list[int]]:
     """Return positions in `block.results`, grouped by put. Each put writes one file; by default a block is one put.
 
     If `filters` is true (`algorithm.filter_zero_variance`), tasks whose rewards are all equal are put separately. The
     scheduler may drop these tasks at once, but a file is freed only when its last task is cleared. In a file with live
-    tasks, dropped tasks would occupy space that admission has already given to others.
+    tasks, dropped tasks would occupy space that admission has already given to others. If the rewards do not exist yet
+    (`scored_later`), each task is put separately.
     """
     if not filters:
         return [list(range(len(block.results)))]
+    if scored_later:
+        return [[position] for position in range(len(block.results))]
     ends = np.cumsum([result.samples for result in block.results])
     files: tuple[list[int], list[int]] = ([], [])
     for position, group in enumerate(np.split(block.scalars["reward"], ends)[: len(ends)]):
@@ -351,6 +368,6 @@ def _named(sample: Made, score: Score) -> dict[str, float]:
     source = sample.sample.source
     return (
         ({f"{_SOURCE}{source}": score.value} if source and score.value is not None else {})
-        | {f"{_PART}{name}": value for name, value in score.parts.items()}
+        | {f"{REWARD_PART}{name}": value for name, value in score.parts.items()}
         | {f"{_METRIC}{name}": value for name, value in sample.metrics.items()}
     )

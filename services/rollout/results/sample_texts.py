@@ -1,17 +1,21 @@
-"""Writes the texts of samples: for reward functions, and in shards for tasks whose samples are recorded."""
+"""Writes the texts of samples: for reward functions, as tokens for a reward model, and in shards for the tasks that are
+recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from proto.messages import LossReason
 from proto.tensors import Array
 from services.rollout.engine import SamplingParams
-from services.rollout.rewards.score import Score, names_of
-from services.rollout.sampling.prompts import PromptBuilder
+from services.rollout.rewards.score import Score, failed, names_of
+from services.rollout.sampling.prompts import PromptBuilder, PromptTooLong
+from services.rollout.sampling.reader import TextReader
 from services.rollout.sampling.tasks import TEXT_S, OnText, PreparedTasks, ReadyTask
 from services.rollout.sampling.trajectory import Made, SequenceTokens
 from shared.data import Row
@@ -19,20 +23,34 @@ from shared.lease import Lease
 from shared.openai_api.tools import tool_calls
 from shared.sample import messages_of
 from shared.samples.text import Choice, SampleText, TaskText, pack
+from shared.topology.reward import REWARD_MODEL_FUNCTION
 
 
 class SampleTexts:
     """The texts of samples: for the reward functions, and in shards for the tasks that are recorded."""
 
     def __init__(
-        self, choice: Choice | None, prompts: PromptBuilder, functions: Sequence[str], on_text: OnText
+        self,
+        choice: Choice | None,
+        prompts: PromptBuilder,
+        functions: Sequence[str],
+        on_text: OnText,
+        reader: TextReader | None = None,
+        *,
+        most_read: int = 0,
+        single: bool = True,
     ) -> None:
         """`choice` selects the recorded tasks; None: none is recorded. `functions` are the import paths of the reward
-        functions. `on_text` runs work on the tokenizer's thread."""
+        functions. `on_text` runs work on the tokenizer's thread. `reader` makes the tokens for the reward model, at
+        most `most_read` of them for a sample; None: there is none. `single` says whether a sample is one answer to its
+        prompt, and not what a workflow made."""
         self._choice = choice
         self._prompts = prompts
         self._first = names_of(functions)[0]
         self._on_text = on_text
+        self._reader = reader
+        self._most_read = most_read
+        self._single = single
 
     async def write(self, lease: Lease, sampling: SamplingParams, made: Sequence[Sequence[Made]]) -> None:
         """Decode the texts of single answers for the reward functions, while the next lease is being sampled."""
@@ -44,6 +62,40 @@ class SampleTexts:
         for sample, text in zip(flat, await lease.within(TEXT_S, self._on_text(decode)), strict=True):
             sample.completion = text
             sample.messages = sample.messages or messages_of(sample.row, text)
+
+    async def read(
+        self, lease: Lease, made: list[list[Made]], scores: list[list[Score]]
+    ) -> tuple[list[list[Made]], list[list[Score]]]:
+        """Return the samples with the tokens for the reward model, if there is one, and their scores. A sample that it
+        cannot read has failed."""
+        reader = self._reader
+        if reader is None:
+            return made, scores
+
+        def work() -> list[list[tuple[Made, Score]]]:
+            return [
+                [self._read(reader, *pair) for pair in zip(group, of_group, strict=True)]
+                for group, of_group in zip(made, scores, strict=True)
+            ]
+
+        pairs = await lease.within(TEXT_S, self._on_text(work))
+        return [[one for one, _ in group] for group in pairs], [[score for _, score in group] for group in pairs]
+
+    def _read(self, reader: TextReader, made: Made, score: Score) -> tuple[Made, Score]:
+        if score.value is None:
+            return made, score
+        sample, prompt = made.sample, made.sample.row.get("prompt")
+        raw = isinstance(prompt, str) and self._single
+        text = f"{prompt}{sample.completion}" if raw else sample.messages
+        try:
+            if not text:
+                raise ValueError("the workflow has asked the policy for no chat")
+            ids = reader.token_ids(text, sample.row.get("tools"), at_most=self._most_read)
+        except ValueError as error:
+            limit = " (reward_model.max_tokens)" if isinstance(error, PromptTooLong) else ""
+            why = f"cannot read a sample of {sample.task_id}: {error}{limit}"
+            return made, failed(REWARD_MODEL_FUNCTION, LossReason.UNREADABLE, why)
+        return replace(made, read=np.array(ids, np.int32)), score
 
     async def recorded(
         self,

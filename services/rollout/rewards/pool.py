@@ -24,6 +24,8 @@ from services.rollout.user_code.host import Broken, UserHost
 from services.rollout.user_code.load import UserFunction, is_inline, load
 from services.rollout.user_code.pool import MOST_BROKEN, TEXT_CHARS, Failing, UserPool
 from shared.sample import Sample
+from shared.stages import MODEL_PART
+from shared.topology.reward import REWARD_MODEL_FUNCTION
 
 if TYPE_CHECKING:
     from shared.topology.reward import RewardRetry, RewardTerm
@@ -50,6 +52,7 @@ class RewardPool:
         self._terms = list(terms)
         self._names = names_of([term.function for term in terms])
         self._weights = [term.weight for term in terms]
+        self._scored_later = any(term.function == REWARD_MODEL_FUNCTION for term in terms)
         functions = [(term.function, term.params) for term in terms]
         self._pool = UserPool(Setup(Purpose.REWARD, functions, timeout_s, memory_bytes), processes)
         self._processes = processes
@@ -117,6 +120,8 @@ class RewardPool:
             for place, score in zip(call.places, call.scores, strict=True):
                 by_function[call.function][place] = score
         sums = [weighted(scores, self._names, self._weights) for scores in zip(*by_function, strict=True)]
+        for score in sums if self._scored_later else ():
+            score.parts.pop(MODEL_PART, None)  # the score does not exist yet
         self._counts["calls"] += len(calls)
         self._failing.lease_ended(well=all(score.value is not None for score in sums))
         self._report(sums, asyncio.get_running_loop().time() - begun)

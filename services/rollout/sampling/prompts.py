@@ -187,7 +187,7 @@ class PromptBuilder:
 
         jinja: Any = chat_template_utils
         (text,), (marked,) = jinja.render_jinja_template(
-            [_texts(messages)],
+            [texts_of(messages)],
             tools=tools,
             chat_template=self._tokenizer.get_chat_template(tools=tools),
             return_assistant_tokens_mask=True,
@@ -294,7 +294,7 @@ class PromptBuilder:
     ) -> str:
         """Return the conversation as text. Unless `prompted`, nothing follows that asks for an answer."""
         text: str = self._tokenizer.apply_chat_template(
-            _texts(messages),
+            texts_of(messages),
             tools=tools,
             add_generation_prompt=prompted and self._add_generation_prompt,
             tokenize=False,
@@ -354,7 +354,7 @@ class PromptBuilder:
         return text
 
 
-def _texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def texts_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with the text of each. Raises ValueError for content that is not text."""
     for message in messages:
         if isinstance(message.get("content"), list) and (part := not_text(message["content"])):

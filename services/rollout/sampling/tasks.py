@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Awaitable, Callable, Mapping
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -15,10 +16,12 @@ from proto.ids import split_task_id
 from proto.messages import DropReason, ErrorCode, LeaseGrant, Outcome, TaskHandle, TaskResult
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.sampling.prompts import GivenAnswer, NoChatTemplate, PromptBuilder, PromptTooLong
+from services.rollout.sampling.reader import TextReader
 from shared.data import DataError, Row, Source, SourceChanged, SourceLost, open_source
-from shared.data.source import ANSWER, RowCheck, RowDigests, is_conversation
+from shared.data.source import ANSWER, RowCheck, RowDigests, answer_text, is_conversation
 from shared.lease import Lease
 from shared.rpc.errors import BadInput, RpcError
+from shared.sample import messages_of
 from shared.stages import TRAIN
 from shared.topology.data import TrainSource
 
@@ -135,9 +138,11 @@ class TaskSets:
         prompts: PromptBuilder,
         context_tokens: int,
         begun: Mapping[str, RowDigests] = _NOT_RECORDED,
+        reader: TextReader | None = None,
     ) -> None:
         """Open every source. `context_tokens` is the model's maximum sequence length. `begun` are the rows with which
-        the run began, by the key of their source.
+        the run began, by the key of their source. With a `reader`, each answer is trained on as the end of a text that
+        has one value.
 
         Raises BadInput for a source that cannot be read.
         """
@@ -145,7 +150,8 @@ class TaskSets:
         self._prompts = prompts
         self._context_tokens = context_tokens
         self._fields = topology.algorithm.loss.answers
-        self._end_tokens = int(topology.policy.head == "value")
+        self._reader = reader
+        self._end_tokens = int(reader is not None)
         """Number of tokens that follow an answer (`at_end`)."""
         self._parts: dict[str, list[_Part]] = {TRAIN: [], **{name: [] for name in topology.data.eval}}
         first = 0
@@ -219,7 +225,7 @@ class TaskSets:
                 answers = [answer]
             else:
                 ids = self._prompts.token_ids(row, longest if cut == "drop" else None, part.chosen.chat_template)
-                answers = [self._prompts.answer(row, name) for name in fields]
+                ids, answers = self._answers(row, ids, fields, part.chosen.chat_template)
         except PromptTooLong as error:
             raise _TooLong(f"{place}: {error} ({limit})") from None
         except NoChatTemplate as error:
@@ -235,6 +241,25 @@ class TaskSets:
                 raise _TooLong(f"{place}: prompt of {len(ids)} tokens: the limit is {longest} ({limit})")
             ids = ids[-longest:] if cut == "left" else ids[:longest]
         return ids, (answers * grant.group_size if len(answers) == 1 else answers or None)
+
+    def _answers(
+        self, row: Row, ids: list[int], fields: Sequence[str], template_args: Mapping[str, Any]
+    ) -> tuple[list[int], list[GivenAnswer]]:
+        """Return the tokens of the row's prompt and of its answers, given those of the prompt alone."""
+        if self._reader is None or not fields:
+            return ids, [self._prompts.answer(row, name) for name in fields]
+        whole: list[list[int]] = []
+        for name in fields:
+            answer = answer_text(row, name)
+            text = f"{row['prompt']}{answer}" if isinstance(row["prompt"], str) else messages_of(row, answer)
+            whole.append(
+                self._reader.token_ids(
+                    text, row.get("tools"), at_most=self._context_tokens, template_args=template_args
+                )
+            )
+        columns = zip(ids, *whole, strict=False)
+        start = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+        return ids[:start], [GivenAnswer(one[start:], [True] * (len(one) - start)) for one in whole]
 
     def _sampling(self, grant: LeaseGrant) -> SamplingParams:
         topology = self._topology

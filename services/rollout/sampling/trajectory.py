@@ -16,6 +16,7 @@ from proto.tensors import Array
 from services.rollout.engine import FinishReason, Generation
 from services.rollout.rewards.score import LIMIT, Score
 from shared.sample import Sample
+from shared.stages import ROUTES
 
 
 class BlockVersions:
@@ -67,6 +68,8 @@ class Completion:
     logprobs: Array
     versions: Array
     finish_reason: FinishReason
+    routes: Array | None = None
+    """Those of the prompt and the completion, as in `Generation`."""
 
 
 def answers_of(groups: Sequence[Sequence[Generation]], versions: BlockVersions) -> list[list[Completion]]:
@@ -76,7 +79,10 @@ def answers_of(groups: Sequence[Sequence[Generation]], versions: BlockVersions) 
     ends = accumulate(len(counts) for counts in swaps)
     of_answer = (steps[end - len(counts) : end] for counts, end in zip(swaps, ends, strict=True))
     return [
-        [Completion(answer.token_ids, answer.logprobs, next(of_answer), answer.finish_reason) for answer in group]
+        [
+            Completion(answer.token_ids, answer.logprobs, next(of_answer), answer.finish_reason, answer.routes)
+            for answer in group
+        ]
         for group in groups
     ]
 
@@ -122,6 +128,8 @@ class Made:
     metrics: dict[str, float] = field(default_factory=dict)
     turns: list[tuple[int, int]] = field(default_factory=list)
     turn_rewards: list[Array] = field(default_factory=list)
+    read: Array | None = None
+    """The text as tokens of the reward model, int32, if there is one."""
 
 
 def with_turn_rewards(made: Made, score: Score, *, per_token: bool) -> tuple[Made, Score]:
@@ -188,6 +196,7 @@ def single_turns(
                 np.concatenate((not_sampled, mask)),
                 np.concatenate((no_logprobs, answer.logprobs)),
                 np.concatenate((no_versions, np.where(mask == 1, answer.versions, np.int32(-1)))),
+                {} if answer.routes is None else {ROUTES: answer.routes},
             )
         ]
         for answer, mask in zip(answers, masks, strict=True)

@@ -61,6 +61,11 @@ def none(sample: Sample) -> float:
     return 0.0
 
 
+def reward_model(sample: Sample) -> float:
+    """Return 0.0. The stage `reward-model` adds the score, which does not exist yet (`shared.stages`)."""
+    return 0.0
+
+
 def numeric(sample: Sample, *, tolerance: float = 1e-6, relative: float = 0.0) -> float:
     """Return 1.0 if the completion's last number is within `tolerance` + `relative` * |answer| of the row's `answer`.
 
@@ -241,6 +246,7 @@ class Builtin:
 REWARDS = {
     "exact_match": Builtin(exact_match, (ANSWER,), inline=True),
     "none": Builtin(none, inline=True),
+    "reward_model": Builtin(reward_model, inline=True),
     "numeric": Builtin(numeric, (replace(ANSWER, holds="a number", check=row_number),), inline=True),
     "regex": Builtin(
         regex,

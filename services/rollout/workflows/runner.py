@@ -53,7 +53,7 @@ class WorkflowRunner:
         max_tokens: int,
     ) -> None:
         """`name` is the function's import path, for messages. External agents call the policy at `endpoint`."""
-        self._name = name
+        self.name = name
         self._pool = pool
         self._endpoint = endpoint
         self._engine = engine
@@ -160,7 +160,7 @@ class WorkflowRunner:
                 return made
         if not isinstance(ended, Failed):
             raise TypeError("a workflow was rated like a reward function")
-        score = failed(f"{self._name} sample {number}", WORKFLOW, ended.why, at=ended.at, trace=ended.trace)
+        score = failed(f"{self.name} sample {number}", WORKFLOW, ended.why, at=ended.at, trace=ended.trace)
         self._failing.count([score])
         conversation = attempt.calls.conversation
         sample = _so_far(task, conversation, _sampled(conversation.sequences()))

@@ -28,6 +28,7 @@ from tests.integration.tiny.harness import (
     launched,
     wait_for,
 )
+from tests.reward_folder import reward_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -56,6 +57,9 @@ def everything(folder: Path) -> list[str]:
         f"teacher.model={QUICKSTART.parent / 'models' / 'tiny-qwen3'}",
         "services.teacher={}",
         "algorithm.distill.coef=0.1",
+        "reward.function=builtin:reward_model",
+        f"reward.model={reward_folder(folder / 'classifier')}",
+        "services.reward-model={}",
         "run.steps=100000",
         "algorithm.tasks_per_step=8",
         "data.eval.heldout.rows=8",

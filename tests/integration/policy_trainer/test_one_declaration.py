@@ -29,7 +29,12 @@ from tests.integration.store_process import STORE, StoreProcess, ending, make_ru
 from tests.unit.scheduler.bench import Bench, plan
 
 ROUTES = Key(
-    "routes", "int32", Per.TOKEN, "three experts for each token", width=3, in_loss=lambda loss: loss.name == "own:loss"
+    "own_routes",
+    "int32",
+    Per.TOKEN,
+    "three experts for each token",
+    width=3,
+    in_loss=lambda loss: loss.name == "own:loss",
 )
 LOSS = LossSpec(name="own:loss", clip_low=0.0, clip_high=0.0, anchor="rollout", temperature=1.0)
 OTHER_LOSS = msgspec.structs.replace(LOSS, name="ppo_clip")
@@ -41,7 +46,7 @@ def sample(length: int, first: int) -> list[SequenceTokens]:
     """Return a sample of one sequence. The routes of token n are n, n + 1 and n + 2, counted from `first`."""
     arrays = np.arange(length, dtype=np.int32), np.ones(length, np.uint8), np.full(length, -1.0, np.float32)
     routes = (np.arange(first, first + length)[:, None] + np.arange(3)).astype(np.int32)
-    return [SequenceTokens(*arrays, np.zeros(length, np.int32), {"routes": routes})]
+    return [SequenceTokens(*arrays, np.zeros(length, np.int32), {"own_routes": routes})]
 
 
 def test_a_key_of_width_three_is_declared_in_one_place_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,11 +59,11 @@ def test_a_key_of_width_three_is_declared_in_one_place_only(tmp_path: Path, monk
     tokens = topology.algorithm.group_size * (8 + topology.sampling.max_new_tokens)
     assert task_bytes(topology, max_prompt_tokens=8) - before >= tokens * 3 * 4
     batch = Bench(plan(stages=train_graph(topology))).start().step(1).batch
-    assert "routes" in batch.parts[0].keys
+    assert "own_routes" in batch.parts[0].keys
 
     made = [task_shards([sample(length, 10 * length) for length in LENGTHS]) for _ in TASKS]
-    assert made[0]["routes"].shape == (sum(LENGTHS), 3)
-    wrong = {**made[1], "routes": made[1]["routes"].ravel()}
+    assert made[0]["own_routes"].shape == (sum(LENGTHS), 3)
+    wrong = {**made[1], "own_routes": made[1]["own_routes"].ravel()}
     handles = [TaskHandle(task, 1, 2, sum(LENGTHS), 0, [0]) for task in TASKS]
     meta = BatchMeta(tasks=handles, parts=batch.parts, stores=[STORE])
 
@@ -69,11 +74,11 @@ def test_a_key_of_width_three_is_declared_in_one_place_only(tmp_path: Path, monk
             await peer.data.put([*shards, TaskShards("train/0/9", 1, wrong)], store=STORE, deadline_s=20)
             reader = BatchReader(peer.data, patience_s=20, on_wait=lambda *_: None)
             bad = BatchMeta(tasks=[TaskHandle("train/0/9", 1, 2, 7, 0, [0])], parts=batch.parts, stores=[STORE])
-            with pytest.raises(RpcError, match=r"routes has shape \[21\], but its lengths say \[7, 3\]") as refused:
+            with pytest.raises(RpcError, match=r"own_routes has shape \[21\], but its lengths say \[7, 3\]") as refused:
                 await reader.tokens(ForwardBackward(driver=1, order=0, batch=bad, loss=LOSS))
             assert (refused.value.code, refused.value.names) == (ErrorCode.BAD_DATA, ["train/0/9"])
             without = await reader.tokens(ForwardBackward(driver=1, order=1, batch=meta, loss=OTHER_LOSS))
-            assert "routes" not in without.flat
+            assert "own_routes" not in without.flat
             return (await reader.tokens(ForwardBackward(driver=1, order=2, batch=meta, loss=LOSS))).flat
 
     with ending(StoreProcess(run)) as store:
@@ -83,7 +88,7 @@ def test_a_key_of_width_three_is_declared_in_one_place_only(tmp_path: Path, monk
     seen: list[Tensor] = []
 
     def own(cur: Tensor, _: Tensor, data: TokenData) -> Tensor:
-        seen.append(data.shards["routes"])
+        seen.append(data.shards["own_routes"])
         return -cur
 
     ones = np.ones(len(flat["loss_mask"]), np.float32)

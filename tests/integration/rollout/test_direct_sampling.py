@@ -137,6 +137,14 @@ async def _through_a_kill(made: Server) -> None:
     made.processes.start("rollout0", "services.rollout", "--instance", "0")
     again = await asyncio.gather(*asked)
     assert [ids(each) for each in again] == [before[-1], before[2]]
+    # While all engines start again, a version is not refused.
+    for engine in ("rollout0", "rollout1"):
+        made.processes.end(engine, signal.SIGKILL)
+    loading = asyncio.create_task(made.sampler.load(made.versions[1]))
+    await asyncio.sleep(0)
+    for instance in range(2):
+        made.processes.start(f"rollout{instance}", "services.rollout", "--instance", str(instance))
+    await loading
     # The shards of large results are deleted once they have been read.
     listed = await made.driver.client("batch-store").call(GetInventory(), Inventory, deadline_s=10)
     assert not [task.task_id for task in listed.tasks if task.task_id.startswith("parcel/")]

@@ -23,6 +23,7 @@ import pytest
 
 from launch.checks import preflight
 from shared.topology import load
+from tests.reward_folder import reward_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 TOPOLOGIES = ROOT / "launch" / "topologies"
@@ -36,6 +37,8 @@ def overrides(recipe: Path, folder: Path) -> list[str]:
     """Return the settings that the recipe tells users to use."""
     if recipe.stem == "distill":
         return [f"teacher.model={MODEL}"]
+    if recipe.stem == "reward_model_grpo":
+        return [f"reward.model={reward_folder(folder / 'classifier')}"]
     if recipe.stem != "gsm8k":
         return []
     rows = [

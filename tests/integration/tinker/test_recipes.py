@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import openai
 import pytest
 
-from shared.topology.serve import read_keys
-from tests.integration.whole_cluster import Cluster, cluster
-from tests.tinker_recipes import MODEL, PYTHON, RECIPES, ROOT, prepare
+from tests.integration.tinker.served_recipes import Running, serving
+from tests.tinker_recipes import MODEL, PYTHON, prepare
 
 pytestmark = [
     pytest.mark.long,
@@ -24,48 +16,13 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="run make setup-tinker"),
 ]
 
-SERVE = ROOT / "launch" / "topologies" / "recipes" / "serve.yaml"
-
-
-@dataclass
-class Running:
-    """A cluster that serves, and a folder in which recipes find their data."""
-
-    cluster: Cluster
-    address: str
-    key: str
-    folder: Path
-
-    def recipe(self, name: str, *arguments: str) -> list[dict[str, float]]:
-        """Run a recipe and return the rows of its metrics."""
-        log = self.folder / f"log-{name}"
-        environment = {"TINKER_BASE_URL": f"http://{self.address}", "TINKER_API_KEY": self.key, "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [str(PYTHON), "-m", *RECIPES[name], *arguments, f"log_path={log}"],
-            cwd=self.folder,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("served")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    prepare(folder, rows=24)
-    with cluster(SERVE, folder, f"serve.listen={address}", limit_s=500) as one:
-        one.wait_for("all are READY", lambda: one.pid("policy-trainer") and one.pid("rollout"))
-        (key,) = read_keys(str(one.run.keys / "clients.keys")).values()
-        yield Running(one, address, key, folder)
-        one.process.send_signal(signal.SIGINT)
-        one.process.wait(60)
+    prepare(folder / "data", rows=24)
+    with serving(folder / "cluster", folder / "data", limit_s=500) as one:
+        yield one
 
 
 def test_sl_loop_trains(running: Running) -> None:
@@ -74,10 +31,11 @@ def test_sl_loop_trains(running: Running) -> None:
     assert rows[-1]["train_mean_nll"] < 0.7 * rows[0]["train_mean_nll"]
 
 
-@pytest.mark.parametrize("name", ["rl_loop", "math_rl"])
-def test_recipes_that_sample_finish(name: str, running: Running) -> None:
+@pytest.mark.parametrize(("name", "reward"), [("rl_loop", "reward/total"), ("math_rl", "env/all/reward/total")])
+def test_recipes_that_sample_take_real_updates(name: str, reward: str, running: Running) -> None:
     rows = running.recipe(name)
-    assert len(rows) >= 2
+    assert len(rows) >= 6
+    assert len({row[reward] for row in rows if reward in row}) > 1
     differences = [abs(row[key]) for row in rows for key in row if key.startswith("optim/kl_sample_train")]
     assert name == "rl_loop" or differences
     assert all(difference < 1e-5 for difference in differences)

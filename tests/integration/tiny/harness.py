@@ -27,7 +27,7 @@ from shared.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
-TINY = "policy-trainer,policy-trainer-worker,critic,rollout,reference"
+TINY = "policy-trainer,policy-trainer-worker,critic,rollout,reference,reward-model"
 ALL_TINY = f"scheduler,batch-store,{TINY}"
 SERVICES = 8
 LIMIT_S = 30.0

@@ -31,7 +31,7 @@ ON_THE_CPU = [name for name in PARTS if name != "rollout_vllm"]
 """Starting vLLM takes as long as all the others, and its engine has tests of its own."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_part_measures_something_on_a_cpu() -> None:
     command = [sys.executable, "-m", "tests.bench.bench_gpu", "--device", "cpu", "--only", *ON_THE_CPU]

@@ -12,7 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from launch.checks import preflight
+from launch.checks.critic import check_head
 from launch.checks.findings import Findings
+from launch.checks.sources import check_answers
 from shared.topology import load
 from tests.unit.rollout.rollout_engine import MODEL
 
@@ -33,11 +35,18 @@ def found(
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "t.yaml"
     path.write_text(TOPOLOGY.format(model=model, loss=loss, head=head))
-    return preflight.check(load(path), "t.yaml")
+    topology, findings = load(path), Findings("t.yaml")
+    for key, source in preflight.sources(topology).items():
+        preflight._check_rows(topology, source, key, None, findings)
+    for check in (check_answers, check_head):
+        assert check in preflight.CHECKS
+        check(topology, findings)
+    return findings
 
 
 def test_rows_with_both_answers_pass(tmp_path: Path) -> None:
-    made = found(tmp_path, PAIR)
+    found(tmp_path, PAIR)
+    made = preflight.check(load(tmp_path / "t.yaml"), "t.yaml")
     assert not made.errors
     assert not made.warnings
 

@@ -6,7 +6,7 @@ import inspect
 
 from launch.checks import adapter, addresses, critic, distill, preflight, rewards, schedule, sources
 
-HELPERS = {"_check_rows", "check_address", "_check_model_memory"}
+HELPERS = {"_check_rows", "check_address", "_check_model_memory", "_check_tokenizer_of", "_check_folder"}
 """Functions that a check or `preflight.check` itself calls."""
 
 

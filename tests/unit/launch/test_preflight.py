@@ -238,9 +238,9 @@ def test_a_missing_weights_file_that_the_index_lists_is_reported(folder: Path) -
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"model_type": "qwen3_moe", "num_experts": 8}, "the model is a mixture of 8 experts"),
-        ({"model_type": "mixtral", "num_local_experts": 4}, "the model is a mixture of 4 experts"),
-        ({"model_type": "outer", "text_config": {"n_routed_experts": 64}}, "the model is a mixture of 64 experts"),
+        ({"num_experts": 8, "moe_intermediate_size": 48, "hidden_size": 64}, "an expert has 48 rows"),
+        ({"num_local_experts": 4, "intermediate_size": 64, "hidden_size": 48}, "an expert has 48 inputs"),
+        ({"text_config": {"n_routed_experts": 64, "moe_intermediate_size": 16}}, "an expert has 16 rows"),
         ({"model_type": "gpt_neox"}, "the model is a gpt_neox"),
     ],
 )
@@ -253,6 +253,18 @@ def test_models_whose_weights_vllm_does_not_accept_are_refused_with_the_vllm_eng
     assert line.startswith("t.yaml:26: services.rollout.engine: vllm: ")
     assert why in line
     assert line.endswith("; use engine transformers")
+
+
+def test_vllm_accepts_mixtures_of_experts_but_no_adapters_of_them(folder: Path) -> None:
+    config = {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 64, "hidden_size": 64}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    path = edited(folder, "    instances: 2\n", "    instances: 2\n    engine: vllm\n")
+    load(path)
+    refused = [line for line in problems(path, "policy.lora={rank: 8}") if "engine: vllm" in line]
+    assert refused == [
+        "t.yaml:26: services.rollout.engine: vllm: the model is a mixture of 4 experts, for which vLLM takes no "
+        "adapter here; use engine transformers"
+    ]
 
 
 def test_a_dry_run_and_a_start_give_the_same_one_line_error_and_leave_no_files(model: Path, tmp_path: Path) -> None:

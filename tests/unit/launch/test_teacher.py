@@ -172,4 +172,6 @@ def test_a_frozen_model_of_an_unknown_name_is_refused_in_one_line(tmp_path: Path
     command = [sys.executable, "-m", "services.reference", "--run", str(tmp_path), "--model", "critic"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "services.reference: --model critic: no such model; use reference or teacher\n"
+    assert (
+        done.stderr == "services.reference: --model critic: no such model; use reference or teacher or reward-model\n"
+    )

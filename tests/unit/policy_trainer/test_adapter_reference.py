@@ -11,14 +11,15 @@ from msgspec import structs
 
 from proto.messages import Credit, Forward, ForwardBackward, ForwardDone
 from proto.registry import Message, Request
-from shared.stages import PROXIMAL, REFERENCE, ROLLOUT, task_stages, train_graph
+from shared.stages import REFERENCE, ROLLOUT, task_stages, train_graph
 from shared.topology import Topology, load, task_bytes
 from shared.topology.capacity import unleased_token_bytes
 from shared.topology.models import POLICY
 from tests.unit.policy_trainer.test_two_models import PPO, STEPS, Log, answer, train
 from tests.unit.shared.topology.small_topology import edited, make
 
-BOTH = [*PROXIMAL.makes, *REFERENCE.makes]
+LOGPROBS = "prox_logprobs"
+BOTH = [LOGPROBS, *REFERENCE.makes]
 LORA, TWICE = "policy.lora={rank: 4}", "algorithm.num_iterations=2"
 IN_REWARD = "algorithm.kl={coef: 0.5, estimator: k1, in: reward}"
 CRITIC = (PPO[4], PPO[5], "critic.warmup_steps=2")
@@ -52,10 +53,10 @@ def keys_of(request: ForwardBackward | Credit) -> set[str]:
         ((LORA, "algorithm.kl={coef: 0.1}", TWICE), {(*BOTH, ""): STEPS}),
         ((LORA, IN_REWARD), {(*REFERENCE.makes, "k1"): STEPS}),
         ((LORA, IN_REWARD, TWICE), {(*BOTH, "k1"): STEPS}),
-        ((LORA, TWICE), {(*PROXIMAL.makes, ""): STEPS}),
+        ((LORA, TWICE), {(LOGPROBS, ""): STEPS}),
         ((LORA,), {}),
         ((LORA, "algorithm.kl={coef: 0}"), {}),
-        ((LORA, "algorithm.kl={coef: 0.1}", TWICE, "services.reference={}"), {(*PROXIMAL.makes, ""): STEPS}),
+        ((LORA, "algorithm.kl={coef: 0.1}", TWICE, "services.reference={}"), {(LOGPROBS, ""): STEPS}),
         (("algorithm.kl={coef: 0.1}",), {}),
         # While only the critic learns, the log-probs are needed only for the rewards from which it learns.
         ((LORA, "algorithm.kl={coef: 0.1}", *CRITIC), {(*REFERENCE.makes, ""): STEPS - 2}),

@@ -213,7 +213,7 @@ def test_rows_of_samples_without_weight_are_dropped_with_their_mask() -> None:
     ("change", "why"),
     [
         ({"teacher_topk": np.zeros((3, 2), np.float32)}, r"teacher_topk has shape \[3, 2\], but its .* \[2, 2\]"),
-        ({"teacher_topk": np.zeros((2, 3), np.float32)}, "top k have 2 and 3 columns"),
+        ({"teacher_topk": np.zeros((2, 3), np.float32)}, "teacher_topk has 3 columns, not 2"),
         ({"teacher_topk": np.array([[0, 0], [np.nan, 0]], np.float32)}, "not finite: 1, the first at trained 1"),
         ({"teacher_ids": np.zeros((2, 2), np.int64)}, "teacher_ids is int64"),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from proto.messages import EndedTask
@@ -51,6 +53,16 @@ def test_a_record_holds_the_tokens_of_each_sequence_from_the_first_sampled_token
     assert (two.token_ids, two.sampled) == ([7, 8, 7, 6], [1, 0, 1, 1])
     assert (two.versions, two.length, two.turns, two.tool_calls) == ([3, 4], 3, 2, 1)
     assert one.advantage is one.train_logprobs is None
+
+
+def test_rewards_that_a_reward_model_made_take_the_place_of_those_of_the_rollout() -> None:
+    ended = msgspec.structs.replace(ENDED, rewards={"reward": [3.0, -1.0], "reward/part/reward_model": [2.0, -1.5]})
+    one, two = records(ended, shards(), 9.0)
+    assert (one.reward, one.rewards) == (3.0, {"exact": 1.0, "reward_model": 2.0})
+    assert (two.reward, two.rewards) == (-1.0, {"exact": 0.5, "reward_model": -1.5})
+    assert (one.group_mean, one.group_best) == (1.0, 3.0)
+    unscored = msgspec.structs.replace(ENDED, state="dropped", rewards={"reward": [math.nan, math.nan]})
+    assert [(each.reward, each.group_mean) for each in records(unscored, shards(), 9.0)] == [(None, None)] * 2
 
 
 def test_every_record_has_the_mean_and_the_best_reward_of_its_group() -> None:

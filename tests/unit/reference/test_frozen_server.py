@@ -99,6 +99,21 @@ def test_a_server_that_is_away_is_asked_again_until_it_answers(server: TeacherOn
     assert found.tobytes() == wanted.tobytes()
 
 
+@pytest.mark.parametrize(("asked", "kept"), [("1", True), ("soon", False), ("100000", True)])
+def test_a_server_is_not_asked_again_before_the_pause_that_it_asks_for(
+    asked: str, kept: bool, server: TeacherOnServer
+) -> None:
+    """The pause is limited by `reward.retry.limit_s`, here 1.5 s."""
+    there = frozen(server, retry=RewardRetry(limit_s=1.5, backoff_s=0.05, max_backoff_s=0.1))
+    there.load()
+    server.status, server.retry_after, before = 429, asked, server.requests
+    threading.Timer(0.7, setattr, (server, "status", 200)).start()
+    ids, lengths, mask = arrays()
+    one = slice(None, int(lengths[0]))
+    there.logprobs(ids[one], lengths[:1], mask[one], 1.0, lambda: None)
+    assert (server.requests - before == 2) == kept
+
+
 def test_a_stalled_server_counts_as_away_and_the_work_can_be_given_up_meanwhile(server: TeacherOnServer) -> None:
     ids, lengths, mask = arrays()
     there = frozen(server, silence_s=0.5)

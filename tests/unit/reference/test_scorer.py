@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from proto.messages import Canary
 from proto.tensors import Array
@@ -28,7 +29,9 @@ from shared.lease import Lease, LeaseLost
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.model.picks import Likeliest
+from shared.rpc.errors import BadInput
 from shared.topology.passes import FASTEST
+from tests.reward_folder import reward_folder
 from tests.unit.rollout.rollout_engine import MODEL
 from tests.unit.shared.test_lease import book_of, gets_on, grant
 from tests.weights_refs import weights_ref
@@ -252,3 +255,54 @@ def test_a_lease_stays_alive_while_its_rank_waits_for_a_rank_that_is_still_fetch
         await leading
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_reward_model_gives_each_text_the_value_that_the_classifier_of_transformers_gives_it(
+    deterministic: bool, tmp_path: Path
+) -> None:
+    folder = reward_folder(tmp_path / "classifier")
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    rng = np.random.default_rng(0)
+    tasks = []
+    for samples in (2, 1, 3):
+        lengths = rng.integers(1, 20, samples).astype(np.int32)
+        tasks.append({"read_ids": rng.integers(3, 20, lengths.sum()).astype(np.int32), "read_lengths": lengths})
+
+    async def scores(tasks: list[dict[str, Array]]) -> list[Array]:
+        scorer = FrozenScorer(
+            lambda: FrozenTorch(folder, "float32", 32, passes=FASTEST, head="value"),
+            source=folder,
+            threads=1,
+            temperature=1.0,
+            deterministic=deterministic,
+            head="value",
+        )
+        await scorer.start()
+        try:
+            return [made for (made,) in await scorer.score(tasks, threading.Event())]
+        finally:
+            scorer.stop()
+
+    found = asyncio.run(scores(tasks))
+    assert [(len(values), values.dtype) for values in found] == [(2, np.float32), (1, np.float32), (3, np.float32)]
+    for task, values in zip(tasks, found, strict=True):
+        texts = np.split(task["read_ids"], np.cumsum(task["read_lengths"])[:-1])
+        wanted = [classifier(torch.from_numpy(ids[None].astype(np.int64))).logits.item() for ids in texts]
+        assert values == pytest.approx(wanted, abs=1e-5)
+    if deterministic:  # whatever else is in the lease
+        (alone,) = asyncio.run(scores(tasks[2:]))
+        assert alone.tobytes() == found[2].tobytes()
+
+
+def test_a_reward_model_whose_value_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    folder = reward_folder(tmp_path / "classifier")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"score.weight": np.full((1, 128), np.inf, np.float32)}, folder / "model.safetensors")
+    made = FrozenTorch(folder, "float32", 32, head="value")
+    scorer = FrozenScorer(lambda: made, source=folder, threads=1, temperature=1.0, head="value")
+    task = {"read_ids": np.array([5, 6], np.int32), "read_lengths": np.array([2], np.int32)}
+    asyncio.run(scorer.start())
+    with pytest.raises(BadInput, match="gives a text the value"):
+        asyncio.run(scorer.score([task], threading.Event()))
+    scorer.stop()

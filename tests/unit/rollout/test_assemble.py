@@ -20,7 +20,6 @@ from services.rollout.sampling.trajectory import (
     with_turn_rewards,
 )
 from shared.sample import Sample
-from shared.stages import ROLLOUT
 from tests.keys import SAMPLED
 
 FAILED = Score(None, "my:fn: raised ValueError: no")
@@ -118,6 +117,7 @@ def test_tasks_that_the_filter_may_drop_are_put_separately() -> None:
     block = Assembled(results, [{}] * 4, [], {"reward": np.array(rewards, np.float32)})
     assert in_files(block, filters=True) == [[1], [0, 2, 3]]
     assert in_files(block, filters=False) == [[0, 1, 2, 3]]
+    assert in_files(block, filters=True, scored_later=True) == [[0], [1], [2], [3]]
 
 
 def test_lost_samples_and_dropped_tasks_are_recorded_with_their_reasons() -> None:
@@ -164,7 +164,7 @@ def test_rewards_of_turns_are_added_to_the_sample_and_become_a_key_if_tokens_hav
     made, score = with_turn_rewards(one, Score(1.5, turns=[0.5]), per_token=True)
     assert score.value == 1.5  # the function's value contains its turns
     shards = task_shards([made.sequences])
-    assert tuple(shards) == ROLLOUT.makes
+    assert tuple(shards) == (*SAMPLED, "turn_rewards")
     assert shards["turn_rewards"].tolist() == [0, 0, 0, 0.5]
     made, _ = with_turn_rewards(one, Score(1.0), per_token=True)
     assert task_shards([made.sequences])["turn_rewards"].tolist() == [0, 0, 0, 0]

@@ -3,7 +3,7 @@ weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 import pytest
@@ -170,3 +170,99 @@ def test_a_weight_that_a_loader_modifies_is_refused() -> None:
     model.load = doubled  # type: ignore[method-assign]
     with pytest.raises(WeightsMismatch, match=r"norm\.weight: not all of it was loaded"):
         check([loaded(model, weights), loaded(Half(1, torch.float32), weights)], weights)
+
+
+EXPERTS, EXPERT_ROWS = 3, 4
+
+
+class Experts(nn.Module):
+    """One of two ranks of a layer of experts, as in vLLM: each rank has half of the rows of gate and up projection and
+    half of the columns of the down projection."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.experts, rows = nn.Module(), EXPERT_ROWS // 2
+        self.experts.routed_experts = nn.Module()
+        self.experts.routed_experts.w13_weight = nn.Parameter(torch.zeros(EXPERTS, 2 * rows, HIDDEN))
+        self.experts.routed_experts.w2_weight = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, rows))
+        self.rank, self.order, self.halves = rank, list(range(EXPERTS)), ["gate", "up"]
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        rows, held = EXPERT_ROWS // 2, self.experts.routed_experts
+        for name, tensor in weights:
+            expert, half = name.split(".")
+            at = self.order[int(expert)]
+            if half == "down":
+                held.w2_weight[at].data.copy_(tensor.narrow(1, self.rank * rows, rows))
+            else:
+                begin = self.halves.index(half) * rows
+                held.w13_weight[at].narrow(0, begin, rows).data.copy_(tensor.narrow(0, self.rank * rows, rows))
+
+
+def divided(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Divide the weights of all experts as transformers does."""
+    for name, tensor in weights:
+        halves = {"gate": 0, "up": 1} if name.endswith("gate_up_proj") else {"down": 0}
+        for half, index in halves.items():
+            whole = tensor.chunk(len(halves), 1)[index].contiguous()
+            yield from ((f"{expert}.{half}", whole[expert]) for expert in range(EXPERTS))
+
+
+def expert_weights() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    shapes = {"gate_up_proj": (EXPERTS, 2 * EXPERT_ROWS, HIDDEN), "down_proj": (EXPERTS, HIDDEN, EXPERT_ROWS)}
+    return {f"experts.{name}": torch.randn(shape, generator=random) for name, shape in shapes.items()}
+
+
+def experts_loaded(model: Experts, weights: dict[str, Tensor]) -> Proof:
+    trace = LoadTrace(divided)
+    with trace.over(model):
+        model.load_weights(iter(weights.items()))
+    return trace.proof(model)
+
+
+def test_experts_on_two_ranks_are_proved_under_the_names_of_the_version_in_few_parts() -> None:
+    weights = expert_weights()
+    proofs = [experts_loaded(Experts(rank), weights) for rank in (0, 1)]
+    check(proofs, weights)
+    whole = WeightPart("experts.down_proj", 0, EXPERT_ROWS // 2, EXPERTS * HIDDEN, EXPERT_ROWS // 2)
+    assert [part for part, _ in proofs[1].parts if part.name == "experts.down_proj"] == [whole]
+
+
+@pytest.mark.parametrize("name", ["experts.gate_up_proj", "experts.down_proj"])
+@pytest.mark.parametrize("expert", range(EXPERTS))
+def test_an_expert_that_is_stale_or_off_by_a_bit_is_reported(expert: int, name: str) -> None:
+    weights = expert_weights()
+    for change in (
+        lambda values: values.mul_(2),
+        lambda values: values.view(-1).view(torch.uint8)[-1:].bitwise_xor_(1),
+    ):
+        wrong = weights[name].clone()
+        change(wrong[expert])
+        with pytest.raises(WeightsMismatch, match=f"^1 of 2 parameters have wrong bits: {name}$"):
+            check([experts_loaded(Experts(rank), {**weights, name: wrong}) for rank in (0, 1)], weights)
+
+
+def test_experts_that_a_kernel_permutes_are_refused_by_name() -> None:
+    weights, model = expert_weights(), Experts(0)
+    load = model.load_weights
+
+    def permuted(weights: Iterable[tuple[str, Tensor]]) -> None:
+        load(weights)
+        w13 = model.experts.routed_experts.w13_weight
+        with torch.no_grad():
+            w13.copy_(w13.unflatten(1, (2, -1)).flip(1).flatten(1, 2))  # as for vLLM's FlashInfer kernels
+
+    model.load_weights = permuted  # type: ignore[method-assign]
+    with pytest.raises(WeightsMismatch, match=r"routed_experts\.w13_weight: not all of it was loaded"):
+        check([experts_loaded(model, weights), experts_loaded(Experts(1), weights)], weights)
+
+
+@pytest.mark.parametrize(("order", "halves"), [([1, 0, 2], ["gate", "up"]), ([0, 1, 2], ["up", "gate"])])
+def test_experts_and_their_halves_in_the_wrong_places_are_reported(order: list[int], halves: list[str]) -> None:
+    weights, models = expert_weights(), [Experts(0), Experts(1)]
+    for model in models:
+        model.order, model.halves = order, halves
+    with pytest.raises(WeightsMismatch, match="w13_weight: its parts are in a different order"):
+        check([experts_loaded(model, weights) for model in models], weights)

@@ -240,3 +240,9 @@ def test_rewards_of_turns_are_summed_by_weight() -> None:
     assert weighted([one, other, plain], ["a", "b", "c"], [1.0, 0.5, 2.0]).turns == [1.5, 1.0]
     refused = weighted([one, Score(1.0, turns=[1.0])], ["a", "b"], [1.0, 1.0])
     assert refused.failure == "the functions returned rewards for 2 and 1 turns of one sample"
+
+
+def test_the_score_of_a_reward_model_is_no_part_of_a_reward_before_it_exists() -> None:
+    lines = [Line("builtin:reward_model", 0.5), Line("builtin:exact_match", 1.0)]
+    [[found]] = score([[sample("abc", answer="abc")]], *lines)
+    assert (found.value, found.parts) == (1.0, {"exact_match": 1.0})

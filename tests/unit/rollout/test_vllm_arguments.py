@@ -41,6 +41,13 @@ def test_cuda_graphs_are_vllms_default_on_a_gpu_and_the_user_can_switch_them_off
     assert arguments_of({}, KNOWN, on_cpu=True, in_flight="wait")["enforce_eager"] is True
 
 
+def test_experts_on_gpus_have_the_layout_that_a_proof_can_read_unless_the_user_sets_another() -> None:
+    assert arguments_of({}, KNOWN, on_cpu=False, in_flight="wait")["moe_backend"] == "triton"
+    assert "moe_backend" not in arguments_of({}, KNOWN, on_cpu=True, in_flight="wait")
+    own = arguments_of({"moe_backend": "auto"}, {*KNOWN, "moe_backend"}, on_cpu=False, in_flight="wait")
+    assert own["moe_backend"] == "auto"
+
+
 def test_engines_on_gpus_draw_different_numbers_and_requests_there_have_no_seeds() -> None:
     seeds = {arguments_of({}, KNOWN, on_cpu=False, in_flight="wait")["seed"] for _ in range(4)}
     assert len(seeds) > 1

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from shared.megatron import architecture
 from shared.megatron.converter import Converter, Weight
+from shared.megatron.files import ModelFiles, write
 from shared.model.load import named_weights
+from shared.model.stored import StoredNames
 from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from tests.unit.tiny_models import SIZES, make_model
@@ -21,6 +25,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False},
     "llama-biased": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 12, "num_experts": 4, "moe_intermediate_size": 20, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -42,6 +50,56 @@ def test_every_weight_is_converted_back_bit_for_bit(kind: str, tp: int, pp: int)
         assert len(shards) == tp
         for original, back in zip(parts, converter.join(weight, shards), strict=True):
             assert torch.equal(original, back), weight.name
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_are_read_from_a_checkpoint_divided_and_written_as_they_were(
+    kind: str, ep: int, tmp_path: Path
+) -> None:
+    model = make_model(kind, **MIXTURES[kind])
+    model.save_pretrained(tmp_path / "stored")
+    stored = StoredNames(model.config)
+    converter = Converter(architecture.read(model.config), 1, 1, ep)
+    weights, files = named_weights(model), ModelFiles(tmp_path / "stored", converter.shapes, stored)
+    assert converter.shapes.keys() == weights.keys()
+    assert all(torch.equal(files(name), value) for name, value in weights.items())
+    for weight in converter.weights:
+        parts = [weights[name] for name in weight.parts]
+        shards = converter.split(weight, parts)
+        assert len(shards) == (ep if weight.rule == "experts" else 1)
+        assert all(map(torch.equal, converter.join(weight, shards), parts))
+    write(tmp_path / "written", model.config, weights, torch.float32, stored)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("stored", "written"))
+    assert any(".experts.0." in name for name in before)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"mlp_only_layers": [0]}, "a mixture with layers without experts"),
+        ({"decoder_sparse_step": 2}, "a mixture with layers without experts"),
+        ({"sliding_window": 8, "use_sliding_window": True}, "a mixture with sliding_window 8"),
+    ],
+)
+def test_mixtures_that_megatron_would_not_reproduce_are_refused(options: dict[str, Any], refused: str) -> None:
+    with pytest.raises(RpcError, match=refused):
+        architecture.read(config("qwen3_moe", **MIXTURES["qwen3_moe"], **options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "refused"),
+    [
+        ("llama", Layout(2, ep=2), "ep 2: the model has no experts; use 1"),
+        ("mixtral", Layout(3, ep=3), "ep 3 does not divide the model's 4 experts; use a divisor"),
+        ("mixtral", Layout(2, tp=2), "tp 2, cp 1: not available for a mixture of experts; use ep and pp"),
+    ],
+)
+def test_degrees_that_do_not_suit_the_experts_are_refused(kind: str, layout: Layout, refused: str) -> None:
+    with pytest.raises(ValueError, match=refused):
+        architecture.read(config(kind, **MIXTURES.get(kind, {}))).check(layout)
 
 
 def weight_named(converter: Converter, end: str) -> Weight:

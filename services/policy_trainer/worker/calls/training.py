@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 from msgspec import structs
@@ -53,6 +54,8 @@ from services.policy_trainer.worker.sample_records import SampleRecords
 from services.policy_trainer.worker.samples import TOKEN_ADVANTAGES
 from shared.credit import KL_ESTIMATORS
 from shared.model.adapter import adapters_off
+from shared.model.logprobs import Routing
+from shared.model.routing import Routers, routers_of
 from shared.ranks.group import GroupEnded
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
@@ -60,6 +63,7 @@ from shared.samples.text import Choice
 from shared.stages import (
     CREDIT,
     LINEAR_LOSS,
+    PROX_ROUTES,
     PROXIMAL,
     REFERENCE,
     REFERENCE_SCORE,
@@ -116,7 +120,8 @@ class TrainingCalls:
         sequences = _sequences(flat)
 
         def work() -> dict[str, Array]:
-            return {key: self._pass(key, sequences, request.temperature) for key in request.keys}
+            given = flat[request.routes] if request.routes else None
+            return self._passes(request, sequences, given)
 
         outputs = await rank.together("Forward", work)
         counts, scalars = [task.samples for task in request.batch.tasks], dict[str, Array]()
@@ -155,14 +160,34 @@ class TrainingCalls:
         if request.kl_estimator and _REF_KEY not in request.keys:
             text = f"forward for {wanted} with kl_estimator {request.kl_estimator}: it needs {_REF_KEY}"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
+        if request.routes or PROX_ROUTES in request.keys:
+            self._routers()
         if request.kl_estimator not in ("", *KL_ESTIMATORS):
             text = f"forward with kl_estimator {request.kl_estimator}: use {', '.join(KL_ESTIMATORS)}"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
 
-    def _pass(self, key: str, sequences: Sequences, temperature: float) -> Array:
-        """Return what the model computes for `key`, float32 [T]. Every rank must call this."""
-        with adapters_off(self._backend.called) if key == _REF_KEY else contextlib.nullcontext():
-            return self._backend.forward(sequences, temperature)
+    def _passes(self, request: Forward, sequences: Sequences, given: Array | None) -> dict[str, Array]:
+        """Return what the model computes for each key, [T] or [T, W]. Every rank must call this."""
+        made: dict[str, Array] = {}
+        if keys := [key for key in request.keys if key != _REF_KEY]:
+            record = None
+            if PROX_ROUTES in keys:
+                record = np.zeros((len(sequences.token_ids), self._routers().width), np.uint8)
+            routing = None if record is None and given is None else Routing(given, record)
+            outputs = self._backend.forward(replace(sequences, routing=routing), request.temperature)
+            made = {key: record if record is not None and key == PROX_ROUTES else outputs for key in keys}
+        if _REF_KEY in request.keys:
+            with adapters_off(self._backend.called):
+                made[_REF_KEY] = self._backend.forward(sequences, request.temperature)
+        return made
+
+    def _routers(self) -> Routers:
+        """Return the routers of the model. Raises RpcError(bad_request) if none can be watched."""
+        routers = routers_of(cast(Any, self._backend.called).model)
+        if routers is None:
+            text = f"{self._rank.model.name} has no routers that can be watched: set algorithm.router_replay to none"
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{text}, and algorithm.load_balance.coef to 0")
+        return routers
 
     async def _credit(self, request: Credit, _: Call) -> CreditDone:
         """Compute the advantages of the tokens. No rank meets another one to do so."""
@@ -198,6 +223,8 @@ class TrainingCalls:
             if request.loss.name != LINEAR_LOSS and (request.loss.name == VALUE_LOSS) != (VALUES in self._stages):
                 text = f"loss {request.loss.name}: {rank.model.name} computes {self._stages[0].makes[0]}"
                 raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; send it to the model that has this loss")
+            if request.loss.routes or request.loss.balance_coef:
+                self._routers()
             tokens = await rank.reader.tokens(request)
             counts = [task.samples for task in request.batch.tasks]
 
@@ -227,7 +254,9 @@ class TrainingCalls:
             return tokens, await rank.on_compute_thread(spread)
 
         tokens, loss = await rank.ready(request, bind())
-        sequences, temperature = _sequences(tokens.flat), request.loss.temperature
+        spec, temperature = request.loss, request.loss.temperature
+        routing = Routing(tokens.flat[spec.routes] if spec.routes else None)
+        sequences = replace(_sequences(tokens.flat), routing=routing, balance=spec.balance_coef)
 
         def work() -> dict[str, float]:
             return self._backend.forward_backward(

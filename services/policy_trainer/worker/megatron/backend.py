@@ -1,4 +1,4 @@
-"""Implements the megatron backend for Llama, Qwen2 and Qwen3 with tp, pp, cp and dp. It does not normalise gradients.
+"""Implements the megatron backend with tp, pp, cp, ep and dp. It does not normalise gradients.
 
 Transformer Engine is used automatically if it is installed and CUDA is available, together with sequence parallelism
 if tp > 1. On a CPU the same layers run on gloo through `cpu_shims`.
@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +143,7 @@ class MegatronBackend:
         widths = [values[0].numel() if len(values) else 1 for values in outputs.values()]
         grads = scores.outputs.new_zeros((len(scores.tokens), sum(widths)))
         if self.place.counts:
-            leaves = {name: values.detach().requires_grad_() for name, values in outputs.items()}
+            leaves: dict[str, Any] = {name: values.detach().requires_grad_() for name, values in outputs.items()}
             total, sums = loss(replace(scores, **leaves), self._groups.sum_over_sequence_ranks)
             parts.append(sums)
             if total.requires_grad:
@@ -227,7 +228,7 @@ class MegatronBackend:
             config = self._pieces.config
             if self._options.head == "value":
                 config = classifier_config(config, self._pieces.converter.shapes)
-            files.write(folder, config, weights, self._pieces.dtype)
+            files.write(folder, config, weights, self._pieces.dtype, self._pieces.stored)
 
     # ---- memory
 

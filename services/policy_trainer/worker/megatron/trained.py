@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor, nn
 
@@ -57,11 +59,19 @@ class Trained:
 
     def reset(self) -> None:
         """Create fresh optimizer state for the current weights."""
-        params = [param for param in self._params.values() if param.requires_grad]
+        model, groups = self.model, self._groups
+        self._optimizers = {False: self._optimizer(model.buffers, groups.dp_cp, shared=False)}
+        if model.expert_parallel_buffers:
+            self._optimizers[True] = self._optimizer(model.expert_parallel_buffers, groups.expert_dp, shared=True)
+        self.optimizer = ChainedOptimizer(list(self._optimizers.values()))
+
+    def _optimizer(self, buffers: list[Any], data_parallel: dist.ProcessGroup, *, shared: bool) -> DistributedOptimizer:
+        """Return an optimizer of the parameters in `buffers`, which are those of `shared` experts or all others."""
+        params = [param for param in self._params.values() if param.requires_grad and _is_shared(param) == shared]
         # Every parameter decays, as in the torch backend. Megatron's own groups exclude norms and biases.
-        group = {"params": params, "is_expert_parallel": False, "wd_mult": 1.0, "lr_mult": 1.0}
+        group = {"params": params, "is_expert_parallel": shared, "wd_mult": 1.0, "lr_mult": 1.0}
         inner = torch.optim.AdamW([group], fused=True)  # `update` sets its numbers
-        self.optimizer = DistributedOptimizer(
+        optimizer = DistributedOptimizer(
             inner,
             OptimizerConfig(
                 bf16=self._low,
@@ -71,14 +81,15 @@ class Trained:
             None,
             None,
             model_chunks=[self.model],
-            per_model_buffers={0: self.model.buffers},
-            data_parallel_group=self._groups.dp_cp,
+            per_model_buffers={0: buffers},
+            data_parallel_group=data_parallel,
             data_parallel_group_gloo=None,
             data_parallel_group_idx=0,
             distributed_optimizer_instance_id=0,
         )
-        self.optimizer.tp_group = self._groups.tp
-        self.optimizer.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+        optimizer.tp_group = self._groups.tp
+        optimizer.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+        return optimizer
 
     # ---- updates
 
@@ -96,7 +107,8 @@ class Trained:
         """Clip by `grad_norm` and step. Call it after `norm`."""
         optimizer = self.optimizer
         set_numbers(optimizer.param_groups, numbers)
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), numbers.clip_norm or math.inf, grad_norm)
+        pieces = [piece for each in self._optimizers.values() for piece in each.get_parameters()]
+        clip_grad_by_total_norm_fp32(pieces, numbers.clip_norm or math.inf, grad_norm)
         optimizer.step_with_ready_grads()
         self._spare.updated()
 
@@ -134,28 +146,31 @@ class Trained:
         mains = self._mains()
         optimizer: dict[str, Tensor] = {}
 
-        def add(slot: str, of: Callable[[Tensor], Tensor]) -> None:
+        def add(slot: str, of: Callable[[str, Tensor], Tensor]) -> None:
             def read(name: str) -> Tensor:
                 main = mains.get(self._params[name])
-                return self._filled(name, None if main is None else of(main), torch.float32)
+                return self._filled(name, None if main is None else of(name, main), torch.float32)
 
             whole = self._whole(read, torch.float32)
             optimizer.update({f"{slot}/{name}": tensor for name, tensor in whole.items()})
 
-        inner: Any = self.optimizer.optimizer
-        steps = self._groups.most(max((self._steps(main) for main in mains.values()), default=0.0))
+        steps = self._groups.most(max((self._steps(param, main) for param, main in mains.items()), default=0.0))
         if steps:
             for slot in _MOMENTS:
-                add(slot, lambda main, slot=slot: inner.state[main][slot])  # type: ignore[misc]
+                add(slot, lambda name, main, slot=slot: self._inner(self._params[name]).state[main][slot])  # type: ignore[misc]
             if weights:
                 optimizer |= {f"step/{name}": torch.tensor(steps) for name in weights}
         if self._low:
-            add("master", lambda main: main)
+            add("master", lambda name, main: main)
         return TrainingState(weights, optimizer)
 
-    def _steps(self, main: Tensor) -> float:
+    def _inner(self, param: nn.Parameter) -> Any:
+        """Return torch's optimizer of `param`, which has the state of the piece that this rank trains."""
+        return self._optimizers[_is_shared(param)].optimizer
+
+    def _steps(self, param: nn.Parameter, main: Tensor) -> float:
         """Return the number of updates. torch's optimizer counts per parameter, Transformer Engine's per group."""
-        inner: Any = self.optimizer.optimizer
+        inner = self._inner(param)
         return float(inner.state[main].get("step", inner.param_groups[0].get("step", 0)) if main in inner.state else 0)
 
     def _whole(
@@ -170,7 +185,8 @@ class Trained:
         for weight in self._converter.weights:
             parts: list[Tensor] = []
             if place.pp_rank == weight.stage:
-                parts = self._converter.join(weight, self._groups.gather_over_tp(read(weight.name)))
+                group = self._groups.ep if weight.rule == "experts" else self._groups.tp
+                parts = self._converter.join(weight, self._groups.gather(read(weight.name), group))
             elif place.rank == 0:
                 parts = [torch.empty(shape, dtype=dtype, device=device) for shape in weight.shapes]
             if first and (arrived := self._groups.to_rank_0(parts, weight.stage)) is not None:
@@ -185,22 +201,26 @@ class Trained:
         where = self._part(param)
         if part is not None and where is not None:
             flat[where] = part.detach()
-        self._groups.merge_over_dp(flat)
+        self._groups.merge(flat, self._groups.expert_dp if _is_shared(param) else self._groups.dp_cp)
         return flat.view(param.shape)
 
     def _part(self, param: nn.Parameter) -> slice | None:
         """Return the range of elements of `param` that this data-parallel rank trains, or None if it trains none."""
-        if param not in self.optimizer.model_param_gbuf_map:
+        optimizer = self._optimizers[_is_shared(param)]
+        if param not in optimizer.model_param_gbuf_map:
             return None
-        elements = self.optimizer._get_model_param_range_map(param)["param"]
+        elements = optimizer._get_model_param_range_map(param)["param"]
         return slice(elements.start, elements.end)
 
     def _mains(self) -> dict[nn.Parameter, Tensor]:
         """Return the float32 piece of each parameter that the optimizer trains on this rank."""
-        optimizer = self.optimizer
         pairs = [
-            *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
-            *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
+            pair
+            for optimizer in self._optimizers.values()
+            for pair in (
+                *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
+                *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
+            )
         ]
         return {param: main for params, mains in pairs for param, main in zip(params, mains, strict=True)}
 
@@ -216,7 +236,6 @@ class Trained:
     @torch.no_grad()
     def set_optimizer(self, slots: dict[str, Tensor]) -> None:
         """Load `TrainingState.optimizer`. Call it after `set_weights`."""
-        inner: Any = self.optimizer.optimizer
         mains = self._mains()
         for weight in self._pieces.weights:
             if self._params[weight.name] not in mains:
@@ -237,13 +256,12 @@ class Trained:
             step = slots.get(f"step/{weight.parts[0]}")
             if step is not None and all(moment is not None for moment in moments.values()):
                 on_device = {slot: moment.to(main.device) for slot, moment in moments.items() if moment is not None}
-                inner.state[main] = {"step": step.to(main.device, torch.float32, copy=True), **on_device}
+                self._inner(param).state[main] = {"step": step.to(main.device, torch.float32, copy=True), **on_device}
 
     # ---- this rank's part
 
     def own_state(self) -> dict[str, Tensor]:
         """Return the live tensors of this rank by name: weights, separate masters, moments and update counts."""
-        inner: Any = self.optimizer.optimizer
         state = {f"weight/{name}": param.detach() for name, param in self._params.items()}
         mains = self._mains()
         for name, param in self._params.items():
@@ -252,20 +270,20 @@ class Trained:
                 continue
             if self._low:
                 state[f"master/{name}"] = main
-            state |= {f"{slot}/{name}": tensor for slot, tensor in inner.state.get(main, {}).items()}
+            state |= {f"{slot}/{name}": tensor for slot, tensor in self._inner(param).state.get(main, {}).items()}
         return state
 
     @torch.no_grad()
     def set_own_state(self, state: Mapping[str, Tensor]) -> None:
         """Load the tensors that `own_state` returned in the same layout."""
         self.reset()
-        inner: Any = self.optimizer.optimizer
         mains = self._mains()
         for name, param in self._params.items():
             if f"step/{name}" in state:
                 main = mains[param]
                 moments = {slot: torch.zeros_like(main) for slot in _MOMENTS}
-                inner.state[main] = {"step": state[f"step/{name}"].to(main.device, copy=True), **moments}
+                step = state[f"step/{name}"].to(main.device, copy=True)
+                self._inner(param).state[main] = {"step": step, **moments}
         for name, live in self.own_state().items():
             live.copy_(state[name])
 
@@ -277,10 +295,16 @@ class Trained:
 
     def gradient_buffers(self) -> list[Tensor]:
         """Return the buffers in which gradients are summed."""
-        return [buffer.grad_data for buffer in self.model.buffers]
+        return [buffer.grad_data for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers)]
 
     def optimizer_tensors(self) -> list[Tensor]:
         """Return moments, step counts, and masters that are separate tensors."""
-        inner: Any = self.optimizer.optimizer
-        found = [each for slots in inner.state.values() for each in slots.values() if isinstance(each, Tensor)]
+        states = [slots for each in self._optimizers.values() for slots in each.optimizer.state.values()]
+        found = [each for slots in states for each in slots.values() if isinstance(each, Tensor)]
         return found + (list(self._mains().values()) if self._low else [])
+
+
+def _is_shared(param: nn.Parameter) -> bool:
+    """Return whether `param` belongs to experts that are divided among data-parallel ranks, each of which trains its
+    own."""
+    return not getattr(param, "allreduce", True)

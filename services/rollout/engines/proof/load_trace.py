@@ -12,6 +12,7 @@ place, and adds the digests for the handles that the model's layers now hold.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,11 @@ _PACKING = frozenset(
 )
 """vLLM operations that convert their first argument to another layout for CPU matrix products. They are composite
 operations, which are visible only to a function mode."""
+_PACKING_INTO = frozenset(["_C::prepack_moe_weight"])
+"""vLLM operations that write their first argument, in another layout, into their second."""
+EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
+"""Parameters that hold all experts of a layer: vLLM's names, and those of transformers. Both keep the experts in order,
+and the rows of an expert's gate before those of its up projection."""
 READ_BACK_FLOP = 4 * 10**9
 """Maximum number of floating-point operations for reading back one handle. This is enough for a whole layer of a 0.5B
 model, and for a sample of rows spread over its embedding. Reading back all handles takes seconds."""
@@ -49,6 +55,8 @@ class WeightPart(NamedTuple):
 
 
 Digested = tuple[WeightPart, int]
+_PACKED = "packed memory"
+"""The name of the part that stands for memory that a packing operation has written."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,13 @@ class _Memory:
                 within.append(self._held[at])
         return within
 
+    def is_packed(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is memory that a packing operation has written, and nothing else since."""
+        held = [
+            (each.begin, each.end) for each in self.within(*_span(tensor)) if each.part and each.part.name == _PACKED
+        ]
+        return held == [_span(tensor)]
+
     def copied(self, target: Tensor, source: Tensor) -> None:
         if _nowhere(target):
             return
@@ -137,9 +152,14 @@ class _Memory:
                 if contents.part is None or part is not None:
                     yield (begin - first) // size, (end - begin) // size, part, contents.dtype
         elif len(sources) == 1 and sources[0].part is not None:
-            part = _box(sources[0].part, (source.data_ptr() - sources[0].begin) // size, source)
-            if part is not None:
-                yield 0, source.numel(), part, sources[0].dtype
+            offset = (source.data_ptr() - sources[0].begin) // size
+            boxes = list(_boxes(sources[0].part, offset, _axes(source)))
+            lengths = [part.rows * part.columns for part in boxes]
+            if sum(lengths) == source.numel():
+                begins = itertools.accumulate(lengths, initial=0)
+                yield from (
+                    (at, n, part, sources[0].dtype) for at, n, part in zip(begins, lengths, boxes, strict=False)
+                )
 
     def filled(self, target: Tensor) -> None:
         if _nowhere(target):
@@ -187,17 +207,24 @@ class _Packings(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "_qualified_op_name", "") in _PACKING:
-            self._packed(args[0], result)
+        name = getattr(func, "_qualified_op_name", "")
+        if name in _PACKING or name in _PACKING_INTO:
+            self._packed(args[0], result if name in _PACKING else args[1])
         return result
 
 
 class LoadTrace:
     """Follows one load (`over`). Afterwards, `proof` reports what was loaded."""
 
-    def __init__(self, *, read_back: bool = False) -> None:
-        """If `read_back` is true, weights that oneDNN packs are read back through products with unit vectors and
-        compared with the originals."""
+    def __init__(
+        self, names: Callable[[Iterable[tuple[str, Tensor]]], Any] | None = None, *, read_back: bool = False
+    ) -> None:
+        """`names` turns weights into those that the model's loaders know. The proof keeps the names before that.
+
+        If `read_back` is true, weights that oneDNN packs are read back through products with unit vectors and compared
+        with the originals. Other packed weights must have the same elements.
+        """
+        self._names = names or (lambda weights: weights)
         self._read_back = read_back
         self._memory = _Memory()
         self._packed: dict[int, Proof] = {}
@@ -209,7 +236,7 @@ class LoadTrace:
         load_weights = model.load_weights
 
         def traced(weights: Iterable[tuple[str, Tensor]]) -> Any:
-            return load_weights(self._announced(weights))
+            return load_weights(self._names(self._announced(weights)))
 
         model.load_weights = traced
         try:
@@ -237,6 +264,14 @@ class LoadTrace:
             for name, tensor in module.named_parameters(path, recurse=False):
                 if tensor.numel() == 0 and handle is not None:
                     continue  # the module's weight is in the handle
+                if self._memory.is_packed(tensor):
+                    packed = self._packed[tensor.data_ptr()]
+                    parts += packed.parts
+                    faults += [f"{name}: {fault}" for fault in packed.faults]
+                    faults += names.misplaced(module, name, [part for part, _ in packed.parts])
+                    continue
+                if name.rpartition(".")[2] in EXPERTS and hasattr(experts_of(module), "isa"):
+                    faults.append(f"{name}: is not packed, but the kernel reads packed weights")
                 digested, whole = self._digested(tensor)
                 digests += digested
                 faults += names.misplaced(module, name, [part for part, _ in digested])
@@ -262,8 +297,13 @@ class LoadTrace:
         digested, whole = self._digested(flat)
         parts = [(part, as_int(value)) for part, value in digested]
         faults = [] if whole else ["not everything that it packed was loaded"]
-        if self._read_back and not isinstance(result, Tensor) and not _reads_back(int(result), weight):
+        if self._read_back and not (
+            _same_elements(result, weight) if isinstance(result, Tensor) else _reads_back(int(result), weight)
+        ):
             faults.append("packed weights differ when they are read back")
+        if isinstance(result, Tensor):
+            part = WeightPart(_PACKED, 0, 0, result.numel(), 1)
+            self._memory.hold(_Contents(*_span(result), part, result.dtype))
         handle = result.data_ptr() if isinstance(result, Tensor) else int(result)
         self._packed[handle] = Proof(parts, faults)
 
@@ -272,7 +312,7 @@ class LoadTrace:
         first, last = _span(tensor)
         size, size_known = tensor.element_size(), 0
         flat, digests = tensor.detach().reshape(-1), []
-        for contents in self._memory.within(first, last):
+        for contents in _joined(self._memory.within(first, last)):
             if contents.begin < first or contents.end > last:
                 continue
             size_known += contents.end - contents.begin
@@ -304,8 +344,8 @@ class _Names:
 
     def misplaced(self, module: nn.Module, name: str, parts: Sequence[WeightPart]) -> list[str]:
         """Return the faults in the placement of `parts`, given in order, in parameter `name` of `module`."""
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.numel() and self._first.setdefault(weight.data_ptr(), module) is not module:
+        own = module._parameters.get(name.rpartition(".")[2])
+        if own is not None and own.numel() and self._first.setdefault(own.data_ptr(), module) is not module:
             return []
         holder, kind = _leaf(name)
         fused = self._fused.get(holder, ())
@@ -314,19 +354,20 @@ class _Names:
             leaf, its_kind = _leaf(part.name)
             is_loaded = leaf in self._modules or any(leaf in fused for fused in self._fused.values())
             strange = is_loaded and leaf != holder and leaf not in fused
-            if strange or kind != its_kind or _numbers(part.name) != _numbers(name):
+            if strange or EXPERTS.get(kind, kind) != its_kind or _numbers(part.name) != _numbers(name):
                 return [f"{name}: holds {part.name}"]
-            order.append(fused.index(leaf) if leaf in fused else 0)
+            order.append((fused.index(leaf) if leaf in fused else 0, part.row if kind in EXPERTS else 0))
         return [] if order == sorted(order) else [f"{name}: its parts are in a different order"]
 
 
 def _leaf(name: str) -> tuple[str, str]:
     """Return the last module in a parameter's name, and the kind of the parameter: `weight` or `bias`.
 
-    A layer that can have an adapter is inside a wrapper that has its name, which is the name that counts.
+    A layer that can have an adapter is inside a wrapper that has its name, which is the name that counts. So are vLLM's
+    experts.
     """
     path, _, kind = name.rpartition(".")
-    return path.removesuffix(".base_layer").rpartition(".")[2], kind
+    return path.removesuffix(".base_layer").removesuffix(".routed_experts").rpartition(".")[2], kind
 
 
 def _numbers(name: str) -> list[str]:
@@ -360,18 +401,61 @@ def _flat_part(contents: _Contents, offset: int, count: int) -> WeightPart | Non
     return None
 
 
-def _box(part: WeightPart, offset: int, view: Tensor) -> WeightPart | None:
-    """Return the elements of `part` that `view` shows, as a part, or None if they do not form a box.
+def _axes(view: Tensor) -> list[tuple[int, int]]:
+    """Return the sizes and strides of `view`, with axes that are contiguous with the next one merged into it."""
+    axes: list[tuple[int, int]] = []
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = (axes[-1][0] * size, stride)
+        elif size > 1:
+            axes.append((size, stride))
+    return axes
 
-    `view` begins `offset` elements into `part`.
+
+def _boxes(part: WeightPart, offset: int, axes: Sequence[tuple[int, int]]) -> Iterator[WeightPart]:
+    """Yield the elements of `part` that a view with `axes` (sizes and strides) shows, as parts in the view's order.
+    Elements that form no box are left out.
+
+    The view begins `offset` elements into `part`.
     """
-    axes = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1]
     row, column = divmod(offset, part.columns)
-    if len(axes) == 1 and axes[0][1] == part.columns:
-        axes.append((1, 1))
-    if len(axes) != 2 or axes[0][1] != part.columns or axes[1][1] != 1 or column + axes[1][0] > part.columns:
-        return None
-    return WeightPart(part.name, part.row + row, part.column + column, axes[0][0], axes[1][0])
+    if axes[-1][1] == part.columns:
+        axes = [*axes, (1, 1)]
+    count, stride = axes[-1]
+    if stride != 1:
+        return
+    if len(axes) == 1 and column == 0 and count % part.columns == 0:
+        axes = [(count // part.columns, part.columns), (part.columns, 1)]
+    elif len(axes) == 1:
+        axes = [(1, part.columns), *axes]
+    if len(axes) > 2 or axes[0][1] != part.columns:
+        for index in range(axes[0][0]):
+            yield from _boxes(part, offset + index * axes[0][1], axes[1:])
+    elif column + axes[1][0] <= part.columns:
+        yield WeightPart(part.name, part.row + row, part.column + column, axes[0][0], axes[1][0])
+
+
+def _joined(pieces: Iterable[_Contents]) -> list[_Contents]:
+    """Return `pieces` with each that continues the rows of the one before it in memory joined to that one, because the
+    digests of many small parts take long."""
+    joined: list[_Contents] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last is not None and last.part is not None and piece.part is not None and last.dtype == piece.dtype:
+            rows, more = last.part.rows, piece.part.rows
+            if piece.part == last.part._replace(row=last.part.row + rows, rows=more) and piece.begin == last.end:
+                joined[-1] = replace(last, end=piece.end, part=last.part._replace(rows=rows + more))
+                continue
+        joined.append(piece)
+    return joined
+
+
+def _same_elements(packed: Tensor, weight: Tensor) -> bool:
+    """Return whether `packed` has the elements of `weight`, bit for bit, in any order."""
+    if packed.dtype != weight.dtype:
+        return False
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[weight.element_size()]
+    return torch.equal(*(each.detach().reshape(-1).view(integers).sort().values for each in (packed, weight)))
 
 
 def _reads_back(handle: int, weight: Tensor) -> bool:
@@ -404,3 +488,10 @@ def handle_of(module: nn.Module) -> int | None:
         if isinstance(value, Tensor):
             return value.data_ptr()
     return None
+
+
+def experts_of(module: nn.Module) -> Any:
+    """Return the kernel of vLLM for the experts in `module`, or None if it holds no experts. A kernel for CPUs has the
+    attribute `isa`."""
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    return getattr(kernel, "fused_experts", None)

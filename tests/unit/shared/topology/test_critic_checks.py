@@ -225,7 +225,7 @@ def test_a_critic_needs_a_position_for_each_token_of_the_longest_sequence(
 
 def test_the_degrees_of_a_critic_are_those_of_its_own_model(folder: Path) -> None:
     small = critic_folder(folder, model_type="gpt2", max_position_embeddings=64)
-    said = "services.critic.backend: megatron supports llama, qwen2, qwen3, but the model is a gpt2"
+    said = "services.critic.backend: megatron supports llama, qwen2, qwen3, qwen3_moe, mixtral, but the model is a gpt2"
     assert refused(said, folder, small, "services.critic={backend: megatron}")
     heads = {"num_attention_heads": 3, "num_key_value_heads": 2}
     (folder / "value" / "config.json").write_text(json.dumps({"model_type": "qwen3", **heads}))

@@ -49,7 +49,10 @@ HOSTS = ("placement.hosts={a: {}, b: {}}", "transport.listen=10.0.0.1")
 CRITIC = ("critic={optimizer: {lr: 1.0e-3}}", "algorithm.advantage={name: gae}")
 LORA = ("policy.lora={rank: 8}",)
 TEACHER = ("teacher={model: ./model}", "algorithm.distill={}")
+REWARD_MODEL = ("reward.function=builtin:reward_model", "reward_model={model: ./model}")
 MEGATRON = (*CRITIC, "services.critic={backend: megatron}")
+MIXTURE = "policy.model=./mixture"
+EXPERTS = (*MEGATRON, "critic.model=./mixture")
 FROZEN: dict[str, tuple[str, ...]] = {
     "services.reference.gpus": ("services.reference.gpus=1",),
     "services.reference.threads": ("services.reference.threads=2",),
@@ -91,20 +94,33 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "services.policy-trainer.parallel.tp": ("services.policy-trainer={backend: megatron, parallel: {tp: 2}}",),
     "services.policy-trainer.parallel.pp": ("services.policy-trainer={backend: megatron, parallel: {pp: 2}}",),
     "services.policy-trainer.parallel.cp": ("services.policy-trainer.parallel.cp=2",),
+    "services.policy-trainer.parallel.ep": (MIXTURE, "services.policy-trainer={backend: megatron, parallel: {ep: 2}}"),
     "services.policy-trainer.workers": ("services.policy-trainer.workers=2",),
     "critic.model": (*CRITIC, "critic.model=./larger"),
     "critic.dtype": (*CRITIC, "critic.dtype=float32"),
     "teacher.model": (*TEACHER, "teacher.model=./larger"),
     "teacher.dtype": (*TEACHER, "teacher.dtype=float32"),
+    "reward.model": ("reward={function: builtin:reward_model, model: ./model}",),
+    "reward_model.model": (*REWARD_MODEL, "reward_model.model=./larger"),
+    "reward_model.dtype": (*REWARD_MODEL, "reward_model.dtype=float32"),
+    "reward_model.max_tokens": (*REWARD_MODEL, "reward_model.max_tokens=9"),
     "services.critic.gpus": (*CRITIC, "services.critic.gpus=1"),
     "services.critic.threads": (*CRITIC, "services.critic.threads=2"),
     "services.critic.parallel.tp": (*MEGATRON, "services.critic.parallel.tp=2"),
     "services.critic.parallel.pp": (*MEGATRON, "services.critic.parallel.pp=2"),
     "services.critic.parallel.cp": (*CRITIC, "services.critic.parallel.cp=2"),
+    "services.critic.parallel.ep": (*EXPERTS, "services.critic.parallel.ep=2"),
     "services.critic.workers": (*CRITIC, "services.critic.workers=2"),
     **FROZEN,
     **{
         key.replace("reference", "teacher"): (*TEACHER, *(value.replace("reference", "teacher") for value in given))
+        for key, given in FROZEN.items()
+    },
+    **{
+        key.replace("reference", "reward-model"): (
+            *REWARD_MODEL,
+            *(value.replace("reference", "reward-model") for value in given),
+        )
         for key, given in FROZEN.items()
     },
     "services.rollout.gpus": ("services.rollout.gpus=1",),
@@ -134,24 +150,32 @@ BESIDE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((key for key in OBSERVED if "critic" in key), CRITIC),
     **dict.fromkeys((key for key in OBSERVED if "lora" in key), LORA),
     **dict.fromkeys((key for key in OBSERVED if "teacher" in key), TEACHER),
+    **dict.fromkeys((key for key in OBSERVED if "reward-model" in key or "reward_model." in key), REWARD_MODEL),
     "services.critic.host": (*CRITIC, *HOSTS, "services.policy-trainer={workers: 2, host: a}"),
     "services.critic.parallel.tp": MEGATRON,
     "services.critic.parallel.pp": MEGATRON,
+    "services.critic.parallel.ep": EXPERTS,
     "services.policy-trainer.host": HOSTS,
     "services.reference.host": HOSTS,
     "services.teacher.host": (*TEACHER, *HOSTS),
+    "services.reward-model.host": (*REWARD_MODEL, *HOSTS),
     "services.rollout.host": HOSTS,
     "transport.scheduler_port": ("transport={listen: 10.0.0.1}",),
     "transport.supervisor_port": ("transport={listen: 10.0.0.1}",),
     "transport.monitor_port": ("transport={listen: 10.0.0.1}",),
     "services.policy-trainer.parallel.tp": ("services.policy-trainer={backend: megatron}",),
     "services.policy-trainer.parallel.pp": ("services.policy-trainer={backend: megatron}",),
+    "services.policy-trainer.parallel.ep": (MIXTURE, "services.policy-trainer={backend: megatron}"),
     **{
         f"services.reference.parallel.{name}": ("services.reference={backend: megatron}",)
         for name in ("tp", "pp", "cp")
     },
     **{
         f"services.teacher.parallel.{name}": (*TEACHER, "services.teacher={backend: megatron}")
+        for name in ("tp", "pp", "cp")
+    },
+    **{
+        f"services.reward-model.parallel.{name}": (*REWARD_MODEL, "services.reward-model={backend: megatron}")
         for name in ("tp", "pp", "cp")
     },
     "data.eval.*.samples": ("data.eval.held={source: builtin:addition, every: 5, temperature: 0.5}",),
@@ -248,6 +272,16 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         )
         for tracker in ("wandb", "tensorboard", "mlflow", "trackio")
     },
+    "algorithm.router_replay": (
+        "shared/stages.py",
+        "topology.algorithm.route_key == ROUTES",
+        "unit/shared/topology/test_expert_checks.py::test_routes_are_a_key_of_the_stage_that_records_them",
+    ),
+    "algorithm.load_balance.coef": (
+        "services/policy_trainer/update.py",
+        "algorithm.load_balance.coef",
+        "unit/shared/topology/test_expert_checks.py::test_the_loss_reads_the_routes_and_the_coefficient",
+    ),
     "placement.engine": (
         "launch/cluster.py",
         "topology.placement.engine",
@@ -642,6 +676,14 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         )
         for name in ("sequences", "head", "decoder")
     },
+    **{
+        f"reward_model.passes.{name}": (
+            "launch/checks/preflight.py",
+            "topology.own_models",
+            "unit/launch/test_reward_model.py::test_a_reward_model_has_passes_of_its_own",
+        )
+        for name in ("sequences", "head", "decoder")
+    },
     "teacher.temperature": (
         "services/reference/service.py",
         "temperature=model.temperature",
@@ -665,7 +707,10 @@ ELSEWHERE |= {
     key.replace("policy-trainer", "critic"): row for key, row in ELSEWHERE.items() if "services.policy-trainer." in key
 }
 ELSEWHERE |= {
-    key.replace("reference", "teacher"): row for key, row in ELSEWHERE.items() if "services.reference." in key
+    key.replace("reference", name): row
+    for name in ("teacher", "reward-model")
+    for key, row in ELSEWHERE.items()
+    if "services.reference." in key
 }
 ELSEWHERE |= {
     f"services.teacher.server.{name}": (
@@ -709,6 +754,9 @@ def folder(tmp_path: Path) -> Path:
     save_file(layers, tmp_path / "model" / "layers.safetensors")
     shutil.copytree(tmp_path / "model", tmp_path / "larger")
     save_file({"more": torch.zeros(10, 10)}, tmp_path / "larger" / "more.safetensors")
+    shutil.copytree(tmp_path / "model", tmp_path / "mixture")
+    mixture = {**config, "model_type": "mixtral", "num_local_experts": 4}
+    (tmp_path / "mixture" / "config.json").write_text(json.dumps(mixture))
     write(tmp_path, BASE.replace("memory: 1MiB", "memory: 8MiB"))
     return tmp_path
 

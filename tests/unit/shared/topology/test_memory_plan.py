@@ -162,6 +162,21 @@ def test_ranks_divide_the_parts_that_they_do_not_replicate(
     assert sum(training_parts(topology(half_b, *overrides).policy_model).values()) == bytes_per_parameter
 
 
+def test_expert_parallel_ranks_divide_the_weights_and_gradients_of_experts(tmp_path: Path) -> None:
+    made = make_model("mixtral", num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
+    made.save_pretrained(tmp_path / "mixture")
+    (tmp_path / "mixture" / "tokenizer.json").write_text("{}")
+    experts = sum(each.numel() for name, each in made.named_parameters() if ".experts." in name)
+    others = sum(each.numel() for each in made.parameters()) - experts
+    ranks = "services.policy-trainer={backend: megatron, workers: 4, parallel: {ep: 2}}"
+    given = topology(tmp_path / "mixture", ranks)
+    counts = parameter_counts(given)["policy"]
+    assert counts._replace(layer=0) == Parameters(others + experts, experts=experts)
+    parts = rank_bytes(given.policy_model, counts)
+    assert parts[TrainingPart.WEIGHTS] == parts[TrainingPart.GRADIENTS] == 4 * (others + experts // 2)
+    assert parts[TrainingPart.OPTIMIZER] == 8 * (others + experts) / 4
+
+
 def test_services_that_take_turns_need_room_for_the_largest_and_the_trainer_waits_in_host_memory(half_b: Path) -> None:
     gpus = [f"services.{name}.gpus=1" for name in ("policy-trainer", "reference", "rollout")]
     given = topology(half_b, "policy.dtype=bfloat16", *gpus, file="colocate.yaml")
@@ -220,8 +235,9 @@ def test_a_critic_of_another_size_is_planned_with_its_own_number_of_parameters(
     given = on_gpus(one_and_a_half_b, "services.policy-trainer.gpus=1", "policy.passes={}", "critic.passes={}", *critic)
     counts = parameter_counts(given)
     assert counts == {
-        "policy": Parameters(parameter_count(str(one_and_a_half_b))),
-        "critic": Parameters(parameter_count(str(half_b)) + 896),  # these models' output layers are tied
+        "policy": Parameters(parameter_count(str(one_and_a_half_b)), layer=46_797_824),
+        # these models' output layers are tied
+        "critic": Parameters(parameter_count(str(half_b)) + 896, layer=14_912_384),
     }
     held = per_process(given, counts)
     assert held["policy-trainer-worker", 0] == 18 * counts["policy"].trained
@@ -408,11 +424,11 @@ def test_a_1_5b_adapter_of_rank_32_is_planned_within_24_gib(
 ) -> None:
     given = topology(one_and_a_half_b, *RANK_32)
     counts = parameter_counts(given)
-    assert counts == {"policy": Parameters(trained=36_929_536, base=parameter_count(str(one_and_a_half_b)))}
+    assert counts == {"policy": Parameters(36_929_536, parameter_count(str(one_and_a_half_b)), layer=46_797_824)}
     parts = rank_bytes(given.policy_model, counts["policy"])
     assert sum(parts.values()) - parts[TrainingPart.BASE] == 18 * counts["policy"].trained
     assert {use.key[0] for use in uses(given, counts, {})} == {"policy-trainer-worker", "rollout"}
-    assert per_process(given, counts)["rollout", 0] == 2 * sum(counts["policy"])
+    assert per_process(given, counts)["rollout", 0] == 2 * sum(counts["policy"][:2])
     assert most(given, Phase.CHECKPOINTS)[HOME] / GIB == pytest.approx(6.78, abs=0.01)
     monkeypatch.setattr(preflight, "host_bytes", lambda: 24 * GIB)
     assert refusals(given) == []

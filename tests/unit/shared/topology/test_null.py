@@ -29,6 +29,7 @@ SOURCES = (
 CRITIC = ("critic={optimizer: {lr: 1.0e-3}}", "algorithm.advantage={name: gae}")
 PAIRS = ("algorithm={tasks_per_step: 6, loss: {name: simpo}}", "services.rollout.partial_s=null")
 TEACHER = ("teacher={model: ./other}", "algorithm.distill={}")
+REWARD_MODEL = ("reward={function: builtin:reward_model, model: ./other}",)
 SERVED = (
     "teacher={}",
     "algorithm.distill={}",
@@ -98,6 +99,19 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "teacher.dtype": (*TEACHER, "teacher.dtype=float32"),
     "teacher.passes": (*TEACHER, "teacher.passes={}"),
     "teacher.temperature": (*TEACHER, "teacher.temperature=2.0"),
+    "reward.model": REWARD_MODEL,
+    "reward_model": REWARD_MODEL,
+    "reward_model.dtype": (*REWARD_MODEL, "reward_model.dtype=float32"),
+    "reward_model.passes": (*REWARD_MODEL, "reward_model.passes={}"),
+    "reward_model.max_tokens": (*REWARD_MODEL, "reward_model.max_tokens=9"),
+    "services.reward-model": REWARD_MODEL,
+    "services.reward-model.host": (
+        *REWARD_MODEL,
+        *HOSTS,
+        "services.policy-trainer.host=a",
+        "services.reward-model.host=b",
+    ),
+    "services.reward-model.threads": (*REWARD_MODEL, "services.reward-model.threads=2"),
     "services.teacher": TEACHER,
     "services.teacher.server": SERVED,
     "services.teacher.server.model": SERVED,
@@ -156,6 +170,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "algorithm.distill": ("teacher=null", "services.teacher=null"),
     "services.teacher.server": ("services.teacher.backend=torch",),
     "teacher": ("algorithm.distill=null", "services.teacher=null"),
+    "reward_model": ("reward={function: builtin:exact_match}", "services.reward-model=null"),
     "critic": ("services.critic=null", "algorithm.advantage={name: reinforce}"),
     "services.critic.host": ("services.policy-trainer.host=null", "placement.hosts={}"),
     "services.policy-trainer.host": ("placement.hosts={}",),
@@ -188,6 +203,7 @@ REFILLED = frozenset(
         "services.critic",
         "services.reference",
         "services.teacher",
+        "services.reward-model",
         "services.rollout.transfer_s",
     }
 )
@@ -240,6 +256,7 @@ def test_null_removes_the_value_that_a_resolved_topology_gives(key: str, folder:
             "services.critic",
             "services.reference",
             "services.teacher",
+            "services.reward-model",
         )
     else:
         assert value is None

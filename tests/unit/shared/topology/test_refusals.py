@@ -341,7 +341,7 @@ def test_unknown_host_and_unknown_colocated_service_are_reported(folder: Path) -
     assert problems(path) == [
         "t.yaml:25: services.rollout.host: no host 'beta' in placement.hosts; use 'betta'",
         "t.yaml:28: placement.colocate.1: 'monitor' is not a service with devices; use policy-trainer, critic, "
-        "reference, teacher or rollout",
+        "reference, teacher, reward-model, rollout",
     ]
 
 
@@ -577,7 +577,7 @@ def test_error_for_too_little_memory_names_a_sufficient_size(folder: Path) -> No
         (
             ["placement.hosts={a: {}, b: {}}", *LISTEN, "services.policy-trainer.host=[a, b]"],
             "services.policy-trainer.host: 2 hosts for 1 rank: each host must have the same number of "
-            "ranks, a multiple of tp*cp = 1; use 2 ranks, or fewer hosts",
+            "ranks, a multiple of tp*cp*ep = 1; use 2 ranks, or fewer hosts",
         ),
         (
             [
@@ -586,7 +586,7 @@ def test_error_for_too_little_memory_names_a_sufficient_size(folder: Path) -> No
                 "services.policy-trainer={host: [a, b], backend: megatron, parallel: {tp: 2}}",
             ],
             "services.policy-trainer.host: 2 hosts for 2 ranks: each host must have the same number of "
-            "ranks, a multiple of tp*cp = 2; use 4 ranks, or fewer hosts",
+            "ranks, a multiple of tp*cp*ep = 2; use 4 ranks, or fewer hosts",
         ),
         (
             [
@@ -595,7 +595,7 @@ def test_error_for_too_little_memory_names_a_sufficient_size(folder: Path) -> No
                 "services.reference={host: [b, c], backend: megatron, parallel: {cp: 2}}",
             ],
             "services.reference.host: 2 hosts for 2 ranks: each host must have the same number of "
-            "ranks, a multiple of tp*cp = 2; use 4 ranks, or fewer hosts",
+            "ranks, a multiple of tp*cp*ep = 2; use 4 ranks, or fewer hosts",
         ),
         (
             ["placement.hosts={b: {}}", *LISTEN, "services.rollout.host=[b, b]"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,11 +54,11 @@ def test_only_torch_recomputes_selectively(folder: Path) -> None:
     assert load(model(folder), [selective]).services.policy_trainer.recompute == "selective"
 
 
-@pytest.mark.parametrize("degree", ["tp", "pp"])
-def test_torch_does_not_split_layers(folder: Path, degree: str) -> None:
+@pytest.mark.parametrize(("degree", "what"), [("tp", "layers"), ("pp", "layers"), ("ep", "experts")])
+def test_torch_does_not_split_layers_or_experts(folder: Path, degree: str, what: str) -> None:
     [line] = problems(model(folder), f"{PARALLEL}.{degree}=2")
     assert line.endswith(
-        f"parallel.{degree}: 2 splits layers, which backend torch does not support; set backend to megatron, or use 1"
+        f"parallel.{degree}: 2 splits {what}, which backend torch does not support; set backend to megatron, or use 1"
     )
 
 
@@ -85,7 +86,40 @@ def test_the_number_of_ranks_must_be_a_multiple_of_the_product_of_the_degrees(fo
 
 def test_a_model_that_megatron_does_not_know_is_refused(folder: Path) -> None:
     [line] = problems(model(folder, model_type="gemma3"), MEGATRON)
-    assert line.endswith("backend: megatron supports llama, qwen2, qwen3, but the model is a gemma3; use torch")
+    assert line.endswith(
+        "backend: megatron supports llama, qwen2, qwen3, qwen3_moe, mixtral, but the model is a gemma3; use torch"
+    )
+
+
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "why"),
+    [
+        ({}, [f"{PARALLEL}.ep=2"], "parallel.ep: 2: the model has no experts; use 1"),
+        (MIXTURE, [f"{PARALLEL}.ep=3"], "parallel.ep: 3 does not divide the model's 4 experts; use a divisor"),
+        (
+            MIXTURE,
+            [f"{PARALLEL}.ep=2", "services.policy-trainer.workers=3"],
+            "parallel.ep: 2 does not divide the 3 copies of the model that share experts; use 2 ranks or a multiple of "
+            "that (workers, or gpus)",
+        ),
+        (MIXTURE, [f"{PARALLEL}.tp=2"], "parallel.tp: 2: not available for a mixture of experts; use ep and pp"),
+        (MIXTURE, [f"{PARALLEL}.cp=2"], "parallel.cp: 2: not available for a mixture of experts; use ep and pp"),
+    ],
+)
+def test_degrees_that_do_not_suit_the_experts_are_refused(
+    folder: Path, config: dict[str, Any], given: list[str], why: str
+) -> None:
+    [line] = problems(model(folder, **config), MEGATRON, *given)
+    assert line.endswith(why)
+
+
+def test_the_ranks_of_a_mixture_are_by_default_as_many_as_share_its_experts(folder: Path) -> None:
+    known = model(folder, **MIXTURE)
+    assert load(known, [MEGATRON, f"{PARALLEL}.ep=4"]).services.policy_trainer.world_size == 4
+    assert load(known, [MEGATRON, f"{PARALLEL}={{ep: 2, pp: 2}}"]).services.policy_trainer.world_size == 4
 
 
 def test_megatron_does_not_train_in_float16(folder: Path) -> None:
