@@ -214,7 +214,9 @@ class Sampler:
                 raise full[0]
             if asyncio.get_running_loop().time() > until:
                 raise errors[-1]
-            await seen.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await seen.wait()
 
     async def _ready(self) -> list[int]:
         """Return the engines that take requests, once there is one. Raises RpcError(lost) after `PATIENCE_S`."""
