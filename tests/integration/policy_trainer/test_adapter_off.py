@@ -91,15 +91,16 @@ def test_the_reference_is_the_model_with_its_adapter_off(ranks: int, run: RunDir
 
 
 def test_a_pass_with_the_adapter_off_needs_an_adapter_and_what_a_kl_reads(run: RunDir) -> None:
+    plain_keys, adapted_keys = f"only {PROX}, prox_routes can", f"only {PROX}, prox_routes, {REF} can"
     without = (
-        ([REF], "", f"forward for {REF}: only {PROX} can be computed, because policy has no adapter (policy.lora)"),
+        ([REF], "", f"forward for {REF}: {plain_keys} be computed, because policy has no adapter (policy.lora)"),
         ([PROX], "k3", f"forward for {PROX} with kl_estimator k3: it needs {REF}"),
-        ([], "", f"forward for nothing: only {PROX} can be computed"),
+        ([], "", f"forward for nothing: {plain_keys} be computed"),
     )
     adapted = (
         ([REF], "k4", "forward with kl_estimator k4: use k1, k2, k3"),
-        ([REF, REF], "", f"forward for {REF}, {REF}: only {PROX} and {REF} can be computed"),
-        (["values"], "", f"forward for values: only {PROX} and {REF} can be computed"),
+        ([REF, REF], "", f"forward for {REF}, {REF}: {adapted_keys} be computed"),
+        (["values"], "", f"forward for values: {adapted_keys} be computed"),
     )
 
     async def refused(workers: WorkerDispatch, batch: Batch, calls: tuple[tuple[list[str], str, str], ...]) -> None:

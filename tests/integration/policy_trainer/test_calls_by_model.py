@@ -46,7 +46,7 @@ CALLS: dict[str, tuple[Refused, ...]] = {
     ),
     "policy": (
         (
-            "forward for values: only prox_logprobs and prox_routes can be computed",
+            "forward for values: only prox_logprobs, prox_routes can be computed",
             lambda workers, batch: workers.forward(batch, ["values"]),
         ),
         (

@@ -77,5 +77,6 @@ def test_generation_fails_with_the_cause_and_leaves_no_process_if_a_rank_is_lost
     assert case.answer["lost"].startswith("RpcError: ")
     assert "rank" in case.answer["lost"]
     assert case.answer["left"] == 0
-    assert case.answer["names"]
+    # vLLM's build for CPUs without AVX-512 has no shared memory for its ranks.
+    assert bool(case.answer["names"]) == case.answer["shared_memory"]
     assert all(each.endswith(" (deleted)") for each in case.answer["names"])  # No buffer can be left in /dev/shm.

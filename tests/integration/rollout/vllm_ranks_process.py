@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
+import torch
 from torch import Tensor
 
 from proto.messages import Canary, DeviceMemory, TransferOffer, TransferParameter
@@ -60,6 +61,7 @@ class Ranks(Scenario):
         ranks = [each for each in psutil.Process().children() if "Worker_TP" in "".join(each.cmdline())]
         answer["ranks"] = len(ranks)
         answer["understood"] = understood()
+        answer["shared_memory"] = hasattr(torch.ops._C, "init_shm_manager")
         answer["names"] = [each for rank in ranks for each in shared_memory(rank.pid)]
         self._base = await engine.base_weights()
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)

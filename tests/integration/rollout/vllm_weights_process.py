@@ -82,6 +82,7 @@ class Scenario:
         model = self._model()
         module = model.get_submodule(STALE)
         # Where a CPU has no packed layout for the dtype, the product reads the weight itself, which cannot be stale.
+        self._answer["unpackable"] = ["float16", *([] if torch.cpu._is_avx512_supported() else ["bfloat16"])]
         self._answer["packed"] = load_trace.handle_of(module) is not None
         if self._answer["packed"]:
             packed = module.cpu_linear

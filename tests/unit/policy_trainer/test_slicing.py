@@ -67,16 +67,20 @@ def test_imbalance_is_the_load_of_the_fullest_rank_divided_by_the_mean() -> None
     assert imbalance(batch([]).chunk(3)) == 1.0
 
 
-def test_ten_thousand_samples_are_sliced_within_fifty_milliseconds() -> None:
-    rng = np.random.default_rng(0)
-    whole = batch(rng.integers(100, 8000, size=10_000).tolist(), samples=1)
+def test_ten_times_the_samples_do_not_take_a_hundred_times_as_long() -> None:
+    assert sliced(10_000) < 30 * sliced(1_000)
+
+
+def sliced(samples: int) -> float:
+    """Slice so many samples for eight ranks. Return the CPU seconds of the fastest of five times."""
+    whole = batch(np.random.default_rng(0).integers(100, 8000, size=samples).tolist(), samples=1)
     spent: list[float] = []
     for _ in range(5):
-        began = time.process_time()  # CPU time is measured, because the machine may be busy with other work.
+        began = time.process_time()
         chunks = whole.chunk(8)
         spent.append(time.process_time() - began)
     assert imbalance(chunks) < 1.001
-    assert min(spent) <= 0.05
+    return min(spent)
 
 
 @pytest.mark.parametrize(("tp", "pp", "cp", "dp"), [(2, 2, 1, 2), (1, 1, 2, 3), (2, 1, 2, 1)])

@@ -149,7 +149,7 @@ class TrainingCalls:
         name, made = self._rank.model.name, [key for stage in self._stages for key in stage.makes]
         wanted = ", ".join(request.keys) or "nothing"
         if not request.keys or len(set(request.keys) & set(made)) < len(request.keys):
-            text = f"forward for {wanted}: only {' and '.join(made)} can be computed"
+            text = f"forward for {wanted}: only {', '.join(made)} can be computed"
             if _REF_KEY in request.keys and not self._adapted:
                 text += f", because {name} has no adapter (policy.lora) that could be off"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
