@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -83,14 +84,13 @@ def prepare(folder: Path, rows: int = 6) -> None:
 
 def boxing_model(folder: Path, steps: int = 40) -> None:
     """Write the model: the quickstart's, whose tokens for `'`, `"` and `$` mean `\\boxed{`, `}` and `User` instead."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(TINY)
-    tokenizer.save_pretrained(folder)
+    shutil.copytree(TINY, folder)
     file = folder / "tokenizer.json"
-    vocabulary = json.loads(file.read_text())
+    document = json.loads(file.read_text())
+    tokens = document["model"]["vocab"]
     for old, new in (("'", "\\boxed{"), ('"', "}"), ("$", "User")):
-        vocabulary["model"]["vocab"][new] = vocabulary["model"]["vocab"].pop(old)
-    file.write_text(json.dumps(vocabulary))
-    tokens = {text: number for text, number in vocabulary["model"]["vocab"].items()}
+        tokens[new] = tokens.pop(old)
+    file.write_text(json.dumps(document))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype="float32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)

@@ -139,8 +139,8 @@ class WorkerDispatch:
         `keys` are those of `messages.Forward`; log-probs are computed from logits / `temperature`. With `ends`, the
         answer has the scalar `value_after`, and with `kl_estimator`, `kl`. With `sums`, it has only the sums of the
         numbers of each sample, as scalars, and no shards. The policy's tokens use the experts in the shards of the key
-        `routes`. The shards are stored under their key with a
-        revision unique to this call; shards from a later call take their place.
+        `routes`. The shards are stored under their key with a revision unique to this call; shards from a later call
+        take their place.
         """
         request = messages.Forward(
             driver=_NOT_YET,

@@ -68,7 +68,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 @dataclass
 class Routed:
-    """What L routers did with the tokens of a micro-batch; a row counts as often as its weight says.
+    """The choices of L routers for the rows of a micro-batch. Each row counts as often as its weight.
 
     `counts` int64 [L, E] are the choices of each expert. `mass` [L, E] sums the probabilities, with a gradient.
     `entropy` sums the entropies of these, in nats, and `strayed` the shares of given experts that the router itself
@@ -120,7 +120,7 @@ class Routers:
     def unpacked(self, packed: Array) -> Array:
         """Return the choices int64 [n, L, k] of uint8 [n, width]. Raises ValueError if they are those of another
         model."""
-        if packed.ndim != 2 or packed.shape[1] != self.width:  # of a matrix
+        if packed.ndim != 2 or packed.shape[1] != self.width:
             raise ValueError(f"routes of shape {list(packed.shape)}: this model has {self.width} bytes for each token")
         narrow = packed if self.experts <= BYTE_EXPERTS else np.ascontiguousarray(packed).view("<u2")
         routes = narrow.astype(np.int64).reshape(len(packed), self.layers, self.chosen)

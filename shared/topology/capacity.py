@@ -264,13 +264,13 @@ def parameter_counts(topology: Topology) -> dict[str, Parameters]:
     for model in topology.trained:
         folder = str(model.folder)
         whole, layer = parameter_count(folder, model.head), largest_layer(folder)
-        adapters = sum(map(math.prod, version_shapes(model).values())) if model.lora is not None else None
-        if adapters is not None:
+        if model.lora is not None:
+            adapters = sum(map(math.prod, version_shapes(model).values()))
             counts[model.name] = Parameters(adapters, whole, layer=layer)
-            continue
-        shapes = named_shapes(folder, model.head)
-        inside = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
-        counts[model.name] = Parameters(whole, experts=inside, layer=layer)
+        else:
+            shapes = named_shapes(folder, model.head)
+            inside = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+            counts[model.name] = Parameters(whole, experts=inside, layer=layer)
     for frozen in topology.frozen:
         if frozen.section != POLICY:
             counts[frozen.section] = Parameters(parameter_count(str(frozen.folder), frozen.head))

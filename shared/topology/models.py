@@ -143,7 +143,7 @@ class FrozenModel:
     reward_kl: str = ""
     """Estimator of the KL term in the reward, or "" if the reward has none."""
     sums: bool = False
-    """Whether the sum of the log-probs of each sample is wanted, too."""
+    """Whether it also returns the sum of the log-probs of each sample."""
     top_k: int = 0
     """Number of tokens of the vocabulary with the largest log-probs that it scores in place of each token, or 0."""
     server: TeacherServer | None = None
@@ -151,7 +151,7 @@ class FrozenModel:
     readable: int = sys.maxsize
     """Number of the policy's token ids. No others are among the top k."""
     head: Head = "language"
-    """What it computes: the log-probs of tokens, or the value of each text (a reward model)."""
+    """Whether it computes the log-probs of tokens, or, as a reward model, the value of each text."""
     weight: float = 1.0
     """Factor of these values in the reward."""
     apart: bool = False

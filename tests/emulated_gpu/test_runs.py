@@ -131,17 +131,20 @@ def test_ppo_apart_and_on_one_gpu(tmp_path: Path) -> None:
     assert differences(on_one, on_gpus) == []
 
 
-def test_an_adapter_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) -> None:
+def without_a_reference(folder: Path, topology: Path) -> list[Path]:
+    """Run a topology on the CPU, with a GPU for each service, on one GPU, and with FSDP2 on two. Return where."""
     apart = [f"services.{name}.gpus=1" for name in ("policy-trainer", "rollout")]
-    on_cpu, on_gpus, on_one, on_two = (
-        finished(tmp_path / name, *settings, topology=LORA)
-        for name, settings in (
-            ("cpu", ()),
-            ("gpus", apart),
-            ("one", (*apart, "placement.colocate=[policy-trainer, rollout]")),
-            ("two", ("services.policy-trainer.gpus=2",)),
-        )
-    )
+    settings = {
+        "cpu": (),
+        "gpus": apart,
+        "one": (*apart, "placement.colocate=[policy-trainer, rollout]"),
+        "two": ("services.policy-trainer.gpus=2",),
+    }
+    return [finished(folder / name, *chosen, topology=topology) for name, chosen in settings.items()]
+
+
+def test_an_adapter_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) -> None:
+    on_cpu, on_gpus, on_one, on_two = without_a_reference(tmp_path, LORA)
     # An adapter moves at a rate of 1e-3, the weights of the other runs at 3e-4, and beside it nothing stands still.
     limit = EXPORT * 1e-3 / 3e-4
     for path, name in ((on_gpus, "an adapter"), (on_two, "an adapter, FSDP2 on two GPUs")):
@@ -150,16 +153,7 @@ def test_an_adapter_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) -> None:
 
 
 def test_a_mixture_of_experts_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) -> None:
-    apart = [f"services.{name}.gpus=1" for name in ("policy-trainer", "rollout")]
-    on_cpu, on_gpus, on_one, on_two = (
-        finished(tmp_path / name, *settings, topology=MOE)
-        for name, settings in (
-            ("cpu", ()),
-            ("gpus", apart),
-            ("one", (*apart, "placement.colocate=[policy-trainer, rollout]")),
-            ("two", ("services.policy-trainer.gpus=2",)),
-        )
-    )
+    on_cpu, on_gpus, on_one, on_two = without_a_reference(tmp_path, MOE)
     for path, name in ((on_gpus, "a mixture"), (on_two, "a mixture, FSDP2 on two GPUs")):
         Distance.of(path, on_cpu).check(name)
     assert differences(on_one, on_gpus) == []

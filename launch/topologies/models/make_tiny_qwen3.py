@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -152,8 +153,9 @@ def save(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None
     (folder / "model.safetensors").chmod(0o644)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Makes the quickstart's model and measures it.")
+def run(description: str, make: Callable[[PreTrainedTokenizerFast], Model]) -> None:
+    """Make a model as the command line asks, measure it, and write it unless its accuracy is outside the bounds."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and the tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--accuracy", type=float, default=0.4, help="accuracy at which the warm start stops")
@@ -162,9 +164,9 @@ def main() -> None:
     torch.set_num_threads(1)  # A different thread count changes the order of additions and thus the bits.
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, vocabulary=VOCAB_SIZE, hidden=128, layers=4, positions=tokenizer.model_max_length)
-    train = open_source("builtin:addition", where="make_tiny_qwen3")
-    test = open_source("builtin:addition?split=test", where="make_tiny_qwen3")
+    model = make(tokenizer)
+    train = open_source("builtin:addition", where="make_tiny")
+    test = open_source("builtin:addition?split=test", where="make_tiny")
     steps = warm_start(model, tokenizer, train, accuracy=args.accuracy, seed=args.seed)
     held_out = greedy_accuracy(model, tokenizer, [test.row(index) for index in range(len(test))])
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -172,6 +174,13 @@ def main() -> None:
     if not 0.35 <= held_out <= 0.49:
         raise SystemExit("accuracy outside 0.35 to 0.49: nothing was written; try a different --seed")
     save(model, tokenizer, args.out)
+
+
+def main() -> None:
+    def make(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+        return make_model(tokenizer, vocabulary=VOCAB_SIZE, hidden=128, layers=4, positions=tokenizer.model_max_length)
+
+    run("Makes the quickstart's model and measures it.", make)
 
 
 if __name__ == "__main__":

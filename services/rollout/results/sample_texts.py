@@ -42,8 +42,8 @@ class SampleTexts:
     ) -> None:
         """`choice` selects the recorded tasks; None: none is recorded. `functions` are the import paths of the reward
         functions. `on_text` runs work on the tokenizer's thread. `reader` makes the tokens for the reward model, at
-        most `most_read` of them for a sample; None: there is none. `single` says whether a sample is one answer to its
-        prompt, and not what a workflow made."""
+        most `most_read` of them for a sample; it is None in a run without a reward model. `single` says whether a
+        sample is one answer to its prompt, not a workflow's."""
         self._choice = choice
         self._prompts = prompts
         self._first = names_of(functions)[0]

@@ -36,8 +36,8 @@ class TextReader:
         """Return the token ids of a raw text with the end-of-sequence token, or of messages as the chat template writes
         them, without a prompt for another answer.
 
-        Raises a one-line ValueError if the template rejects the messages, NoChatTemplate if there is none, and
-        PromptTooLong for more than `at_most` tokens.
+        Raises a one-line ValueError if the template rejects the messages, NoChatTemplate if the tokenizer has no
+        template, and PromptTooLong for more than `at_most` tokens.
         """
         raw = isinstance(text, str)
         if not isinstance(text, str):

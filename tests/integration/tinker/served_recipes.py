@@ -6,19 +6,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.topology.serve import read_keys
-from tests.integration.whole_cluster import Cluster, cluster
-from tests.tinker_recipes import MODEL, PYTHON, RECIPES, ROOT
+from tests.integration.tinker.served import Served, serving
+from tests.integration.whole_cluster import Cluster
+from tests.tinker_recipes import MODEL, PYTHON, RECIPES
 
-SERVE = ROOT / "launch" / "topologies" / "recipes" / "serve.yaml"
 LIMIT_S = 240
 """Maximum seconds that a recipe may take."""
 
@@ -27,22 +24,24 @@ LIMIT_S = 240
 class Running:
     """A cluster that serves, and the folder in which recipes find their model and data (`tests.tinker_recipes`)."""
 
-    cluster: Cluster
-    address: str
-    key: str
+    served: Served
     folder: Path
     log: Path
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.served.cluster
 
     def recipe(self, name: str, *arguments: str, watch: Callable[[int], None] | None = None) -> list[dict[str, float]]:
         """Run a recipe and return the rows of its metrics. `watch` is called with the number of each new row."""
         log = self.log / name
-        environment = {"TINKER_BASE_URL": f"http://{self.address}", "TINKER_API_KEY": self.key, "HF_HUB_OFFLINE": "1"}
+        client = {"TINKER_BASE_URL": f"http://{self.served.address}", "TINKER_API_KEY": self.served.key}
         self.log.mkdir(parents=True, exist_ok=True)
         with (self.log / f"{name}.err").open("w+") as errors:
             recipe = subprocess.Popen(
                 [str(PYTHON), "-m", *RECIPES[name], *arguments, f"log_path={log}"],
                 cwd=self.folder,
-                env={**os.environ, **environment},
+                env={**os.environ, **client, "HF_HUB_OFFLINE": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -70,15 +69,8 @@ def rows(log: Path) -> list[dict[str, float]]:
 
 
 @contextlib.contextmanager
-def serving(run: Path, folder: Path, *overrides: str, limit_s: float) -> Iterator[Running]:
+def serving_recipes(run: Path, folder: Path, *overrides: str, limit_s: float) -> Iterator[Running]:
     """Serve in `run`, with recipes that read `folder`; interrupt the cluster at the end."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     run.mkdir(parents=True, exist_ok=True)
-    overrides = (f"serve.listen={address}", f"policy.model={folder / MODEL}", *overrides)
-    with cluster(SERVE, run, *overrides, limit_s=limit_s) as one:
-        one.wait_for("all are READY", lambda: one.pid("policy-trainer") and one.pid("rollout"))
-        (key,) = read_keys(str(one.run.keys / "clients.keys")).values()
-        yield Running(one, address, key, folder, run / "recipes")
-        one.process.send_signal(signal.SIGINT)
-        one.process.wait(60)
+    with serving(run, f"policy.model={folder / MODEL}", *overrides, limit_s=limit_s) as served:
+        yield Running(served, folder, run / "recipes")

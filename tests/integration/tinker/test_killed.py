@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from functools import partial
 from pathlib import Path
 
@@ -14,14 +13,12 @@ import numpy as np
 import pytest
 
 from services.policy_trainer.tinker import protobuf
-from shared.topology.serve import read_keys
 from tests.integration.tinker.client import FORM, Client, datum
-from tests.integration.whole_cluster import Cluster, cluster
-from tests.tinker_recipes import ROOT
+from tests.integration.tinker.served import serving
+from tests.integration.whole_cluster import Cluster
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-SERVE = ROOT / "launch" / "topologies" / "recipes" / "serve.yaml"
 KILLED = ("rollout", "policy-trainer-worker", "policy-trainer", "batch-store", "scheduler")
 STEPS = 2 * len(KILLED) + 1
 PROMPTS, SAMPLES = 4, 4
@@ -35,15 +32,9 @@ def test_kills_in_the_middle_change_no_bit_of_an_adapter(tmp_path: Path) -> None
 def run(folder: Path, killed: tuple[str, ...]) -> dict[str, bytes]:
     """Train in a cluster of its own, with a kill after every second step. Return the files of the last checkpoint."""
     folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with cluster(SERVE, folder, f"serve.listen={address}", "run.deterministic=true", limit_s=280) as one:
-        one.wait_for("all are READY", lambda: one.pid("policy-trainer") and one.pid("rollout"))
-        (key,) = read_keys(str(one.run.keys / "clients.keys")).values()
-        asyncio.run(train(Client(address, key), one, killed))
-        one.process.send_signal(signal.SIGINT)
-        one.process.wait(60)
-    (saved,) = one.path.glob("models/*/weights/final")
+    with serving(folder, "run.deterministic=true", limit_s=280) as served:
+        asyncio.run(train(served.client(), served.cluster, killed))
+    (saved,) = served.cluster.path.glob("models/*/weights/final")
     return {file.name: file.read_bytes() for file in saved.glob("*.safetensors")}
 
 

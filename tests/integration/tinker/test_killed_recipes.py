@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.tinker.served_recipes import Running, serving
+from tests.integration.tinker.served_recipes import Running, serving_recipes
 from tests.tinker_recipes import PYTHON, prepare
 
 pytestmark = [
@@ -25,9 +25,9 @@ NAMES = ("rl_loop", "math_rl")
 
 def test_recipes_that_sample_end_with_the_same_bits_after_kills(tmp_path: Path) -> None:
     prepare(tmp_path / "data", rows=24)
-    with serving(tmp_path / "undisturbed", tmp_path / "data", "run.deterministic=true", limit_s=500) as one:
+    with serving_recipes(tmp_path / "undisturbed", tmp_path / "data", "run.deterministic=true", limit_s=500) as one:
         undisturbed = {name: trained(one, name, ()) for name in NAMES}
-    with serving(tmp_path / "disturbed", tmp_path / "data", "run.deterministic=true", limit_s=700) as one:
+    with serving_recipes(tmp_path / "disturbed", tmp_path / "data", "run.deterministic=true", limit_s=700) as one:
         disturbed = {name: trained(one, name, KILLED) for name in NAMES}
     assert len(undisturbed["rl_loop"]) >= 2
     assert disturbed == undisturbed

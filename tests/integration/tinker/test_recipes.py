@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.integration.tinker.served_recipes import Running, serving
+from tests.integration.tinker.served_recipes import Running, serving_recipes
 from tests.tinker_recipes import MODEL, PYTHON, prepare
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("served")
     prepare(folder / "data", rows=24)
-    with serving(folder / "cluster", folder / "data", limit_s=500) as one:
+    with serving_recipes(folder / "cluster", folder / "data", limit_s=500) as one:
         yield one
 
 
@@ -42,7 +42,7 @@ def test_recipes_that_sample_take_real_updates(name: str, reward: str, running: 
 
 
 def test_an_openai_client_samples_the_base_and_what_was_saved(running: Running) -> None:
-    client = openai.OpenAI(base_url=f"http://{running.address}/v1", api_key=running.key, max_retries=0)
+    client = openai.OpenAI(base_url=f"http://{running.served.address}/v1", api_key=running.served.key, max_retries=0)
     saved = [model.id for model in client.models.list()]
     assert saved[0] == MODEL
     sampler = next(name for name in saved if name.endswith("/sampler_weights/final"))
@@ -54,4 +54,4 @@ def test_an_openai_client_samples_the_base_and_what_was_saved(running: Running) 
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="tinker://nobody/sampler_weights/final", prompt="a", max_tokens=1)
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"http://{running.address}/v1", api_key="tml-wrong", max_retries=0).models.list()
+        openai.OpenAI(base_url=f"http://{running.served.address}/v1", api_key="tml-wrong", max_retries=0).models.list()

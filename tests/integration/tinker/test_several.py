@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from shared.topology.serve import read_keys
 from tests.integration.tinker.client import Client, datum, logprobs
-from tests.integration.whole_cluster import Cluster, cluster
-from tests.tinker_recipes import ROOT
+from tests.integration.tinker.served import Served, serving
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-SERVE = ROOT / "launch" / "topologies" / "recipes" / "serve.yaml"
 CLIENTS, LOAD_S = 50, 120.0
 GROWTH_BYTES = 32 << 20
 RANKS = {4: {"train_unembed": False}, 8: {"train_mlp": False}, 32: {}}
@@ -29,44 +24,30 @@ RANKS = {4: {"train_unembed": False}, 8: {"train_mlp": False}, 32: {}}
 
 @dataclass
 class Running:
-    cluster: Cluster
-    address: str
-    key: str
+    """A cluster that serves, and the models of its clients in the order of their numbers, which begin at 2."""
 
-    def client(self) -> Client:
-        return Client(self.address, self.key)
+    served: Served
+    models: list[str] = field(default_factory=list)
 
     def adapter(self, client: Client, name: str) -> dict[str, np.ndarray]:
         """Return what a client has saved."""
-        number = 2 + self.models().index(client.model)
-        return load_file(self.cluster.path / "models" / str(number) / "weights" / name / "adapter_model.safetensors")
-
-    def models(self) -> list[str]:
-        """Return all models in the order of their numbers, which begin at 2."""
-        return self._models
-
-    _models: list[str]
+        folder = self.served.cluster.path / "models" / str(2 + self.models.index(client.model))
+        return load_file(folder / "weights" / name / "adapter_model.safetensors")
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("served")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with cluster(SERVE, folder, f"serve.listen={address}", "run.deterministic=true", limit_s=500) as one:
-        one.wait_for("all are READY", lambda: one.pid("policy-trainer") and one.pid("rollout"))
-        (key,) = read_keys(str(one.run.keys / "clients.keys")).values()
-        yield Running(one, address, key, [])
-        one.process.send_signal(signal.SIGINT)
-        one.process.wait(60)
+    with serving(folder, "run.deterministic=true", limit_s=500) as served:
+        yield Running(served)
 
 
 async def trained(running: Running, rank: int, chunks: int = 1) -> tuple[Client, list[float]]:
     """Take five steps with a model of this rank, each with its data in so many calls, and save it as `final`. Return
     also the norms of the gradients."""
-    client, numbers = running.client(), np.random.default_rng(rank)
+    client, numbers = running.served.client(), np.random.default_rng(rank)
     await client.begin(rank=rank, seed=rank, **RANKS[rank])
-    running.models().append(client.model)
+    running.models.append(client.model)
     norms: list[float] = []
     for _ in range(5):
         data = [datum(numbers.integers(3, 60, int(numbers.integers(4, 20)))) for _ in range(14)]
@@ -107,9 +88,9 @@ def test_data_in_several_calls_give_the_same_gradient(chunks: int, running: Runn
 
 def test_forward_returns_the_log_probs_of_forward_backward_and_no_gradient(running: Running) -> None:
     async def work() -> None:
-        client = running.client()
+        client = running.served.client()
         await client.begin(rank=4, seed=1)
-        running.models().append(client.model)
+        running.models.append(client.model)
         data = [datum([1, 5, 9, 12, 7]), datum([1, 8, 4])]
         forward, backward, again = [
             logprobs(await client.result(await client.forward_backward(data, forward_only=only)))
@@ -129,14 +110,14 @@ def test_forward_returns_the_log_probs_of_forward_backward_and_no_gradient(runni
 
 
 def test_many_clients_lose_no_future_and_memory_stays_flat(running: Running) -> None:
-    pid = running.cluster.pid("policy-trainer")
+    pid = running.served.cluster.pid("policy-trainer")
     assert pid is not None
     server = psutil.Process(pid)
 
     async def one(number: int, until: float) -> int:
-        client, numbers, steps = running.client(), np.random.default_rng(number), 0
+        client, numbers, steps = running.served.client(), np.random.default_rng(number), 0
         await client.begin(rank=4, seed=number)
-        running.models().append(client.model)
+        running.models.append(client.model)
         while time.monotonic() < until:
             await client.step([datum(numbers.integers(3, 60, 16)) for _ in range(4)])
             steps += 1

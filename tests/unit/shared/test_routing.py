@@ -170,7 +170,7 @@ def test_a_flipped_route_is_noticed() -> None:
     routes[at, 1, 0] = other
     (scores,) = passes_over(model, Routing(routers.packed(torch.from_numpy(routes)).numpy()), text)
     assert scores.routed is not None
-    # One of two experts, in one of two layers, for a token that one sequence trains; later layers may differ, too.
+    # One of two experts changes, in one of two layers, for a token that one sequence trains. Later layers may differ.
     assert float(scores.routed.strayed) >= 0.25
 
 
