@@ -413,7 +413,7 @@ class Handlers:
         done, cursor = await self._samples.completions(key, body, wait_s)
         completions = [
             {"state": "failed", "request_id": one.id}
-            if one.error or one.died
+            if one.error
             else {"state": "finished", "request_id": one.id, "response_payload_uncompressed_size": len(one.payload)}
             for one in done
         ]

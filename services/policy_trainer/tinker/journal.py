@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from services.policy_trainer.tinker.records import KINDS, Record, kind_of
 from shared.rpc.errors import RpcError
 
 FILE = "tinker.sqlite"
-FORMAT = 1
+FORMAT = 2
 
 
 def _encoded(value: Any) -> Any:
@@ -26,8 +26,8 @@ def _encoded(value: Any) -> Any:
     raise TypeError(f"a record cannot hold a {type(value).__name__}")
 
 
-def _decoded(kind: type, value: Any) -> Any:
-    if kind is np.ndarray:
+def _decoded(kind: Any, value: Any) -> Any:
+    if np.ndarray in (kind, get_origin(kind)):
         return codec.from_map(value)
     raise TypeError(f"a record cannot hold a {kind}")
 

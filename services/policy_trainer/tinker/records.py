@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from proto.messages import BatchMeta, LossSpec, WeightsRef
+from services.policy_trainer.sampling.request import SamplingRequest
 from services.policy_trainer.tinker.errors import Category
 
 
@@ -166,10 +167,11 @@ class SamplingSession(msgspec.Struct, kw_only=True):
 
 
 class OpenSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample that is not done. Its contents die with the server, so that the client asks for it again."""
+    """A sample whose client may still ask for the result."""
 
     id: str  # `<sampling session>/<n>`
     key: str
+    request: SamplingRequest
 
 
 Belonging = Session | Model | Version | SavedWeights | SamplingSession

@@ -1,12 +1,12 @@
-"""The samples that clients have asked for. They are not journaled: if the server dies, the SDK asks again, and the seed
-of a sample follows from its sampling session and its number, so that it gets the same tokens."""
+"""The samples that clients have asked for. A request is journaled until its client has the result or does not ask for
+it; a server that starts again samples again what is asked for, with the same seed and so the same tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,68 +34,82 @@ _USER = (ErrorCode.BAD_REQUEST, ErrorCode.GONE)
 class Future:
     """A sample that was asked for, and its result."""
 
-    id: str
-    key: str
-    sampler: str
-    clone: int
+    sample: OpenSample
     task: asyncio.Task[None] | None = None
+    """None for a sample of an earlier life of the server until its client asks for the result."""
     payload: bytes = b""
     error: str = ""
     category: Category = Category.SERVER
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    done_at: float = 0.0
+    since: float = field(default_factory=time.monotonic)
+    """When it was done, or else when this server first knew it."""
     cursor: int = 0
-    died: bool = False
-    """Whether it was lost with an earlier life of the server."""
+
+    @property
+    def id(self) -> str:
+        return self.sample.id
+
+    @property
+    def key(self) -> str:
+        return self.sample.key
+
+    @property
+    def running(self) -> bool:
+        """Whether the engines work on it."""
+        return self.task is not None and not self.done.is_set()
+
+    def is_of(self, key: str, target: bodies.FuturesTarget) -> bool:
+        """Return whether it is one of this clone of a sampling session."""
+        sampler, _, number = self.id.rpartition("/")
+        clone = int(number) // CLONE
+        return (sampler, clone, self.key) == (target.sampling_session_id, target.cloned_sampler_id, key)
 
 
 class SampleFutures:
     """The samples of all clients, while the server lives."""
 
     def __init__(
-        self, engines: Engines, remember: Callable[[OpenSample], None], forget: Callable[[str], None], most: int
+        self,
+        engines: Engines,
+        remember: Callable[[OpenSample], None],
+        forget: Callable[[Collection[str]], None],
+        most: int,
     ) -> None:
-        """`remember` and `forget` journal which samples are not done. `most` is the maximum number of those, by key."""
+        """`remember` and `forget` write to the journal. `most` is the maximum number of samples of a key that are not
+        done."""
         self._engines = engines
         self._remember, self._forget = remember, forget
         self._most = most
         self._futures: dict[str, Future] = {}
-        self._gone: dict[str, OpenSample] = {}
-        """The samples that died with an earlier life."""
         self._cursor = int(time.time() * 1000)  # above those of an earlier life
         self._news = asyncio.Event()
         """Set, and replaced, when a sample is done."""
-        self._closing = False
         self._log = structlog.get_logger("server")
 
     def restore(self, sample: OpenSample) -> None:
-        """Record a sample that was not done when an earlier life ended."""
-        self._gone[sample.id] = sample
+        """Record a sample of an earlier life."""
+        self._futures[sample.id] = Future(sample)
 
-    def submit(self, key: str, name: str, request: SamplingRequest) -> Future:
+    def submit(self, sample: OpenSample) -> Future:
         """Return the future of a sample, which begins unless it is there. Raises BadRequest(429)."""
-        sampler, _, number = name.rpartition("/")
-        if (known := self._futures.get(name)) is not None and known.key == key:
-            return known
-        waiting = sum(1 for future in self._futures.values() if future.key == key and not future.done.is_set())
-        if waiting >= self._most:
-            raise BadRequest(f"the key has {waiting} open samples, and may have {self._most}; try again later", 429)
-        future = self._futures[name] = Future(name, key, sampler, int(number) // CLONE)
-        if self._gone.pop(name, None) is None:
-            self._remember(OpenSample(id=name, key=key))
-        future.task = asyncio.create_task(self._sample(future, request))
-        future.task.add_done_callback(lambda task: self._end(future, task))
+        future = self._futures.get(sample.id)
+        if future is None or future.key != sample.key:
+            waiting = sum(1 for one in self._futures.values() if one.key == sample.key and one.running)
+            if waiting >= self._most:
+                text = f"the key has {waiting} open samples, and may have {self._most}; try again later"
+                raise BadRequest(text, 429)
+            future = self._futures[sample.id] = Future(sample)
+            self._remember(sample)
+        self._begin(future)
         return future
 
     async def result(self, key: str, name: str, wait_s: float) -> Future | None:
         """Return the future of a sample once it is done, or None if it is not within `wait_s`. Raises BadRequest(410)
         for one that must be asked for again."""
         future = self._futures.get(name)
-        if future is not None and future.key == key and future.died:
-            del self._futures[name]  # so that it can be asked for again
-            future = None
         if future is None or future.key != key:
             raise BadRequest(f"sample {name[:200]!r}: is not there; ask for it again", 410)
+        self._begin(future)
         try:
             await asyncio.wait_for(future.done.wait(), wait_s)
         except TimeoutError:
@@ -105,16 +119,17 @@ class SampleFutures:
     async def completions(self, key: str, request: bodies.RetrieveFutures, wait_s: float) -> tuple[list[Future], int]:
         """Return the samples of a clone that were done after a cursor, once there is one or `wait_s` is over, and the
         new cursor."""
-        for name in request.retrieved_request_ids:
-            self._drop(key, name)
-        target = request.target
+        had = [one for name in set(request.retrieved_request_ids) if (one := self._futures.get(name)) is not None]
+        self._drop([one for one in had if one.key == key and not one.running])
+
+        def own() -> list[Future]:
+            return [future for future in self._futures.values() if future.is_of(key, request.target)]
 
         def fresh() -> list[Future]:
-            own = (future for future in self._futures.values() if future.sampler == target.sampling_session_id)
-            clones = (future for future in own if future.key == key and future.clone == target.cloned_sampler_id)
-            return sorted((one for one in clones if one.cursor > request.prev_cursor), key=lambda one: one.cursor)
+            return sorted((one for one in own() if one.cursor > request.prev_cursor), key=lambda one: one.cursor)
 
-        self._bury(key, target)
+        for future in own():
+            self._begin(future)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not fresh():
@@ -125,40 +140,37 @@ class SampleFutures:
     def cancel(self, key: str, name: str) -> None:
         """Stop a sample, whose rows in the engine become free."""
         future = self._futures.get(name)
-        if future is not None and future.key == key and future.task is not None:
+        if future is None or future.key != key:
+            return
+        if future.task is None:
+            self._drop([future])
+        else:
+            self._forget([name])
             future.task.cancel()
 
     def sweep(self) -> None:
         """Forget results that were kept long enough."""
         old = time.monotonic() - KEEP_S
-        for name in [name for name, one in self._futures.items() if one.done.is_set() and one.done_at < old]:
-            del self._futures[name]
+        self._drop([one for one in self._futures.values() if one.since < old and not one.running])
 
     async def close(self) -> None:
-        """Stop all samples. They count as not done, so that the next life asks for them again."""
-        self._closing = True
+        """Stop all samples. The journal keeps them for a server that continues this run."""
         tasks = [future.task for future in self._futures.values() if future.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _bury(self, key: str, target: bodies.FuturesTarget) -> None:
-        """Report the samples that died with an earlier life as failed, so that the client asks for them again."""
-        for name, sample in list(self._gone.items()):
-            sampler, _, number = name.rpartition("/")
-            clone = int(number) // CLONE
-            if (sampler, clone, sample.key) == (target.sampling_session_id, target.cloned_sampler_id, key):
-                del self._gone[name]
-                self._cursor += 1
-                dead = Future(name, key, sampler, clone, died=True, cursor=self._cursor, done_at=time.monotonic())
-                dead.done.set()
-                self._futures[name] = dead
-                self._forget(name)
+    def _begin(self, future: Future) -> None:
+        """Sample, unless it was begun."""
+        if future.task is None:
+            future.task = asyncio.create_task(self._sample(future, future.sample.request))
+            future.task.add_done_callback(lambda task: self._end(future, task))
 
-    def _drop(self, key: str, name: str) -> None:
-        future = self._futures.get(name)
-        if future is not None and future.key == key and future.done.is_set():
-            del self._futures[name]
+    def _drop(self, futures: list[Future]) -> None:
+        for future in futures:
+            del self._futures[future.id]
+        if futures:
+            self._forget([future.id for future in futures])
 
     async def _sample(self, future: Future, request: SamplingRequest) -> None:
         try:
@@ -175,10 +187,8 @@ class SampleFutures:
             future.error = f"{type(error).__name__}: {error}"
             self._log.error("sample failed", sample=future.id, exc_info=error)
         self._cursor += 1
-        future.cursor, future.done_at = self._cursor, time.monotonic()
+        future.cursor, future.since = self._cursor, time.monotonic()
         future.done.set()
-        if not self._closing:
-            self._forget(future.id)
         self._news.set()
         self._news = asyncio.Event()
 

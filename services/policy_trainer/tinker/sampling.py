@@ -12,7 +12,7 @@ from services.policy_trainer.sampling.request import SamplingRequest, derived_se
 from services.policy_trainer.tinker import bodies
 from services.policy_trainer.tinker.errors import BadRequest, NotThere
 from services.policy_trainer.tinker.exchange import answer, key_of, read
-from services.policy_trainer.tinker.records import SamplingSession
+from services.policy_trainer.tinker.records import OpenSample, SamplingSession
 from services.policy_trainer.tinker.samples import SampleFutures, check_sample, prompt_of, stops, token_array
 from services.policy_trainer.tinker.server import Server
 from services.policy_trainer.tinker.wire import ModelLimits
@@ -107,7 +107,7 @@ class SamplingHandlers:
             prompt_logprobs=bool(body.prompt_logprobs),
             top_prompt_logprobs=body.topk_prompt_logprobs,
         )
-        self._samples.submit(key, name, asked)
+        self._samples.submit(OpenSample(id=name, key=key, request=asked))
         ids = [f"{name}/{index}" for index in range(body.num_samples)]
         return answer({"request_id": name, "sample_sequence_ids": ids})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from pathlib import Path
 
 from starlette.routing import Mount
@@ -131,5 +132,5 @@ class TinkerService(Service):
     def _remember(self, sample: OpenSample) -> None:
         self._journal.write([sample], [])
 
-    def _forget(self, name: str) -> None:
-        self._journal.write([], [("sample", name)])
+    def _forget(self, names: Collection[str]) -> None:
+        self._journal.write([], [("sample", name) for name in names])

@@ -65,11 +65,8 @@ async def sampled(client: Client, session: str, seq: int, prompt: list[int]) -> 
         "prompt": {"chunks": [{"tokens": prompt, "type": "encoded_text"}]},
         "sampling_params": {"max_tokens": 8},
     }
-    while True:
-        future = await client.post("asample", body)
-        answer = await client.send("retrieve_future", {"request_id": future["request_id"]})
-        if answer.status_code != 410:  # lost with the server: ask again, as the SDK does
-            break
+    future = await client.post("asample", body)
+    answer = await client.send("retrieve_future", {"request_id": future["request_id"]})
     assert answer.headers["content-type"] == FORM, answer.text[:300]
     message = protobuf.parse("SampleResponse", answer.content)
     samples = [(np.frombuffer(one.tokens, "<i4"), np.frombuffer(one.logprobs, "<f4")) for one in message.sequences]

@@ -190,7 +190,10 @@ async def served(folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> 
     trainer = Trainer(others, others, sampler, state.own, folder)
     server = Server(state, journal, trainer, others, sampler, cast(Any, None), folder)
     samples = SampleFutures(
-        sampler, lambda one: journal.write([one], []), lambda name: journal.write([], [("sample", name)]), 64
+        sampler,
+        lambda one: journal.write([one], []),
+        lambda names: journal.write([], [("sample", name) for name in names]),
+        64,
     )
     restore(server, samples, journal)
     handlers = Handlers(server, samples, serve, ServedBase("/model", ModelLimits(VOCABULARY, CONTEXT), 0))

@@ -208,10 +208,10 @@ def test_a_future_that_is_not_done_is_polled_again(run: Callable[..., None]) -> 
     run(work)
 
 
-def test_a_server_that_was_killed_knows_its_futures_and_asks_for_lost_samples_again(
+def test_a_server_that_was_killed_knows_its_futures_and_samples_again_what_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def before() -> tuple[str, str]:
+    async def before() -> tuple[str, str, int]:
         async with served(tmp_path / "server", monkeypatch) as one:
             session, model = await one.model()
             await one.post("forward_backward", gradient(model, 1, datum([1, 2])))
@@ -220,19 +220,28 @@ def test_a_server_that_was_killed_knows_its_futures_and_asks_for_lost_samples_ag
             sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
             sampler = (await one.post("create_sampling_session", sampling))["sampling_session_id"]
             await one.post("asample", sample(sampler))
+            await one.post("asample", sample(sampler, 1))
+            await asyncio.sleep(0)  # the samples begin
+            (seed, other) = [request.seed for request in one.engines.samples]
+            assert seed != other
             one.server._journal.write = lambda *_: None  # type: ignore[method-assign]  # killed: nothing more is written
-            return model, sampler
+            return model, sampler, seed
 
-    async def after(model: str, sampler: str) -> None:
+    async def after(model: str, sampler: str, seed: int) -> None:
         async with served(tmp_path / "server", monkeypatch) as one:
             done = await one.result({"request_id": f"{model}/2"})
             assert done["metrics"]["grad_norm"] == 0.5
-            target = {"target": {"sampling_session_id": sampler}, "prev_cursor": 5, "timeout": 0}
-            (lost,) = (await one.post("retrieve_futures", target))["completions"]
-            assert lost == {"state": "failed", "request_id": f"{sampler}/0"}
-            await one.post("retrieve_future", {"request_id": f"{sampler}/0"}, status=410)
+            assert not one.engines.samples
+            target = {"target": {"sampling_session_id": sampler}, "prev_cursor": 5, "timeout": 5}
+            polled = await one.post("retrieve_futures", target | {"retrieved_request_ids": [f"{sampler}/1"]})
+            assert [(each["state"], each["request_id"]) for each in polled["completions"]] == [
+                ("finished", f"{sampler}/0")
+            ]
+            assert [(each.seed, each.token_ids.tolist()) for each in one.engines.samples] == [(seed, [1, 2, 3])]
             again = await one.post("asample", sample(sampler))
             assert protobuf.parse("SampleResponse", await one.result(again)).sequences[0].stop_reason == 1
+            assert len(one.engines.samples) == 1
+            await one.post("retrieve_future", {"request_id": f"{sampler}/1"}, status=410)
 
     asyncio.run(after(*asyncio.run(before())))
 
