@@ -303,6 +303,14 @@ def rms_norm_backward(grad, x, shape, rstd, weight, wanted):  # type: ignore[no-
     return on_device(d_x.to(x.dtype), x.device), None if d_weight is None else on_device(d_weight, x.device)
 
 
+def counts_in_bins(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Unlike the CPU's kernel, CUDA's takes integers, and only those in deterministic mode (atomic additions)."""
+    if x.is_floating_point() and torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError("_histc_cuda with floating point input does not have a deterministic implementation")
+    in_order(x.device)
+    return on_device(torch.histc(host(x).double(), bins, min, max).to(x.dtype), x.device)
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": flash,
     "_scaled_dot_product_flash_attention_backward": flash_backward,
@@ -316,4 +324,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     "_int_mm": int_product,
     "_fused_rms_norm_backward": rms_norm_backward,
+    "histc": counts_in_bins,
 }

@@ -78,6 +78,17 @@ def test_an_int8_product_in_a_layout_that_cublas_lacks_is_refused() -> None:
     assert torch._int_mm(rows, columns.t().contiguous().t()).unique().tolist() == [16]
 
 
+def test_a_histogram_of_floats_is_refused_in_deterministic_mode() -> None:
+    experts = torch.tensor([0, 2, 2, 3], device=DEVICE)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="_histc_cuda with floating point input"):
+            torch.histc(experts.float(), bins=4, min=0, max=3)
+        assert torch.histc(experts.int(), bins=4, min=0, max=3).tolist() == [1, 0, 2, 1]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_flash_attention_refuses_float32() -> None:
     q = torch.ones(1, 2, 8, 16, device=DEVICE)
     with pytest.raises(RuntimeError, match="fp16 and bf16"):
