@@ -78,9 +78,17 @@ class Belongings:
         own = [version for version in self.versions.values() if version.model == number]
         return max(own, key=lambda version: version.step, default=None)
 
+    def next_step(self) -> int:
+        """Return the step of the next version of no client's model."""
+        return 1 + max((one.step for one in self.versions.values() if one.model == BASE_NUMBER), default=0)
+
+    def unpublished(self) -> list[SavedWeights]:
+        """Return the weights for sampling whose version does not exist."""
+        return [one for one in self.checkpoints.values() if one.sampler and one.version not in self.versions]
+
     def unneeded_versions(self) -> list[Version]:
         """Return published weights that no checkpoint names and that are not among a model's newest without a name. A
-        finished session needs none without a name."""
+        finished session needs none without a name. The base is always needed."""
         named = {checkpoint.version for checkpoint in self.checkpoints.values()}
         finished = {model.number for model in self.models.values() if self._is_finished(model)}
         unneeded: list[Version] = []
@@ -89,7 +97,10 @@ class Belongings:
                 (one for one in self.versions.values() if one.model == number and one.id not in named),
                 key=lambda version: version.step,
             )
-            unneeded += own if number in finished else own[:-EPHEMERAL_VERSIONS]
+            if number == BASE_NUMBER:
+                unneeded += own[1:]
+            else:
+                unneeded += own if number in finished else own[:-EPHEMERAL_VERSIONS]
         return unneeded
 
     def _is_finished(self, model: Model) -> bool:

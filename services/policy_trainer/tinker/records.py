@@ -174,8 +174,15 @@ class OpenSample(msgspec.Struct, frozen=True, kw_only=True):
     request: SamplingRequest
 
 
+class Stores(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the stores were that have the versions. Those of a run that is resumed are elsewhere, and empty."""
+
+    shm: str
+    id: str = "stores"
+
+
 Belonging = Session | Model | Version | SavedWeights | SamplingSession
-Record = Belonging | TrainingRequest | OpenSample
+Record = Belonging | TrainingRequest | OpenSample | Stores
 KINDS: dict[str, type[Record]] = {
     "session": Session,
     "model": Model,
@@ -184,6 +191,7 @@ KINDS: dict[str, type[Record]] = {
     "checkpoint": SavedWeights,
     "sampler": SamplingSession,
     "sample": OpenSample,
+    "stores": Stores,
 }
 
 

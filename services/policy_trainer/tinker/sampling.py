@@ -118,6 +118,8 @@ class SamplingHandlers:
             version = self._own.newest_version(self._own.models[sampler.inflight].number)
         if version is not None:
             return version.ref
+        if sampler.path and not self._server.has_published:
+            raise BadRequest(f"sampler {sampler.id}: its weights are being published; try again", 503)
         if sampler.version:
             raise BadRequest(f"sampler {sampler.id}: its weights were deleted; save them again for sampling")
         return None

@@ -74,7 +74,8 @@ class Server:
         self.folder = run
         self._waiting: dict[str, asyncio.Event] = {}
         self._submitting: dict[str, asyncio.Task[TrainingRequest]] = {}
-        self._has_base = False
+        self.has_published = False
+        """Whether the stores have the base and what was saved for sampling."""
         self._parked = asyncio.Event()
         self._reserved: dict[str, int] = {}
         self._releases: asyncio.Queue[ReleaseData | WeightsRef] = asyncio.Queue()
@@ -250,12 +251,30 @@ class Server:
 
     async def _take_over(self) -> None:
         await self._trainer.take_over()
-        if not self._has_base:  # in each life, because the stores of a run that was resumed are empty
+        if not self.has_published:  # in each life, because the stores of a run that was resumed are empty
             base = await self._trainer.publish_base()
             self.keep(base)
             self._sampler.begin(base.ref)
-            self._has_base = True
+            await self._publish_saved()
+            self.has_published = True
         self.handle(WorkersReady())
+
+    async def _publish_saved(self) -> None:
+        """Publish the weights that were saved for sampling, and that the stores do not have."""
+        own = self.state.own
+        for saved in own.unpublished():
+            try:
+                version = await self._trainer.publish_saved(saved, own.next_step())
+            except RpcError as error:
+                self._log.warning("saved weights cannot be sampled from", path=saved.path, error=str(error))
+                continue
+            self.keep(version)
+            saved.version = version.id
+            self.keep(saved)
+            for sampler in own.samplers.values():
+                if sampler.path == saved.path:
+                    sampler.version = version.id
+                    self.keep(sampler)
 
     def _settle(self, name: str) -> None:
         request = self.state.requests[name]

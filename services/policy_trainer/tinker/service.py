@@ -87,7 +87,7 @@ class TinkerService(Service):
         trainer = Trainer(Models(workers), self._scheduler, self._sampler, self._state.own, folder)
         self._server = Server(self._state, self._journal, trainer, self._scheduler, self._sampler, self._data, folder)
         self._samples = SampleFutures(self._sampler, self._remember, self._forget, self._serve.key_requests)
-        restore(self._server, self._samples, self._journal)
+        restore(self._server, self._samples, self._journal, str(self.run.shm))
         policy = self._topology.policy
         limits = ModelLimits(vocabulary(policy.model), context_tokens(self._topology) or UNBOUNDED_CONTEXT)
         handlers = Handlers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from services.policy_trainer.tinker.belongings import Belongings
 from services.policy_trainer.tinker.bodies import weights_kind
 from services.policy_trainer.tinker.errors import Category
 from services.policy_trainer.tinker.events import CallDone, CallRefused, Step, WorkerCall, WorkersGone
-from services.policy_trainer.tinker.records import BASE_NUMBER, Adapter, Model, RequestKind, TrainingRequest, Version
+from services.policy_trainer.tinker.records import (
+    BASE_NUMBER,
+    Adapter,
+    Model,
+    RequestKind,
+    SavedWeights,
+    TrainingRequest,
+    Version,
+)
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
@@ -66,17 +75,27 @@ class Trainer:
     async def publish_base(self) -> Version:
         """Publish an adapter that changes nothing, because its B is zero. An engine that loads it proves the base under
         it."""
+        return await self._published(0, lambda: self._models.open_model(BASE_NUMBER, NOTHING))
+
+    async def publish_saved(self, saved: SavedWeights, step: int) -> Version:
+        """Publish saved weights that no store has, as version `step` of no client's model. Raises RpcError if they
+        cannot be read."""
+        adapter, folder = adapter_spec(saved.adapter), self._run / saved.folder
+        load = self._models.load
+        return await self._published(step, lambda: load(BASE_NUMBER, adapter, folder, with_optimizer=False, step=step))
+
+    async def _published(self, step: int, opened: Callable[[], Awaitable[int]]) -> Version:
         while True:
             try:
-                await self._scheduler.hold(WEIGHTS, BASE_NUMBER, 0, 1)
-                await self._models.open_model(BASE_NUMBER, NOTHING)
+                await self._scheduler.hold(WEIGHTS, BASE_NUMBER, step, 1)
+                await opened()
                 ref = await self._models.publish(BASE_NUMBER, store=TRAINER_STORE)
                 await self._models.close_model(BASE_NUMBER)
             except WorkersLost as error:
                 self._log.warning("workers lost, taking over again", error=str(error))
                 await self.take_over()
             else:
-                return Version(model=BASE_NUMBER, step=0, ref=ref)
+                return Version(model=BASE_NUMBER, step=step, ref=ref)
 
     async def run(self, call: WorkerCall) -> CallDone | CallRefused | WorkersGone:
         """Carry out a call. Raises RpcError(conflict) if another server runs."""

@@ -30,11 +30,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *overrides: str, limit_s: float) -> Iterator[Served]:
-    """Serve in `folder`, and interrupt the cluster at the end."""
+def serving(folder: Path, *overrides: str, limit_s: float, resume: bool = False) -> Iterator[Served]:
+    """Serve in `folder`, or resume the run there, and interrupt the cluster at the end."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with cluster(SERVE, folder, f"serve.listen={address}", *overrides, limit_s=limit_s) as one:
+    with cluster(SERVE, folder, f"serve.listen={address}", *overrides, limit_s=limit_s, resume=resume) as one:
         one.wait_for("all are READY", lambda: one.pid("policy-trainer") and one.pid("rollout"))
         (key,) = read_keys(str(one.run.keys / MADE_KEYS)).values()
         yield Served(one, address, key)

@@ -50,6 +50,7 @@ class Stand:
     updates: list[AdamW] = field(default_factory=list)
     losses: list[LossSpec] = field(default_factory=list)
     released: list[tuple[object, ...]] = field(default_factory=list)
+    loaded: list[Path] = field(default_factory=list)
 
     # ---- the store
 
@@ -84,6 +85,7 @@ class Stand:
     async def load(
         self, model: int, adapter: AdapterSpec, folder: Path, *, with_optimizer: bool, step: int = -1
     ) -> int:
+        self.loaded.append(folder)
         self.steps[model] = step if step >= 0 else self.steps[model] + 1
         return self.steps[model]
 
@@ -172,8 +174,10 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> AsyncIterator[Served]:
-    """Run a server in `folder`, whose journal it continues."""
+async def served(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shm: str = "/dev/shm/one", **keys: Any
+) -> AsyncIterator[Served]:
+    """Run a server in `folder`, whose journal it continues, with the stores in `shm`."""
     folder.mkdir(exist_ok=True)
     file = folder / "client.keys"
     if not file.exists():
@@ -195,7 +199,7 @@ async def served(folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> 
         lambda names: journal.write([], [("sample", name) for name in names]),
         64,
     )
-    restore(server, samples, journal)
+    restore(server, samples, journal, shm)
     handlers = Handlers(server, samples, serve, ServedBase("/model", ModelLimits(VOCABULARY, CONTEXT), 0))
     app = KeyGate(application(handlers, []), ClientKeys(str(file)))
     running = asyncio.create_task(server.run())

@@ -246,6 +246,35 @@ def test_a_server_that_was_killed_knows_its_futures_and_samples_again_what_is_as
     asyncio.run(after(*asyncio.run(before())))
 
 
+def test_weights_saved_for_sampling_outlive_the_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def before() -> tuple[str, str]:
+        async with served(tmp_path / "server", monkeypatch) as one:
+            session, model = await one.model()
+            asked = {"model_id": model, "seq_id": 1, "path": "good"}
+            saved = await one.result(await one.post("save_weights_for_sampler", asked))
+            sampling = {"session_id": session, "sampling_session_seq_id": 0, "model_path": saved["path"]}
+            sampler = (await one.post("create_sampling_session", sampling))["sampling_session_id"]
+            one.engines.slow = asyncio.Event()
+            await one.post("asample", sample(sampler))
+            return sampler, saved["path"]
+
+    async def again(shm: str, sampler: str, path: str) -> tuple[str, list[str], list[int]]:
+        async with served(tmp_path / "server", monkeypatch, shm=shm) as one:
+            own = one.server.state.own
+            while own.checkpoints[path].version not in own.versions:
+                await asyncio.sleep(0)
+            await one.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0})
+            await one.result(await one.post("asample", sample(sampler, 1)))
+            sampled = [int(each.token_ids[-1]) for each in one.engines.samples if each.version is not None]
+            return own.samplers[sampler].version, [folder.name for folder in one.stand.loaded], sampled
+
+    sampler, path = asyncio.run(before())
+    # The first sample waits in the journal as long as the stores have its version.
+    assert asyncio.run(again("/dev/shm/one", sampler, path)) == ("2/0", [], [3, 3])
+    for shm in ("/dev/shm/two", "/dev/shm/three"):
+        assert asyncio.run(again(shm, sampler, path)) == ("1/1", ["good"], [3])
+
+
 def sample(sampler: str, seq: int = 0, **params: object) -> dict[str, object]:
     prompt = {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}, {"tokens": [3]}]}
     return {
