@@ -1,8 +1,8 @@
 """Starts and watches the spare processes of a run (`launch.spares.spare`), and has services forked from them.
 
-A spare imports the modules that services need to compute with the model, once for all services. There is at most one
-spare of a kind. One transition is missing on purpose: a kind of spare that was given up is not tried again, because its
-imports would fail again; its services start without a spare.
+A spare imports the modules that several services need, once for all of them. There is at most one spare of a kind. One
+transition is missing on purpose: a kind of spare that was given up is not tried again, because its imports would fail
+again; its services start without a spare.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ WINDOW_S = 300.0
 KILL_LIMIT = 3
 """If spares of a kind are killed this many times within `WINDOW_S`, the kind is given up, because memory may be
 short."""
+_LIGHT = {
+    "scheduler": "services.scheduler.server",
+    "batch-store": "services.batch_store.server",
+    "monitor": "services.monitor.server",
+    "policy-trainer": "services.policy_trainer.service",
+    "recorder": "services.recorder.server",
+}
+"""The services of most runs that do not compute with a model, and their imports."""
 _VLLM = ("services.rollout.engines.vllm_setup:import_vllm",)
 _TRANSFORMERS = (
     "transformers.models.auto.modeling_auto",
@@ -194,8 +202,8 @@ class SpareProcesses:
         if complete and not self._reported:
             self._reported = True
             size = sum(row.rss_bytes for row in self.rows())
-            names = ", ".join(kind.name for kind in self._spares)
-            self._on_notice(f"libraries imported once for {names}: {size / MIB:.0f} MiB")
+            count = sum(len(kind.services) for kind in self._spares)
+            self._on_notice(f"libraries imported once for {count} services: {size / MIB:.0f} MiB")
         self._on_settled(kind.services)
 
     def _on_exit(self, kind: SpareKind) -> None:
@@ -241,6 +249,7 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
     An import is `module`, or `module:function` for a function that does the imports. A module that is missing here is
     imported by each service for itself, which only makes the service start more slowly.
     Rollouts with vLLM have a spare of their own, because importing vLLM takes longer than all other imports together.
+    So have the services that do not compute with a model, which need not wait for torch.
     """
     if not topology.run.spares:
         return []
@@ -269,10 +278,12 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
         if service in services:
             own = _VLLM if service == "rollout" and engine == "vllm" else ()
             kinds.setdefault(own, []).append(service)
-    return [
+    heavy = [
         SpareKind(tuple(forks), tuple(dict.fromkeys([*chain(*(imports[fork] for fork in forks)), *own, *model])))
         for own, forks in kinds.items()
     ]
+    light = {service: module for service, module in _LIGHT.items() if service in services}
+    return [SpareKind(tuple(light), tuple(light.values())), *heavy] if len(light) > 1 else heavy
 
 
 def _modeling(model: str) -> tuple[str, ...]:

@@ -68,8 +68,8 @@ class Run(Section):
     )
     spares: bool = Field(
         default=True,
-        description="start a process on each host that imports the libraries for computing with the model; the "
-        "services that need these are forks of it, so they start and restart faster and share their memory",
+        description="start processes on each host that import the libraries of several services, which are forks of "
+        "them, so they start and restart faster and share their memory",
     )
     start_limit_s: Seconds = Field(
         default=600.0,

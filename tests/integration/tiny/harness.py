@@ -83,7 +83,7 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(path: Path, *arguments: str, tiny: str = ALL_TINY, spares: bool = False) -> Iterator[Launched]:
+def launched(path: Path, *arguments: str, tiny: str = ALL_TINY, spares: bool = True) -> Iterator[Launched]:
     """Start a launcher of the quickstart in `path`, with tiny services instead of those in `tiny`, which may be empty.
 
     Any process left behind is killed at the end of the test.

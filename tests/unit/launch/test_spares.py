@@ -24,7 +24,7 @@ def test_a_kind_whose_imports_fail_is_given_up_at_once(status: int, cause: str) 
 
 
 def test_services_share_a_spare_except_rollouts_with_vllm_and_a_host_imports_what_its_services_need() -> None:
-    every = ("policy-trainer-worker", "reference", "rollout", "scheduler")
+    every = ("policy-trainer-worker", "reference", "rollout", "batch-store")
     quickstart, vllm = load(QUICKSTART, []), load(QUICKSTART, ["services.rollout.engine=vllm"])
     (kind,) = spare_kinds(quickstart, every)
     assert kind.services == every[:3]
@@ -33,6 +33,9 @@ def test_services_share_a_spare_except_rollouts_with_vllm_and_a_host_imports_wha
     assert kind.services == ("rollout",)
     assert not any("policy_trainer" in each for each in kind.imports)
     assert spare_kinds(quickstart, ("scheduler",)) == []
+    (light, heavy) = spare_kinds(quickstart, (*every, "monitor"))
+    assert light == (("batch-store", "monitor"), ("services.batch_store.server", "services.monitor.server"))
+    assert heavy.services == every[:3]
     assert spare_kinds(load(QUICKSTART, ["run.spares=false"]), every) == []
 
 
