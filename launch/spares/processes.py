@@ -249,7 +249,7 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
     An import is `module`, or `module:function` for a function that does the imports. A module that is missing here is
     imported by each service for itself, which only makes the service start more slowly.
     Rollouts with vLLM have a spare of their own, because importing vLLM takes longer than all other imports together.
-    So have the services that do not compute with a model, which need not wait for torch.
+    So have the services that do not compute with a model, if there are several: they need not wait for torch.
     """
     if not topology.run.spares:
         return []

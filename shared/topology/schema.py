@@ -68,7 +68,7 @@ class Run(Section):
     )
     spares: bool = Field(
         default=True,
-        description="start processes on each host that import the libraries of several services, which are forks of "
+        description="start processes on each host that import the libraries of services; most services are forked from "
         "them, so they start and restart faster and share their memory",
     )
     start_limit_s: Seconds = Field(

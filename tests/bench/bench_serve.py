@@ -65,7 +65,7 @@ def main() -> int:
         try:
             client = through_server(asked, folder)
             driver_s = own_driver(asked, folder)
-        except BenchError as error:
+        except (BenchError, subprocess.TimeoutExpired) as error:
             print(error, file=sys.stderr)
             return 1
         engine = asyncio.run(own_engine(folder / "model"))

@@ -1,4 +1,4 @@
-"""Measures the time, CPU time and memory of the quickstart's start, with and without a spare process.
+"""Measures the time, CPU time and memory of the quickstart's start, with and without spare processes.
 
     python -m tests.bench.start [--turns 3]
 
@@ -22,7 +22,7 @@ from tests.bench.cluster_run import Arrival, BenchError, run_cluster
 from tests.bench.turns import TURNS, by_turns, heading, order_line, spread
 
 ENOUGH_STEPS = 1000
-WITH, WITHOUT = "with a spare", "without"
+WITH, WITHOUT = "with spares", "without"
 
 
 @dataclass
@@ -60,7 +60,7 @@ def measure(setting: str, limit_s: float) -> Start:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The quickstart's start, with and without a spare process.")
+    parser = argparse.ArgumentParser(description="The quickstart's start, with and without spare processes.")
     parser.add_argument("--turns", type=int, default=TURNS, help="starts of each side")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds after which a start counts as failed")
     args = parser.parse_args()

@@ -102,7 +102,7 @@ def version_name(ref: WeightsRef | None) -> str:
     return "" if ref is None else ref.task_id
 
 
-def derived_seed(model: str, version: WeightsRef | None, session: int, index: int) -> int:
+def derived_seed(model: str, version: str, session: int, index: int) -> int:
     """Return the seed of a sample whose client gave none. The same request of a session, sent again, gets the same."""
-    text = f"{model}\n{version_name(version)}\n{session}\n{index}"
+    text = f"{model}\n{version}\n{session}\n{index}"
     return xxhash.xxh3_64_intdigest(text.encode()) & _SEED_MASK

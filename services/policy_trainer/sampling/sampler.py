@@ -112,6 +112,7 @@ class Sampler:
         self._numbers = itertools.count(1)
         self._cancels: set[asyncio.Task[None]] = set()
         self._first: WeightsRef | None = None
+        self._begun = asyncio.Event()
         self._seen = asyncio.Event()
         """Set, and replaced by another, at every sign of life of an engine."""
         self._log = structlog.get_logger("sampling")
@@ -133,6 +134,7 @@ class Sampler:
         """Set the version whose load proves the base of an engine. Requests for the base need it, so its weights must
         exist until the end of the run."""
         self._first = ref
+        self._begun.set()
 
     @property
     def open(self) -> int:
@@ -197,13 +199,13 @@ class Sampler:
     async def _by_any(self, call: Callable[[int], Awaitable[T]]) -> T:
         """Return the result of the first engine that carries out a call. Engines that start again are waited for.
 
-        Raises RpcError: what an engine refused, busy if all that are ready have no room, and the last error if no
-        engine could be reached for `PATIENCE_S`.
+        Raises RpcError: what an engine refused, busy if all that are ready have no room, and lost or the last error if
+        no engine could be reached for `PATIENCE_S`.
         """
         until = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
             seen, errors = self._seen, []
-            for engine in await self._ready():
+            for engine in await self._ready(until):
                 try:
                     return await call(engine)
                 except RpcError as error:
@@ -218,10 +220,11 @@ class Sampler:
                 async with asyncio.timeout_at(until):
                     await seen.wait()
 
-    async def _ready(self) -> list[int]:
-        """Return the engines that take requests, once there is one. Raises RpcError(lost) after `PATIENCE_S`."""
+    async def _ready(self, until: float) -> list[int]:
+        """Return the engines that take requests, once there is one. Raises RpcError(lost) if there is none `until` a
+        time of the loop."""
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout_at(until):
                 while not self._router.ready:
                     await self._seen.wait()
         except TimeoutError:
@@ -262,12 +265,12 @@ class Sampler:
                 opened.result.set_result(result)
 
     async def _sampled(self, engine: int, name: str, request: SamplingRequest) -> SampledPrompt:
-        """Return an engine's result. Loads the version if the engine lacks it."""
-        base_is_version = self._first is not None and self._first.kind == WeightsKind.FULL
-        version = self._first if request.version is None and base_is_version else request.version
+        """Return an engine's result. Loads the version if the engine lacks it; the base, once it is published."""
         client = self._client_of(ENGINE, engine)
         until = asyncio.get_running_loop().time() + request.allowance_s
         for left in reversed(range(LOADS)):
+            base_is_version = self._first is not None and self._first.kind == WeightsKind.FULL
+            version = self._first if request.version is None and base_is_version else request.version
             asked = SampleTokens(
                 name=name,
                 task_id="" if version is None else version.task_id,
@@ -293,10 +296,8 @@ class Sampler:
             except RpcError as error:
                 if error.code not in (ErrorCode.MISSING, ErrorCode.COLLECTED):
                     raise
-                ref = version or self._first
-                if ref is None:
-                    text = "the base cannot be sampled before a first version was published"
-                    raise RpcError(ErrorCode.BAD_REQUEST, text) from None
+                while (ref := version or self._first) is None:
+                    await self._begun.wait()
                 if not left:
                     text = f"{client.peer} dropped version {ref.task_id} {LOADS} times before it was sampled"
                     raise RpcError(ErrorCode.BUSY, text) from None

@@ -33,6 +33,10 @@ class Belongings:
         self.checkpoints: dict[str, SavedWeights] = {}
         self.samplers: dict[str, SamplingSession] = {}
         self.versions: dict[str, Version] = {}
+        self.published = False
+        """Whether the stores have the base, and what was saved for sampling in earlier lives of the server."""
+        self.unreadable: set[str] = set()
+        """The paths of saved weights that this life could not publish."""
 
     def put(self, record: Belonging) -> None:
         """Add or replace a record."""
@@ -84,7 +88,8 @@ class Belongings:
 
     def unpublished(self) -> list[SavedWeights]:
         """Return the weights for sampling whose version does not exist."""
-        return [one for one in self.checkpoints.values() if one.sampler and one.version not in self.versions]
+        saved = (one for one in self.checkpoints.values() if one.sampler and one.path not in self.unreadable)
+        return [one for one in saved if one.version not in self.versions]
 
     def unneeded_versions(self) -> list[Version]:
         """Return published weights that no checkpoint names and that are not among a model's newest without a name. A

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from proto.messages import ErrorCode
 from services.policy_trainer.openai_app import ServedModel
 from services.policy_trainer.tinker.belongings import Belongings
 from services.policy_trainer.tinker.exchange import key_of
+from shared.rpc.errors import RpcError
 from shared.topology.serve import Serve
 
 
@@ -23,11 +25,13 @@ class OpenAIModels:
         return [*self._serve.models, *own]
 
     def find(self, name: str, request: Request) -> ServedModel | None:
-        """Return a model of the request's key, or None."""
+        """Return a model of the request's key, or None. Raises RpcError(lost) for one that is not published yet."""
         if name in self._serve.models:
             return ServedModel(name, None)
         checkpoint = self._own.checkpoints.get(name)
         if checkpoint is None or checkpoint.key != key_of(request):
             return None
         version = self._own.versions.get(checkpoint.version)
+        if version is None and not self._own.published:
+            raise RpcError(ErrorCode.LOST, f"model {name}: its weights are being published; try again")
         return None if version is None else ServedModel(name, version.ref)

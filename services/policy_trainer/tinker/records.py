@@ -175,9 +175,9 @@ class OpenSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stores(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the stores were that have the versions. Those of a run that is resumed are elsewhere, and empty."""
+    """The stores that have the versions. A run that is resumed has others, which are empty."""
 
-    shm: str
+    shm: str  # the folder in shared memory where they are (`RunDir.shm`)
     id: str = "stores"
 
 

@@ -1,12 +1,13 @@
-"""The samples that clients have asked for. A request is journaled until its client has the result or does not ask for
-it; a server that starts again samples again what is asked for, with the same seed and so the same tokens."""
+"""The samples that clients have asked for. A request is journaled until its client reports that it has the result,
+cancels it, or has left it for `KEEP_S`. A server that starts again samples again what is asked for, with the same seed
+and so the same tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,13 +31,20 @@ MOST_SAMPLES = 1024
 _USER = (ErrorCode.BAD_REQUEST, ErrorCode.GONE)
 
 
+Poll = tuple[str, str, int]
+"""What a client polls together: a key, a sampling session of it, and the number of a clone of that."""
+
+
 @dataclass(eq=False)
 class Future:
     """A sample that was asked for, and its result."""
 
     sample: OpenSample
+    restored: bool = False
+    """Whether it was asked for in an earlier life of the server. It begins when its client asks for the result."""
+    lost: bool = False
+    """Whether the weights are gone since that life. The client must ask for it again."""
     task: asyncio.Task[None] | None = None
-    """None for a sample of an earlier life of the server until its client asks for the result."""
     payload: bytes = b""
     error: str = ""
     category: Category = Category.SERVER
@@ -58,11 +66,11 @@ class Future:
         """Whether the engines work on it."""
         return self.task is not None and not self.done.is_set()
 
-    def is_of(self, key: str, target: bodies.FuturesTarget) -> bool:
-        """Return whether it is one of this clone of a sampling session."""
+    @property
+    def poll(self) -> Poll:
+        """Where its client learns that it is done."""
         sampler, _, number = self.id.rpartition("/")
-        clone = int(number) // CLONE
-        return (sampler, clone, self.key) == (target.sampling_session_id, target.cloned_sampler_id, key)
+        return self.key, sampler, int(number) // CLONE
 
 
 class SampleFutures:
@@ -71,16 +79,17 @@ class SampleFutures:
     def __init__(
         self,
         engines: Engines,
-        remember: Callable[[OpenSample], None],
-        forget: Callable[[Collection[str]], None],
+        write: Callable[[Iterable[OpenSample], Iterable[tuple[str, str]]], None],
         most: int,
     ) -> None:
-        """`remember` and `forget` write to the journal. `most` is the maximum number of samples of a key that are not
-        done."""
+        """`write` keeps and drops records in the journal. `most` is the maximum number of samples of a key on which the
+        engines work."""
         self._engines = engines
-        self._remember, self._forget = remember, forget
+        self._write = write
         self._most = most
         self._futures: dict[str, Future] = {}
+        self._polls: dict[Poll, dict[str, Future]] = {}
+        """The same futures."""
         self._cursor = int(time.time() * 1000)  # above those of an earlier life
         self._news = asyncio.Event()
         """Set, and replaced, when a sample is done."""
@@ -88,18 +97,18 @@ class SampleFutures:
 
     def restore(self, sample: OpenSample) -> None:
         """Record a sample of an earlier life."""
-        self._futures[sample.id] = Future(sample)
+        self._add(Future(sample, restored=True))
 
     def submit(self, sample: OpenSample) -> Future:
         """Return the future of a sample, which begins unless it is there. Raises BadRequest(429)."""
         future = self._futures.get(sample.id)
-        if future is None or future.key != sample.key:
+        if future is None or future.key != sample.key or future.lost:
             waiting = sum(1 for one in self._futures.values() if one.key == sample.key and one.running)
             if waiting >= self._most:
                 text = f"the key has {waiting} open samples, and may have {self._most}; try again later"
                 raise BadRequest(text, 429)
-            future = self._futures[sample.id] = Future(sample)
-            self._remember(sample)
+            self._write([sample], [])
+            future = self._add(Future(sample))
         self._begin(future)
         return future
 
@@ -114,22 +123,23 @@ class SampleFutures:
             await asyncio.wait_for(future.done.wait(), wait_s)
         except TimeoutError:
             return None
+        if future.lost:
+            raise BadRequest(f"sample {name[:200]!r}: its weights are gone; ask for it again", 410)
         return future
 
     async def completions(self, key: str, request: bodies.RetrieveFutures, wait_s: float) -> tuple[list[Future], int]:
         """Return the samples of a clone that were done after a cursor, once there is one or `wait_s` is over, and the
         new cursor."""
-        had = [one for name in set(request.retrieved_request_ids) if (one := self._futures.get(name)) is not None]
-        self._drop([one for one in had if one.key == key and not one.running])
-
-        def own() -> list[Future]:
-            return [future for future in self._futures.values() if future.is_of(key, request.target)]
+        poll = key, request.target.sampling_session_id, request.target.cloned_sampler_id
+        own = self._polls.get(poll, {})
+        self._drop([own[name] for name in set(request.retrieved_request_ids) & own.keys()])
+        for future in own.values():
+            self._begin(future)
 
         def fresh() -> list[Future]:
-            return sorted((one for one in own() if one.cursor > request.prev_cursor), key=lambda one: one.cursor)
+            done = (one for one in self._polls.get(poll, {}).values() if one.cursor > request.prev_cursor)
+            return sorted(done, key=lambda one: one.cursor)
 
-        for future in own():
-            self._begin(future)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not fresh():
@@ -145,7 +155,7 @@ class SampleFutures:
         if future.task is None:
             self._drop([future])
         else:
-            self._forget([name])
+            self._write([], [("sample", name)])
             future.task.cancel()
 
     def sweep(self) -> None:
@@ -166,11 +176,20 @@ class SampleFutures:
             future.task = asyncio.create_task(self._sample(future, future.sample.request))
             future.task.add_done_callback(lambda task: self._end(future, task))
 
+    def _add(self, future: Future) -> Future:
+        self._futures[future.id] = self._polls.setdefault(future.poll, {})[future.id] = future
+        return future
+
     def _drop(self, futures: list[Future]) -> None:
+        if futures:
+            self._write([], [("sample", future.id) for future in futures])
         for future in futures:
             del self._futures[future.id]
-        if futures:
-            self._forget([future.id for future in futures])
+            del self._polls[future.poll][future.id]
+            if not self._polls[future.poll]:
+                del self._polls[future.poll]
+            if future.running and future.task is not None:
+                future.task.cancel()
 
     async def _sample(self, future: Future, request: SamplingRequest) -> None:
         try:
@@ -178,6 +197,7 @@ class SampleFutures:
         except RpcError as error:
             future.error = str(error)
             future.category = Category.USER if error.code in _USER else Category.SERVER
+            future.lost = future.restored and error.code == ErrorCode.GONE
 
     def _end(self, future: Future, task: asyncio.Task[None]) -> None:
         """Tell those who wait that a sample is done."""

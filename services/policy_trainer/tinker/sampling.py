@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from proto.messages import WeightsRef
-from services.policy_trainer.sampling.request import SamplingRequest, derived_seed
+from services.policy_trainer.sampling.request import SamplingRequest, derived_seed, version_name
 from services.policy_trainer.tinker import bodies
 from services.policy_trainer.tinker.errors import BadRequest, NotThere
 from services.policy_trainer.tinker.exchange import answer, key_of, read
@@ -91,7 +91,8 @@ class SamplingHandlers:
         texts, tokens, ends = stops(params.stop)
         seed = params.seed
         if seed is None:
-            seed = derived_seed(sampler.inflight or sampler.base, ref, sampler.number, body.seq_id)
+            weights = sampler.version or version_name(ref)  # the same after a resume
+            seed = derived_seed(sampler.inflight or sampler.base, weights, sampler.number, body.seq_id)
         asked = SamplingRequest(
             version=ref,
             token_ids=token_array(prompt_of(body.prompt, self._base.limits)),
@@ -116,10 +117,13 @@ class SamplingHandlers:
         version = self._own.versions.get(sampler.version)
         if sampler.inflight:
             version = self._own.newest_version(self._own.models[sampler.inflight].number)
+        elif sampler.path in self._own.checkpoints:  # their version is another one after a resume
+            version = self._own.versions.get(self._own.checkpoints[sampler.path].version)
         if version is not None:
             return version.ref
-        if sampler.path and not self._server.has_published:
+        if sampler.path and not self._own.published:
             raise BadRequest(f"sampler {sampler.id}: its weights are being published; try again", 503)
         if sampler.version:
-            raise BadRequest(f"sampler {sampler.id}: its weights were deleted; save them again for sampling")
+            text = "its weights were deleted, or cannot be published again; save them again for sampling"
+            raise BadRequest(f"sampler {sampler.id}: {text}")
         return None

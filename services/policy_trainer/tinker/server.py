@@ -39,7 +39,7 @@ from services.policy_trainer.tinker.events import (
     WorkersReady,
 )
 from services.policy_trainer.tinker.journal import ServerJournal
-from services.policy_trainer.tinker.records import Belonging, Model, RequestKind, TrainingRequest
+from services.policy_trainer.tinker.records import Belonging, Model, Record, RequestKind, TrainingRequest
 from services.policy_trainer.tinker.state import State
 from services.policy_trainer.tinker.trainer import Trainer, model_folder
 from services.policy_trainer.tinker.wire import forward_backward_output
@@ -74,8 +74,6 @@ class Server:
         self.folder = run
         self._waiting: dict[str, asyncio.Event] = {}
         self._submitting: dict[str, asyncio.Task[TrainingRequest]] = {}
-        self.has_published = False
-        """Whether the stores have the base and what was saved for sampling."""
         self._parked = asyncio.Event()
         self._reserved: dict[str, int] = {}
         self._releases: asyncio.Queue[ReleaseData | WeightsRef] = asyncio.Queue()
@@ -124,6 +122,15 @@ class Server:
     def now() -> float:
         """Return the time in seconds since the epoch."""
         return time.time()
+
+    def write(self, kept: Iterable[Record], dropped: Iterable[tuple[str, str]]) -> None:
+        """Keep and drop records of which the state machine knows nothing. Raises RpcError(internal), which ends the
+        server."""
+        try:
+            self._journal.write(kept, dropped)
+        except RpcError as error:
+            self._fail(error)
+            raise
 
     def keep(self, record: Belonging) -> None:
         """Journal a record that was made or changed."""
@@ -251,30 +258,26 @@ class Server:
 
     async def _take_over(self) -> None:
         await self._trainer.take_over()
-        if not self.has_published:  # in each life, because the stores of a run that was resumed are empty
+        if not self.state.own.published:  # in each life, because the stores of a run that was resumed are empty
             base = await self._trainer.publish_base()
             self.keep(base)
             self._sampler.begin(base.ref)
             await self._publish_saved()
-            self.has_published = True
+            self.state.own.published = True
         self.handle(WorkersReady())
 
     async def _publish_saved(self) -> None:
         """Publish the weights that were saved for sampling, and that the stores do not have."""
         own = self.state.own
-        for saved in own.unpublished():
-            try:
-                version = await self._trainer.publish_saved(saved, own.next_step())
-            except RpcError as error:
-                self._log.warning("saved weights cannot be sampled from", path=saved.path, error=str(error))
+        while saved := next(iter(own.unpublished()), None):
+            version = await self._trainer.publish_saved(saved, own.next_step())
+            if version is None:
+                own.unreadable.add(saved.path)
                 continue
             self.keep(version)
-            saved.version = version.id
-            self.keep(saved)
-            for sampler in own.samplers.values():
-                if sampler.path == saved.path:
-                    sampler.version = version.id
-                    self.keep(sampler)
+            if own.checkpoints.get(saved.path) is saved:  # not deleted meanwhile
+                saved.version = version.id
+                self.keep(saved)
 
     def _settle(self, name: str) -> None:
         request = self.state.requests[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 from pathlib import Path
 
 from starlette.routing import Mount
@@ -19,7 +18,6 @@ from services.policy_trainer.tinker.journal import FILE, ServerJournal
 from services.policy_trainer.tinker.keys import ClientKeys, make
 from services.policy_trainer.tinker.limits import KeyLimits
 from services.policy_trainer.tinker.openai_models import OpenAIModels
-from services.policy_trainer.tinker.records import OpenSample
 from services.policy_trainer.tinker.restart import restore
 from services.policy_trainer.tinker.samples import SampleFutures
 from services.policy_trainer.tinker.sampling import ServedBase
@@ -86,7 +84,7 @@ class TinkerService(Service):
         workers = group_dispatch(self._topology.policy_model, self.client, self.incarnation)
         trainer = Trainer(Models(workers), self._scheduler, self._sampler, self._state.own, folder)
         self._server = Server(self._state, self._journal, trainer, self._scheduler, self._sampler, self._data, folder)
-        self._samples = SampleFutures(self._sampler, self._remember, self._forget, self._serve.key_requests)
+        self._samples = SampleFutures(self._sampler, self._server.write, self._serve.key_requests)
         restore(self._server, self._samples, self._journal, str(self.run.shm))
         policy = self._topology.policy
         limits = ModelLimits(vocabulary(policy.model), context_tokens(self._topology) or UNBOUNDED_CONTEXT)
@@ -128,9 +126,3 @@ class TinkerService(Service):
         while True:
             await asyncio.sleep(SWEEP_S)
             self._samples.sweep()
-
-    def _remember(self, sample: OpenSample) -> None:
-        self._journal.write([sample], [])
-
-    def _forget(self, names: Collection[str]) -> None:
-        self._journal.write([], [("sample", name) for name in names])

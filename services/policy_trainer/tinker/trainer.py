@@ -38,6 +38,8 @@ NOTHING = AdapterSpec(rank=1, alpha=ALPHA, seed=0, groups=["attention"])
 """The smallest adapter."""
 PARKED = "parked"
 """Name of the folder in which the state of a parked model is."""
+ATTEMPTS = 3
+"""Maximum number of times that saved weights are published again after workers were lost."""
 AGAIN_S = 1.0
 """Pause, in seconds, before workers that were lost are taken over again."""
 _OF_USER = (ErrorCode.BAD_DATA, ErrorCode.BAD_REQUEST)
@@ -75,27 +77,38 @@ class Trainer:
     async def publish_base(self) -> Version:
         """Publish an adapter that changes nothing, because its B is zero. An engine that loads it proves the base under
         it."""
-        return await self._published(0, lambda: self._models.open_model(BASE_NUMBER, NOTHING))
-
-    async def publish_saved(self, saved: SavedWeights, step: int) -> Version:
-        """Publish saved weights that no store has, as version `step` of no client's model. Raises RpcError if they
-        cannot be read."""
-        adapter, folder = adapter_spec(saved.adapter), self._run / saved.folder
-        load = self._models.load
-        return await self._published(step, lambda: load(BASE_NUMBER, adapter, folder, with_optimizer=False, step=step))
-
-    async def _published(self, step: int, opened: Callable[[], Awaitable[int]]) -> Version:
         while True:
             try:
-                await self._scheduler.hold(WEIGHTS, BASE_NUMBER, step, 1)
-                await opened()
-                ref = await self._models.publish(BASE_NUMBER, store=TRAINER_STORE)
-                await self._models.close_model(BASE_NUMBER)
+                return await self._published(0, lambda: self._models.open_model(BASE_NUMBER, NOTHING))
             except WorkersLost as error:
                 self._log.warning("workers lost, taking over again", error=str(error))
                 await self.take_over()
-            else:
-                return Version(model=BASE_NUMBER, step=step, ref=ref)
+
+    async def publish_saved(self, saved: SavedWeights, step: int) -> Version | None:
+        """Publish saved weights as version `step` of no client's model, or return None if that cannot be done. Raises
+        RpcError(conflict) if another server runs."""
+        adapter, folder = adapter_spec(saved.adapter), self._run / saved.folder
+        load = self._models.load
+        for _ in range(ATTEMPTS):
+            try:
+                return await self._published(
+                    step, lambda: load(BASE_NUMBER, adapter, folder, with_optimizer=False, step=step)
+                )
+            except RpcError as error:
+                if _is_taken_over(error):
+                    raise
+                self._log.warning("saved weights not published", path=saved.path, error=str(error))
+                await self.take_over()  # which also closes the model
+                if not isinstance(error, WorkersLost):
+                    break
+        return None
+
+    async def _published(self, step: int, opened: Callable[[], Awaitable[int]]) -> Version:
+        await self._scheduler.hold(WEIGHTS, BASE_NUMBER, step, 1)
+        await opened()
+        ref = await self._models.publish(BASE_NUMBER, store=TRAINER_STORE)
+        await self._models.close_model(BASE_NUMBER)
+        return Version(model=BASE_NUMBER, step=step, ref=ref)
 
     async def run(self, call: WorkerCall) -> CallDone | CallRefused | WorkersGone:
         """Carry out a call. Raises RpcError(conflict) if another server runs."""
@@ -105,7 +118,7 @@ class Trainer:
             self._log.warning("workers lost", error=str(error))
             return WorkersGone()
         except RpcError as error:
-            if error.code == ErrorCode.CONFLICT and "taken over" in str(error):
+            if _is_taken_over(error):
                 raise
             category = Category.USER if error.code in _OF_USER else Category.SERVER
             self._log.info("call refused", step=call.step, model=call.model, error=str(error))
@@ -197,6 +210,10 @@ class Trainer:
 
     def _parked(self, model: Model) -> Path:
         return self._run / model_folder(model) / PARKED
+
+
+def _is_taken_over(error: RpcError) -> bool:
+    return error.code == ErrorCode.CONFLICT and "taken over" in str(error)
 
 
 def model_folder(model: Model) -> str:

@@ -23,24 +23,27 @@ def test_models_and_what_was_saved_for_sampling_outlive_the_cluster(tmp_path: Pa
         client = served.client()
         path, before = asyncio.run(began(client))
     with serving(tmp_path, "run.deterministic=true", limit_s=120, resume=True) as served:
-        again = Client(served.address, served.key, client.session, client.model, client.seq)
-        found, loss = asyncio.run(continued(again, path))
+        client.address = served.address
+        found, loss = asyncio.run(continued(client, path))
     with serving(tmp_path / "other", "run.deterministic=true", limit_s=120) as served:
         undisturbed = served.client()
         path, _ = asyncio.run(began(undisturbed))
         _, expected = asyncio.run(continued(undisturbed, path))
-    assert found == before
+    assert found == before[0] != before[1]  # those of the saved weights, not those of the base
     assert loss == expected
 
 
-async def began(client: Client) -> tuple[str, list[list[int]]]:
-    """Take steps, and save for sampling. Return the path and greedy samples, and change the model after that."""
+async def began(client: Client) -> tuple[str, tuple[list[list[int]], list[list[int]]]]:
+    """Take steps, and save for sampling. Return the path and greedy samples, after these steps and before them. Change
+    the model after that."""
     await client.begin(rank=8, seed=3)
+    body = {"model_id": client.model, "seq_id": client.next_seq(), "path": "base"}
+    base = (await client.result(await client.post("save_weights_for_sampler", body)))["path"]
     for _ in range(3):
         await client.step(DATA, lr=1e-2)
     body = {"model_id": client.model, "seq_id": client.next_seq(), "path": "good"}
     path = (await client.result(await client.post("save_weights_for_sampler", body)))["path"]
-    samples = await greedy(client, path, 0)
+    samples = await greedy(client, path, 0), await greedy(client, base, 1)
     await client.step(DATA, lr=1e-2)
     await client.close()
     return path, samples
@@ -48,8 +51,8 @@ async def began(client: Client) -> tuple[str, list[list[int]]]:
 
 async def continued(client: Client, path: str) -> tuple[list[list[int]], float]:
     """Return greedy samples of what was saved, and the loss of the model's next step."""
-    client = Client(client.address, client.key, client.session, client.model, client.seq)
-    samples = await greedy(client, path, 1)
+    client = Client(client.address, client.key, client.session, client.model, client.seq)  # in this loop
+    samples = await greedy(client, path, 2)
     loss = await client.step(DATA, lr=1e-2)
     await client.close()
     return samples, loss

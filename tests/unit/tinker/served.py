@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from starlette.types import ASGIApp
 
-from proto.messages import AdamW, AdapterSpec, BatchMeta, BatchPart, LossSpec, TaskHandle, WeightsRef
+from proto.messages import AdamW, AdapterSpec, BatchMeta, BatchPart, ErrorCode, LossSpec, TaskHandle, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.sampling.request import SampledPrompt, SampledSequence, SamplingRequest
 from services.policy_trainer.tinker import server as server_module
@@ -32,6 +32,7 @@ from services.policy_trainer.tinker.state import State
 from services.policy_trainer.tinker.trainer import Trainer
 from services.policy_trainer.tinker.wire import ModelLimits
 from shared.batch import Batch
+from shared.rpc.errors import RpcError
 from shared.topology.serve import Serve
 from tests.unit.tinker.workers import reference
 
@@ -51,6 +52,7 @@ class Stand:
     losses: list[LossSpec] = field(default_factory=list)
     released: list[tuple[object, ...]] = field(default_factory=list)
     loaded: list[Path] = field(default_factory=list)
+    on_load: Callable[[], None] = lambda: None
 
     # ---- the store
 
@@ -86,6 +88,7 @@ class Stand:
         self, model: int, adapter: AdapterSpec, folder: Path, *, with_optimizer: bool, step: int = -1
     ) -> int:
         self.loaded.append(folder)
+        self.on_load()
         self.steps[model] = step if step >= 0 else self.steps[model] + 1
         return self.steps[model]
 
@@ -124,8 +127,13 @@ class Engines:
     slow: asyncio.Event | None = None
     """If there is one, samples wait for it."""
 
+    gone: bool = False
+    """Whether the stores do not have the version."""
+
     async def sample(self, request: SamplingRequest) -> SampledPrompt:
         self.samples.append(request)
+        if self.gone:
+            raise RpcError(ErrorCode.GONE, "the weights no longer exist")
         if self.slow is not None:
             await self.slow.wait()
         count = request.max_tokens or 4
@@ -193,12 +201,7 @@ async def served(
     others, sampler = cast(Any, stand), cast(Any, engines)
     trainer = Trainer(others, others, sampler, state.own, folder)
     server = Server(state, journal, trainer, others, sampler, cast(Any, None), folder)
-    samples = SampleFutures(
-        sampler,
-        lambda one: journal.write([one], []),
-        lambda names: journal.write([], [("sample", name) for name in names]),
-        64,
-    )
+    samples = SampleFutures(sampler, server.write, 64)
     restore(server, samples, journal, shm)
     handlers = Handlers(server, samples, serve, ServedBase("/model", ModelLimits(VOCABULARY, CONTEXT), 0))
     app = KeyGate(application(handlers, []), ClientKeys(str(file)))

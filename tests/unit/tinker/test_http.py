@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.policy_trainer.tinker import application, protobuf
-from services.policy_trainer.tinker.events import ClockTick
+from services.policy_trainer.tinker.events import ClockTick, Deleted
 from tests.integration.tinker.client import datum, logprobs
 from tests.unit.tinker.served import CONTEXT, KEYS, MODEL, Served, served
 
@@ -258,21 +258,41 @@ def test_weights_saved_for_sampling_outlive_the_stores(tmp_path: Path, monkeypat
             await one.post("asample", sample(sampler))
             return sampler, saved["path"]
 
-    async def again(shm: str, sampler: str, path: str) -> tuple[str, list[str], list[int]]:
+    async def again(shm: str, sampler: str, path: str) -> tuple[set[str], list[str]]:
         async with served(tmp_path / "server", monkeypatch, shm=shm) as one:
             own = one.server.state.own
-            while own.checkpoints[path].version not in own.versions:
+            while not own.published:
                 await asyncio.sleep(0)
-            await one.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0})
+            one.engines.gone = own.samplers[sampler].version not in own.versions
+            target = {"target": {"sampling_session_id": sampler}, "timeout": 5}
+            first = (await one.post("retrieve_futures", target))["completions"]
+            if one.engines.gone:  # as the SDK does
+                await one.post("retrieve_future", {"request_id": f"{sampler}/0"}, status=410)
+            one.engines.gone = False
             await one.result(await one.post("asample", sample(sampler, 1)))
-            sampled = [int(each.token_ids[-1]) for each in one.engines.samples if each.version is not None]
-            return own.samplers[sampler].version, [folder.name for folder in one.stand.loaded], sampled
+            assert one.engines.samples[-1].version == own.versions[own.checkpoints[path].version].ref
+            seeds.add(one.engines.samples[-1].seed)
+            return {each["state"] for each in first}, [folder.name for folder in one.stand.loaded]
 
+    seeds: set[int] = set()
     sampler, path = asyncio.run(before())
-    # The first sample waits in the journal as long as the stores have its version.
-    assert asyncio.run(again("/dev/shm/one", sampler, path)) == ("2/0", [], [3, 3])
+    # Samples wait in the journal. Their client must ask for them again if their version is gone.
+    assert asyncio.run(again("/dev/shm/one", sampler, path)) == ({"finished"}, [])
     for shm in ("/dev/shm/two", "/dev/shm/three"):
-        assert asyncio.run(again(shm, sampler, path)) == ("1/1", ["good"], [3])
+        assert asyncio.run(again(shm, sampler, path)) == ({"failed"}, ["good"])
+    assert len(seeds) == 1
+
+    async def deleted() -> None:
+        async with served(tmp_path / "server", monkeypatch, shm="/dev/shm/four") as one:
+            one.stand.on_load = lambda: one.server.handle(Deleted(path))
+            own = one.server.state.own
+            while not own.published:
+                await asyncio.sleep(0)
+            assert path not in own.checkpoints
+            one.server.handle(ClockTick())
+            assert [version.id for version in own.versions.values()] == ["1/0"]
+
+    asyncio.run(deleted())
 
 
 def sample(sampler: str, seq: int = 0, **params: object) -> dict[str, object]:
@@ -347,7 +367,7 @@ def test_a_name_that_follows_the_newest_weights_never_means_the_base(
         await one.post(f"sessions/{session}/finish", {})
         one.server.handle(ClockTick())
         refused = await one.post("asample", sample(sampler, 1), status=400)
-        assert "its weights were deleted; save them again" in refused["detail"]
+        assert "its weights were deleted, or cannot be published again; save them again" in refused["detail"]
 
     run(work)
 
