@@ -36,25 +36,24 @@ from tests.integration.tiny.harness import (
 PR_SET_CHILD_SUBREAPER = 36
 libc = ctypes.CDLL(None)
 HEAVY = {"policy-trainer-worker", "reference", "rollout"}
-LIGHT = {"scheduler", "batch-store", "monitor", "policy-trainer"}
+FORKED = HEAVY | {"scheduler", "batch-store", "monitor", "policy-trainer", "recorder"}
 
 
-def warm(here: Launched, services: set[str] = HEAVY) -> int:
-    """Wait until the spare of these services is warm, and return its pid."""
+def warm(here: Launched) -> int:
+    """Wait until the spare is warm, and return its pid."""
 
     def answer() -> int:
         spares = here.status().get("spares") or ()
-        return next((int(row["pid"]) for row in spares if row["warm"] and services <= set(row["services"])), 0)
+        return next((int(row["pid"]) for row in spares if row["warm"]), 0)
 
     pid: int = wait_for("a warm spare", answer)
     return pid
 
 
-def forked(here: Launched, services: set[str] = HEAVY) -> list[int]:
-    """Return the pids of these services that were forked, in order."""
+def forked(here: Launched) -> list[int]:
+    """Return the pids of the services that were forked, in order."""
     log = (here.path / "logs" / "supervisor-0.jsonl").read_text().splitlines()
-    lines = [line for line in map(json.loads, log) if line["event"] == "spare forked"]
-    return [line["pid"] for line in lines if line["name"].partition("/")[0] in services]
+    return [line["pid"] for line in map(json.loads, log) if line["event"] == "spare forked"]
 
 
 def identity(pid: int) -> dict[str, Any]:
@@ -73,34 +72,29 @@ def identity(pid: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("services", [HEAVY, LIGHT], ids=["heavy", "light"])
-def test_services_are_forked_from_one_spare_at_every_start_and_look_like_ordinary_processes(
-    tmp_path: Path, services: set[str]
-) -> None:
+def test_services_are_forked_from_one_spare_at_every_start_and_look_like_ordinary_processes(tmp_path: Path) -> None:
     found = {}
     for name, spares in (("run", False), ("other", True)):
         with launched(tmp_path / name / "run", spares=spares) as here:
             before = here.wait_ready()
-            pids = {service: before[f"{service}/0"]["pid"] for service in services}
+            pids = {service: before[f"{service}/0"]["pid"] for service in FORKED}
             found[spares] = {service: identity(pid) for service, pid in pids.items()}
             for each in found[spares].values():
                 assert each.pop("parent is the launcher") == here.process.pid
                 assert each["command"].pop(3) == str(here.path)
             if not spares:
                 continue
-            spare = warm(here, services)
-            assert set(forked(here, services)) == set(pids.values())
+            spare = warm(here)
+            assert set(forked(here)) == set(pids.values())
             for pid in pids.values():
                 os.kill(pid, signal.SIGKILL)
             wait_for(
                 "restarts",
-                lambda: all(row["restarts"] for row in here.wait_ready().values() if row["service"] in services),
+                lambda: all(row["restarts"] for row in here.wait_ready().values() if row["service"] in FORKED),
             )
             after = here.wait_ready()
-            assert set(forked(here, services)[len(services) :]) == {
-                after[f"{service}/0"]["pid"] for service in services
-            }
-            assert warm(here, services) == spare
+            assert set(forked(here)[len(FORKED) :]) == {after[f"{service}/0"]["pid"] for service in FORKED}
+            assert warm(here) == spare
             assert here.status()["spares"][0]["rss_bytes"] > 1 << 20
     assert found[True] == found[False]
 
@@ -158,15 +152,14 @@ def test_services_start_without_a_spare_whose_imports_fail_or_leave_threads_behi
         before = here.wait_ready()
         os.kill(before["rollout/0"]["pid"], signal.SIGKILL)
         wait_for("a restart", lambda: here.wait_ready()["rollout/0"]["restarts"] == 1)
-        assert forked(here, HEAVY | LIGHT) == []
+        assert forked(here) == []
         here.process.send_signal(signal.SIGINT)
         _, output, errors = here.end()
-        assert (here.path / "logs" / "supervisor-0.jsonl").read_text().count('"spare died"') == 2
+        assert (here.path / "logs" / "supervisor-0.jsonl").read_text().count('"spare died"') == 1
     line = "started without a spare process from now on: exit status 1"
-    assert (output + errors).count(line) == 2
-    for number in range(2):
-        said = (here.path / "logs" / f"spare-{number}.out").read_text()
-        assert (module if module == "no_such_module" else "the imports have started 1 threads") in said
+    assert (output + errors).count(line) == 1
+    said = (here.path / "logs" / "spare-0.out").read_text()
+    assert (module if module == "no_such_module" else "the imports have started 1 threads") in said
 
 
 def test_no_spare_is_kept_if_spares_are_disabled(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_critic_begins_with_the_head_of_a_reward_model(model: Path, tmp_path: 
 
 
 @pytest.mark.long
-def test_a_reward_model_that_takes_turns_with_the_trainer_and_the_engine_gives_the_same_weights(
+def test_a_reward_model_that_takes_turns_with_the_trainer_and_the_reference_gives_the_same_weights(
     undisturbed: Cluster, model: Path, tmp_path: Path
 ) -> None:
     together = "placement.colocate=[policy-trainer, reward-model, reference]"

@@ -12,6 +12,7 @@ from launch.supervisor import runner
 from shared.topology import Topology
 
 TINY = frozenset(os.environ["TINY"].split(","))
+IMPORTS = "numpy,tests.integration.tiny.service,services.monitor.server,services.recorder.server"
 _real = runner.command_of
 _spare_kinds = cluster.spare_kinds
 
@@ -21,9 +22,10 @@ def _command_of(service: str) -> list[str]:
 
 
 def _kinds(topology: Topology, services: Collection[str]) -> list[SpareKind]:
-    """Return the kinds of spare, each with the imports of tiny services: TINY_IMPORTS, or small default ones."""
-    imports = os.environ.get("TINY_IMPORTS", "numpy,tests.integration.tiny.service").split(",")
-    return [SpareKind(kind.services, (*imports,)) for kind in _spare_kinds(topology, services)]
+    """Return one kind of spare, with TINY_IMPORTS or the imports of tiny services and of the real ones beside them."""
+    imports = os.environ.get("TINY_IMPORTS", IMPORTS).split(",")
+    forked = [service for kind in _spare_kinds(topology, services) for service in kind.services]
+    return [SpareKind(tuple(forked), (*imports,))] if forked else []
 
 
 runner.command_of = _command_of
