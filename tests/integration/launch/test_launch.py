@@ -534,6 +534,7 @@ def test_killed_real_light_services_and_a_driver_that_exits_early_are_restarted(
     assert_nothing_left(run)
 
 
+@pytest.mark.long
 def test_a_killed_launcher_of_real_services_leaves_nothing_behind(tmp_path: Path) -> None:
     with launched(tmp_path / "run", tiny=TINY) as here:
         here.wait_ready()

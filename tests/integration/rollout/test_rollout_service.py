@@ -76,6 +76,7 @@ def test_tasks_are_sampled_and_scored_and_survive_kills(tmp_path: Path) -> None:
     assert tap.clear_bytes > (MODEL / "model.safetensors").stat().st_size > 0 == tap.sealed_bytes
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_rollout_waits_for_a_dead_store_longer_than_a_lease_lasts(tmp_path: Path) -> None:
     async def scenario() -> None:

@@ -104,6 +104,7 @@ def test_supervised_fine_tuning_learns_from_the_answers(tmp_path: Path) -> None:
     assert not [name for row in rows for name in row if name.startswith("reward/")]  # nothing is scored
 
 
+@pytest.mark.long
 @pytest.mark.timeout(260)
 def test_supervised_fine_tuning_learns_every_answer_of_conversations(tmp_path: Path) -> None:
     rows = run("recipes/sft_chat.yaml", tmp_path, "run.steps=12")

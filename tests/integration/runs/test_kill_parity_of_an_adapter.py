@@ -49,6 +49,7 @@ def check(undisturbed: Cluster, killed: Cluster) -> None:
     assert not killed.run.log_file("reference", 0).exists()
 
 
+@pytest.mark.long
 def test_an_adapter_has_the_same_bits_after_the_trainer_and_the_engine_were_killed(tmp_path: Path) -> None:
     undisturbed = play(tmp_path / "undisturbed", 3, {})
     kills = {1: ("rollout", "policy-trainer-worker"), 2: ("policy-trainer",)}
