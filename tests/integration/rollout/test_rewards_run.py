@@ -195,6 +195,7 @@ def judged(sample, *, url):
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_rewards_wait_for_an_absent_judge_and_no_task_is_lost(tmp_path: Path) -> None:
     (tmp_path / "my_judge.py").write_text(JUDGED)

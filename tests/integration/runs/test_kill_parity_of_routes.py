@@ -46,6 +46,7 @@ def check(undisturbed: Cluster, killed: Cluster) -> None:
     assert any(row["moe/replay_mismatch"] > 0 for row in rows)
 
 
+@pytest.mark.long
 def test_routes_of_the_engine_are_replayed_with_the_same_bits_after_kills(tmp_path: Path) -> None:
     undisturbed = play(tmp_path / "undisturbed", "rollout", 3, {})
     kills = {1: ("rollout", "policy-trainer-worker"), 2: ("policy-trainer",)}

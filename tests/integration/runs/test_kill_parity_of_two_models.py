@@ -83,6 +83,7 @@ def check(run: Cluster, undisturbed: Path) -> None:
     assert not run.run.sockets.exists()
 
 
+@pytest.mark.long
 def test_kills_while_one_model_is_ahead_of_the_other_give_bit_identical_results(
     undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_ppo_learns(tmp_path: Path, seed: int) -> None:
     assert accuracy[140] >= AT_140
 
 
+@pytest.mark.long
 def test_a_critic_explains_a_reward_that_depends_on_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy does not change, so a critic of any quality would learn from nothing but the prompts."""
     (tmp_path / "mine.py").write_text(MODULE)

@@ -33,6 +33,7 @@ PAIRS = (
 """A small deterministic run without an evaluation set, whose rollout therefore has no engine."""
 
 
+@pytest.mark.long
 def test_kills_change_no_bit_of_a_run_that_learns_from_preferences(tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "killed").mkdir()

@@ -57,6 +57,7 @@ def test_rewards_of_steps_evaluations_and_records_are_the_weighted_sum_with_the_
         assert record["reward"] == pytest.approx(0.5 * parts["reward_model"] + parts["exact_match"], abs=1e-5)
 
 
+@pytest.mark.long
 def test_kills_of_the_reward_model_change_no_bit(undisturbed: Cluster, model: Path, tmp_path: Path) -> None:
     kills = {0: ("reward-model",), 1: ("reward-model", "rollout"), 2: ("reward-model", "scheduler")}
     with parity.start(tmp_path, *SHORT, f"reward.model={model}") as run:
@@ -70,6 +71,7 @@ def test_kills_of_the_reward_model_change_no_bit(undisturbed: Cluster, model: Pa
         assert not run.run.shm.exists()
 
 
+@pytest.mark.long
 def test_a_critic_begins_with_the_head_of_a_reward_model(model: Path, tmp_path: Path) -> None:
     short = (
         "run.steps=2",

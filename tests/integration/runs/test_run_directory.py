@@ -144,6 +144,7 @@ def test_the_documentation_has_a_row_for_every_pattern() -> None:
     assert patterns == set(BOUNDS)
 
 
+@pytest.mark.long
 def test_every_file_of_a_run_stays_within_its_bound_while_rewards_print_much(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     (tmp_path / "loud.py").write_text(REWARD.format(calls=str(calls)))

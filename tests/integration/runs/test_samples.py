@@ -106,6 +106,7 @@ def judged(sample):
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_each_reward_function_is_recorded_by_name_and_failed_samples_with_their_text_and_failure(
     tmp_path: Path,
