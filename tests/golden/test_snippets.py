@@ -74,6 +74,7 @@ def options_of(module: str, words: list[str], where: str) -> set[str]:
     source = main.read_text()
     if not re.search(r"^app = typer", source, re.M):
         source += (ROOT / "shared" / "actor" / "process.py").read_text() if "run_process" in source else ""
+        source += main.with_name("make_tiny_qwen3.py").read_text() if "import VOCAB_SIZE, run" in source else ""
         return set(re.findall(r'"(--?[a-z][\w-]*)"', source))
     commands = [typer.main.get_command(importlib.import_module(module).app)]
     if parts := getattr(commands[0], "commands", {}):

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
@@ -103,15 +104,25 @@ def test_page_of_a_live_run_needs_the_token(browser: Browser, shown: Shown) -> N
         assert TOKEN not in page.url
 
 
+def rollouts(path: Path) -> set[int]:
+    """Return the processes of a run that are a rollout, not one of its ranks or a fork that will become one."""
+    found: set[int] = set()
+    for pid in processes_of(path):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "tests.integration.tiny.rollout" in psutil.Process(pid).cmdline():
+                found.add(pid)
+    return found
+
+
 def test_a_killed_service_is_red_until_it_is_back(browser: Browser, shown: Shown) -> None:
     with visit(browser, shown.url) as page:
         page.get_by_role("button", name="Services").click()
         chip = page.locator('[data-process="rollout/0"] .chip')
         expect(chip).to_have_text("READY")
         good = wait_for("a color", lambda: chip.evaluate(COLOR))  # an element that is being replaced has none
-        before = set(processes_of(shown.here.path))
+        before = rollouts(shown.here.path)
         os.kill(shown.pid("rollout/0"), signal.SIGKILL)
-        [reborn] = wait_for("another life", lambda: set(processes_of(shown.here.path)) - before)
+        [reborn] = wait_for("another life", lambda: rollouts(shown.here.path) - before)
         os.kill(reborn, signal.SIGSTOP)
         try:
             expect(chip).to_have_class(re.compile("wrong"))

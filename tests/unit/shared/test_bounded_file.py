@@ -19,6 +19,8 @@ from shared.runfiles.lines import FollowedFile
 
 LIMIT = 64 << 10
 LINES = 400_000
+WRITE = '{for (i = 0; i < %d; i++) {print "%s", i; fflush()}}'
+"""A program for awk. It writes each line by itself, because a line of another process may follow every write."""
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -63,10 +65,7 @@ def test_a_first_line_that_only_looks_like_a_head_is_not_one(path: Path) -> None
 
 def test_two_processes_that_write_fast_keep_their_order_and_their_last_lines(path: Path) -> None:
     with path.open("ab") as output:
-        writers = [
-            subprocess.Popen(["awk", f'BEGIN {{for (i = 0; i < {LINES}; i++) print "{name}", i}}'], stdout=output)
-            for name in "ab"
-        ]
+        writers = [subprocess.Popen(["awk", "BEGIN " + WRITE % (LINES, name)], stdout=output) for name in "ab"]
     while any(writer.poll() is None for writer in writers):
         cut(path, LIMIT)
         time.sleep(0.005)
