@@ -30,7 +30,6 @@ MOST_SAMPLES = 1024
 """Maximum number of sequences in a request."""
 _USER = (ErrorCode.BAD_REQUEST, ErrorCode.GONE)
 
-
 Poll = tuple[str, str, int]
 """What a client polls together: a key, a sampling session of it, and the number of a clone of that."""
 
@@ -102,7 +101,7 @@ class SampleFutures:
     def submit(self, sample: OpenSample) -> Future:
         """Return the future of a sample, which begins unless it is there. Raises BadRequest(429)."""
         future = self._futures.get(sample.id)
-        if future is None or future.key != sample.key or future.lost:
+        if future is None or future.lost:
             waiting = sum(1 for one in self._futures.values() if one.key == sample.key and one.running)
             if waiting >= self._most:
                 text = f"the key has {waiting} open samples, and may have {self._most}; try again later"
