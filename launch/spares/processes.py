@@ -282,7 +282,8 @@ def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind
         SpareKind(tuple(forks), tuple(dict.fromkeys([*chain(*(imports[fork] for fork in forks)), *own, *model])))
         for own, forks in kinds.items()
     ]
-    light = {service: module for service, module in _LIGHT.items() if service in services}
+    modules = _LIGHT | ({"policy-trainer": "services.policy_trainer.tinker.service"} if topology.serve else {})
+    light = {service: module for service, module in modules.items() if service in services}
     return [SpareKind(tuple(light), tuple(light.values())), *heavy] if len(light) > 1 else heavy
 
 
