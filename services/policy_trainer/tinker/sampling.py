@@ -16,6 +16,7 @@ from services.policy_trainer.tinker.records import OpenSample, SamplingSession
 from services.policy_trainer.tinker.samples import SampleFutures, check_sample, prompt_of, stops, token_array
 from services.policy_trainer.tinker.server import Server
 from services.policy_trainer.tinker.wire import ModelLimits
+from shared.stages import WEIGHTS
 from shared.topology.serve import Serve
 
 SEED_MODULUS = 2**63
@@ -91,7 +92,8 @@ class SamplingHandlers:
         texts, tokens, ends = stops(params.stop)
         seed = params.seed
         if seed is None:
-            weights = sampler.version or version_name(ref)  # the same after a resume
+            # What was saved under a name has another version after a resume, but the same seeds.
+            weights = f"{WEIGHTS}/{sampler.version}" if sampler.path else version_name(ref)
             seed = derived_seed(sampler.inflight or sampler.base, weights, sampler.number, body.seq_id)
         asked = SamplingRequest(
             version=ref,
