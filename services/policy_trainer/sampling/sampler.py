@@ -221,8 +221,8 @@ class Sampler:
                     await seen.wait()
 
     async def _ready(self, until: float) -> list[int]:
-        """Return the engines that take requests, once there is one. Raises RpcError(lost) if there is none `until` a
-        time of the loop."""
+        """Return the engines that take requests, once there is one. Raises RpcError(lost) if there is still none at
+        `until`, in the event loop's time."""
         try:
             async with asyncio.timeout_at(until):
                 while not self._router.ready:

@@ -35,8 +35,6 @@ class Belongings:
         self.versions: dict[str, Version] = {}
         self.published = False
         """Whether the stores have the base, and what was saved for sampling in earlier lives of the server."""
-        self.unreadable: set[str] = set()
-        """The paths of saved weights that this life could not publish."""
 
     def put(self, record: Belonging) -> None:
         """Add or replace a record."""
@@ -88,8 +86,7 @@ class Belongings:
 
     def unpublished(self) -> list[SavedWeights]:
         """Return the weights for sampling whose version does not exist."""
-        saved = (one for one in self.checkpoints.values() if one.sampler and one.path not in self.unreadable)
-        return [one for one in saved if one.version not in self.versions]
+        return [one for one in self.checkpoints.values() if one.sampler and one.version not in self.versions]
 
     def unneeded_versions(self) -> list[Version]:
         """Return published weights that no checkpoint names and that are not among a model's newest without a name. A

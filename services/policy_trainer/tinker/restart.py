@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from services.policy_trainer.tinker.journal import ServerJournal
-from services.policy_trainer.tinker.records import (
-    Belonging,
-    OpenSample,
-    Stores,
-    TrainingRequest,
-    Version,
-)
+from services.policy_trainer.tinker.records import Belonging, OpenSample, Stores, TrainingRequest, Version
 from services.policy_trainer.tinker.samples import SampleFutures
 from services.policy_trainer.tinker.server import Server
 

@@ -31,7 +31,7 @@ MOST_SAMPLES = 1024
 _USER = (ErrorCode.BAD_REQUEST, ErrorCode.GONE)
 
 Poll = tuple[str, str, int]
-"""What a client polls together: a key, a sampling session of it, and the number of a clone of that."""
+"""The samples that one client asks about at once, by key, sampling session and number of the clone."""
 
 
 @dataclass(eq=False)

@@ -92,7 +92,7 @@ class SamplingHandlers:
         texts, tokens, ends = stops(params.stop)
         seed = params.seed
         if seed is None:
-            # What was saved under a name has another version after a resume, but the same seeds.
+            # A resume publishes saved weights as another version. Their seeds stay those of the first.
             weights = f"{WEIGHTS}/{sampler.version}" if sampler.path else version_name(ref)
             seed = derived_seed(sampler.inflight or sampler.base, weights, sampler.number, body.seq_id)
         asked = SamplingRequest(

@@ -269,13 +269,14 @@ class Server:
     async def _publish_saved(self) -> None:
         """Publish the weights that were saved for sampling, and that the stores do not have."""
         own = self.state.own
-        while saved := next(iter(own.unpublished()), None):
+        for saved in own.unpublished():
+            if own.checkpoints.get(saved.path) is not saved:  # deleted while another was published
+                continue
             version = await self._trainer.publish_saved(saved, own.next_step())
             if version is None:
-                own.unreadable.add(saved.path)
                 continue
             self.keep(version)
-            if own.checkpoints.get(saved.path) is saved:  # not deleted meanwhile
+            if own.checkpoints.get(saved.path) is saved:  # not deleted while it was published
                 saved.version = version.id
                 self.keep(saved)
 
