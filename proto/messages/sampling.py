@@ -47,8 +47,10 @@ class SampledTokens(Message, frozen=True, kw_only=True):
     parcel: Parcel
     """`lengths` int32 [samples], and of all samples one after the other `token_ids` int32, `logprobs` float32 and
     `versions` int32. Log-probs are those of the distribution that was sampled from, and at temperature 1 if the
-    temperature is 0. A version is the step of the version that sampled a token, or -1 for the base. If asked for, also
-    `prompt_logprobs` float32 [T - 1] at temperature 1, `top_ids` int32 and `top_logprobs` float32 [T - 1, k]."""
+    temperature is 0. A version is the step of the version that sampled a token, or -1 for the base. If asked for, also,
+    at temperature 1: `prompt_logprobs` float32 [T - 1], `top_ids` int32 and `top_logprobs` float32 [T - 1, k],
+    `target_logprobs` float32 [T - 1, K] with 0 where nothing was asked, and of all samples one after the other
+    `sample_top_ids` int32 and `sample_top_logprobs` float32 [N, k]."""
     reasons: list[str]  # for each sample, why it ended: "stop" or "length"
     texts: list[str] = []  # for each sample, its text without special tokens, up to a stop text, if asked for
 
@@ -70,7 +72,9 @@ class SampleTokens(Request, frozen=True, kw_only=True):
     name: str  # name of this request, unique among the sender's
     task_id: str = ""  # the version, as in `WeightsRef`; empty: the base, without an adapter
     fence: int = 0  # as in `WeightsRef`
-    prompt: Parcel  # `token_ids` int32 [T], T above 0
+    prompt: Parcel
+    """`token_ids` int32 [T], T above 0. With `targets` int32 [T - 1, K], also return the log-probs of these tokens at
+    the places of the prompt's second to last token; -1 asks for none."""
     samples: int = 1  # number of samples, from 1 to 1,024
     max_tokens: int = 0  # maximum number of tokens in a sample; 0: up to the end of the context
     temperature: float = 1.0  # 0: always the likeliest token
@@ -83,6 +87,7 @@ class SampleTokens(Request, frozen=True, kw_only=True):
     seed: int = 0  # with the prompt, determines the random numbers
     prompt_logprobs: bool = False  # also return the log-probs of the prompt's tokens
     top_prompt_logprobs: int = 0  # for each of these, also the likeliest tokens, this many, from 0 to 20
+    top_logprobs: int = 0  # for each sampled token, also the likeliest tokens, this many, from 0 to 20
     texts: bool = False  # also return the texts of the samples
 
 

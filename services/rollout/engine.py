@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from proto.messages import WeightsKind
 from proto.tensors import Array
 from shared.colocation.devices import Parts
@@ -108,12 +110,19 @@ class PromptScores:
     """Log-probs at temperature 1 of the T - 1 tokens of a prompt after the first.
 
     `logprobs` float32 [T - 1]; `top_ids` int32 and `top_logprobs` float32, both [T - 1, k], are the k likeliest tokens
-    at each place, the likeliest first.
+    at each place, the likeliest first. `target_logprobs` float32 [T - 1, K] are those of the tokens that were asked
+    for, and 0 where none was.
     """
 
     logprobs: Array
     top_ids: Array
     top_logprobs: Array
+    target_logprobs: Array
+
+
+def no_targets(token_ids: Array) -> Array:
+    """Return the targets of a score that asks for none."""
+    return np.zeros((max(len(token_ids) - 1, 0), 0), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +225,13 @@ class Engine(Protocol):
     async def score(self, token_ids: Array) -> Array:
         """Return the log-probs at temperature 1, float32 [T - 1], of int32 `token_ids` [T] from the second token on."""
 
-    async def score_prompt(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
+    async def score_prompt(self, token_ids: Array, swaps: int, top: int, targets: Array) -> PromptScores:
         """Return the scores of int32 `token_ids` [T] with weights that the engine retains, named as in
-        `SamplingParams.swaps`, and the `top` likeliest tokens of every place. Call this between any two steps."""
+        `SamplingParams.swaps`, the `top` likeliest tokens of every place, and the scores of int32 `targets` [T - 1, K]
+        in the places of the tokens after the first; -1 is no token. Call this between any two steps.
+
+        Raises RpcError(bad_request) if `targets` has more tokens than the engine can score.
+        """
 
     async def sleep(self) -> None:
         """Release all memory used for weights, keys and values. Call this only between blocks; nothing works until

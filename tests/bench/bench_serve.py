@@ -4,7 +4,9 @@
 
 Both sides train an adapter on the same number of rows and tokens, on the same model and workers: the Tinker SDK through
 the server, and a run of supervised training with its own driver, whose rows lie in a file. Then both sides sample: the
-SDK through the server, and an engine in this process. The output is a JSON object with both ratios.
+SDK through the server, and an engine in this process. At last a second client of the server sends a small request while
+the first one has eight of 1,024 datums in its queue. `fairness` is how long the small one takes at most, relative to
+one turn of the other client and twice what it takes alone. The output is a JSON object with all ratios.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import json
 import os
 import random
+import secrets
 import signal
 import statistics
 import subprocess
@@ -26,13 +29,12 @@ from typing import Any
 
 import httpx2
 
+from services.policy_trainer.tinker.state import QUANTUM_TOKENS
 from services.rollout.engine import Prompt, SamplingParams
 from services.rollout.engines.transformers_engine import TransformersEngine
 from shared.model.adapter import AdapterStart
-from shared.rundir import RunDir
 from shared.topology.lora import Lora
 from shared.topology.passes import FASTEST
-from shared.topology.serve import MADE_KEYS, read_keys
 from tests.bench.cluster_run import ROOT, BenchError, failed, running
 from tests.bench.random_model import save_random
 
@@ -41,6 +43,7 @@ CLIENT = ROOT / "tests" / "bench" / "peers" / "tinker_client.py"
 NAME = "Qwen/Qwen3-8B-Base"
 RANK = 32
 PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 128
+KEYS = {name: f"tml-{secrets.token_hex(24)}" for name in ("large", "small")}
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
@@ -79,6 +82,10 @@ def main() -> int:
                 "sampled_sdk_per_s": round(sdk),
                 "sampled_engine_per_s": round(max(engine)),
                 "sampling": round(sdk / max(engine), 3),
+                "small_s": round(client["small_s"], 3),
+                "turn_s": round(client["turn_s"], 3),
+                "delayed_s": [round(each, 3) for each in client["delayed_s"]],
+                "fairness": round(max(client["delayed_s"]) / (client["turn_s"] + 2 * client["small_s"]), 3),
                 "load": os.getloadavg()[0],
             }
         )
@@ -89,30 +96,39 @@ def main() -> int:
 def through_server(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return what the SDK's process measured."""
     topology, run, output = folder / "serve.yaml", folder / "served", folder / "serve.out"
+    keys = folder / "clients.keys"
+    keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
+    keys.chmod(0o600)
     topology.write_text(
         json.dumps(
             {
                 "run": {"name": "serve"},
                 "policy": {"model": str(folder / "model")},
-                "serve": {"models": {NAME: "policy"}, "listen": "127.0.0.1:8797", "max_rank": RANK, "max_models": 2},
+                "serve": {
+                    "models": {NAME: "policy"},
+                    "listen": "127.0.0.1:8797",
+                    "max_rank": RANK,
+                    "max_models": 2,
+                    "keys": str(keys),
+                },
             }
         )
     )
     command = [sys.executable, "-m", "launch.cluster", str(topology), "--run-dir", str(run)]
-    numbers = (RANK, asked.rows, asked.tokens, asked.updates, PROMPTS, SAMPLES, NEW_TOKENS)
+    numbers = (RANK, asked.rows, asked.tokens, asked.updates, PROMPTS, SAMPLES, NEW_TOKENS, QUANTUM_TOKENS)
     with running(command, output) as server:
         until = time.monotonic() + asked.limit_s
         while not answers("http://127.0.0.1:8797/api/v1/healthz"):
             if server.poll() is not None or time.monotonic() > until:
                 raise failed("the server did not start", output)
             time.sleep(0.2)
-        (key,) = read_keys(str(RunDir.open(run).keys / MADE_KEYS)).values()
         done = subprocess.run(
             [str(PYTHON), str(CLIENT), NAME, *map(str, numbers)],
             env={
                 **os.environ,
                 "TINKER_BASE_URL": "http://127.0.0.1:8797",
-                "TINKER_API_KEY": key,
+                "TINKER_API_KEY": KEYS["large"],
+                "OTHER_API_KEY": KEYS["small"],
                 "HF_HUB_OFFLINE": "1",
             },
             stdin=subprocess.DEVNULL,
@@ -126,6 +142,8 @@ def through_server(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if done.returncode:
         raise BenchError(f"the SDK's process ended with {done.returncode}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if not found["still_queued"]:
+        raise BenchError("the first client's queue was empty before the second one's small requests were done")
     return found
 
 

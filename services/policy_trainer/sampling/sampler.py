@@ -271,11 +271,13 @@ class Sampler:
         for left in reversed(range(LOADS)):
             base_is_version = self._first is not None and self._first.kind == WeightsKind.FULL
             version = self._first if request.version is None and base_is_version else request.version
+            prompt = {"token_ids": np.asarray(request.token_ids, np.int32)}
+            prompt |= {} if request.targets is None else {"targets": request.targets}
             asked = SampleTokens(
                 name=name,
                 task_id="" if version is None else version.task_id,
                 fence=0 if version is None else version.fence,
-                prompt=await self._parcels.pack({"token_ids": np.asarray(request.token_ids, np.int32)}),
+                prompt=await self._parcels.pack(prompt),
                 samples=request.samples,
                 max_tokens=request.max_tokens,
                 temperature=request.temperature,
@@ -287,6 +289,7 @@ class Sampler:
                 seed=request.seed,
                 prompt_logprobs=request.prompt_logprobs,
                 top_prompt_logprobs=request.top_prompt_logprobs,
+                top_logprobs=request.top_logprobs,
                 texts=request.texts,
             )
             left_s = until - asyncio.get_running_loop().time()

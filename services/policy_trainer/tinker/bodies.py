@@ -151,6 +151,16 @@ class SamplingBody(Body):
     top_p: float = 1.0
 
 
+class TensorBody(Body):
+    """A tensor; with row pointers and columns, the listed values of a sparse one."""
+
+    data: list[int]
+    dtype: str
+    shape: list[int]
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
 class SampleBody(Body):
     prompt: PromptBody
     sampling_params: SamplingBody
@@ -162,7 +172,7 @@ class SampleBody(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: TensorBody | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None

@@ -34,7 +34,8 @@ _MESSAGES: Mapping[str, str] = MappingProxyType(
         "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64*",
         "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes?, "
         "3 topk_prompt_logprobs TopkLogprobs, 4 prompt_cache_hit_tokens int32, 5 target_prompt_logprobs Tensor",
-        "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes?",
+        "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes?, "
+        "4 topk_sampled_logprobs TopkLogprobs",
         "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
     }
 )

@@ -172,6 +172,7 @@ class OpenSample(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # `<sampling session>/<n>`
     key: str
     request: SamplingRequest
+    sparse_targets: bool = False  # whether the client sent `request.targets` as a sparse tensor
 
 
 class Stores(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from services.policy_trainer.sampling.sampler import Sampler as Engines
 from services.policy_trainer.tinker import bodies
 from services.policy_trainer.tinker.errors import BadRequest, Category
 from services.policy_trainer.tinker.records import OpenSample
-from services.policy_trainer.tinker.wire import ModelLimits, WireSequence, sample_response
+from services.policy_trainer.tinker.wire import ModelLimits, sample_response
 from shared.rpc.errors import RpcError
 
 CLONE = 10**9
@@ -192,7 +192,9 @@ class SampleFutures:
 
     async def _sample(self, future: Future, request: SamplingRequest) -> None:
         try:
-            future.payload = payload(await self._sampled(request))
+            result = await self._sampled(request)
+            sparse = future.sample.sparse_targets
+            future.payload = sample_response(result, request.targets, sparse=sparse)
         except RpcError as error:
             future.error = str(error)
             future.category = Category.USER if error.code in _USER else Category.SERVER
@@ -222,15 +224,6 @@ class SampleFutures:
                 await asyncio.sleep(error.retry_after_s or 0.5)  # as the engine says
 
 
-def payload(result: SampledPrompt) -> bytes:
-    """Return a result as the client gets it."""
-    sequences = [WireSequence(one.token_ids, one.logprobs, stopped=one.reason == "stop") for one in result.sequences]
-    topk = None
-    if result.top_ids is not None and result.top_logprobs is not None:
-        topk = result.top_ids, result.top_logprobs
-    return sample_response(sequences, result.prompt_logprobs, topk)
-
-
 def prompt_of(prompt: bodies.PromptBody, limits: ModelLimits) -> list[int]:
     """Return the tokens of a prompt. Raises BadRequest."""
     for chunk in prompt.chunks:
@@ -245,14 +238,12 @@ def prompt_of(prompt: bodies.PromptBody, limits: ModelLimits) -> list[int]:
     return tokens
 
 
-_UNSERVED = ("topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs", "prompt_logprobs_last_n")
-
-
 def check_sample(body: bodies.SampleBody) -> None:
     """Check that a sample asks for what the engines compute. Raises BadRequest."""
-    for name in _UNSERVED:
-        if getattr(body, name):
-            raise BadRequest(f"{name}: is not computed here; leave it out")
+    if body.prompt_alt_tokens_k:
+        raise BadRequest("prompt_alt_tokens_k: is not computed here; leave it out")
+    if body.prompt_logprobs_last_n is not None:
+        raise BadRequest("prompt_logprobs_last_n: is not read here; leave it out, and use the last N of the result")
     if body.record_stability_info:
         raise BadRequest(
             "record_stability_info: serves the loss stable_reinforce, which is not computed here; use another, such as "

@@ -15,7 +15,7 @@ from services.policy_trainer.tinker.exchange import answer, key_of, read
 from services.policy_trainer.tinker.records import OpenSample, SamplingSession
 from services.policy_trainer.tinker.samples import SampleFutures, check_sample, prompt_of, stops, token_array
 from services.policy_trainer.tinker.server import Server
-from services.policy_trainer.tinker.wire import ModelLimits
+from services.policy_trainer.tinker.wire import ModelLimits, prompt_targets
 from shared.stages import WEIGHTS
 from shared.topology.serve import Serve
 
@@ -95,9 +95,11 @@ class SamplingHandlers:
             # A resume publishes saved weights as another version. Their seeds stay those of the first.
             weights = f"{WEIGHTS}/{sampler.version}" if sampler.path else version_name(ref)
             seed = derived_seed(sampler.inflight or sampler.base, weights, sampler.number, body.seq_id)
+        token_ids = token_array(prompt_of(body.prompt, self._base.limits))
+        scored = body.target_prompt_logprobs
         asked = SamplingRequest(
             version=ref,
-            token_ids=token_array(prompt_of(body.prompt, self._base.limits)),
+            token_ids=token_ids,
             seed=seed % SEED_MODULUS,
             samples=body.num_samples,
             max_tokens=params.max_tokens or 0,
@@ -109,8 +111,11 @@ class SamplingHandlers:
             ends=ends,
             prompt_logprobs=bool(body.prompt_logprobs),
             top_prompt_logprobs=body.topk_prompt_logprobs,
+            targets=None if scored is None else prompt_targets(scored, len(token_ids) - 1, self._base.limits),
+            top_logprobs=body.topk_sample_logprobs,
         )
-        self._samples.submit(OpenSample(id=name, key=key, request=asked))
+        sparse = scored is not None and scored.sparse_crow_indices is not None
+        self._samples.submit(OpenSample(id=name, key=key, request=asked, sparse_targets=sparse))
         ids = [f"{name}/{index}" for index in range(body.num_samples)]
         return answer({"request_id": name, "sample_sequence_ids": ids})
 

@@ -17,7 +17,9 @@ import numpy as np
 from proto.messages import LossSpec
 from proto.tensors import Array
 from services.policy_trainer.models import Datum, client_loss
+from services.policy_trainer.sampling.request import SampledPrompt
 from services.policy_trainer.tinker import protobuf
+from services.policy_trainer.tinker.bodies import TensorBody
 from services.policy_trainer.tinker.errors import BadRequest
 
 MOST_DATUMS = 1024
@@ -149,15 +151,21 @@ def _columns(where: str, shape: Sequence[int], positions: int) -> int:
 
 
 def _from_csr(where: str, csr: Any, kind: int, shape: Sequence[int], positions: int) -> Array:
-    columns = _columns(where, shape, positions)
     values = _widened(_buffer(where, csr.values, _DTYPES[kind]), kind)
     rows = _buffer(where, csr.crow_indices, "<i8")
-    at = _buffer(where, csr.col_indices, "<i8")
+    return _filled(where, values, rows, _buffer(where, csr.col_indices, "<i8"), shape, positions, 0)
+
+
+def _filled(
+    where: str, values: Array, rows: Array, at: Array, shape: Sequence[int], positions: int, rest: int
+) -> Array:
+    """Return a tensor [positions, K] with the `values` of a compressed sparse row tensor, and `rest` elsewhere."""
+    columns = _columns(where, shape, positions)
     counts = np.diff(rows)
     good = len(rows) == positions + 1 and rows[0] == 0 and rows[-1] == len(values) == len(at) and (counts >= 0).all()
     if not good or (len(at) and (at.min() < 0 or at.max() >= columns)):
         raise BadRequest(f"{where}: the CSR indices do not fit shape {list(shape)} with {len(values)} values")
-    dense = np.zeros((positions, columns), values.dtype)
+    dense = np.full((positions, columns), rest, values.dtype)
     dense[np.repeat(np.arange(positions), counts), at] = values
     return dense
 
@@ -171,6 +179,26 @@ def _buffer(where: str, data: bytes, dtype: str) -> Array:
 
 def _widened(values: Array, kind: int) -> Array:
     return (values.astype(np.uint32) << 16).view(np.float32) if kind == _BFLOAT16 else values
+
+
+def prompt_targets(tensor: TensorBody, positions: int, limits: ModelLimits) -> Array:
+    """Return int32 [positions, K] with the tokens whose log-probs are asked for, and -1 for none. Raises BadRequest."""
+    where = "target_prompt_logprobs"
+    if tensor.dtype != "int64" or len(tensor.shape) != 2:
+        raise BadRequest(f"{where}: {tensor.dtype[:20]} of shape {tensor.shape[:4]}; it must be int64 [{positions}, K]")
+    try:
+        values = np.array(tensor.data, np.int64)
+        rows, at = (np.array(part or [], np.int64) for part in (tensor.sparse_crow_indices, tensor.sparse_col_indices))
+    except OverflowError:
+        raise BadRequest(f"{where}: a number is above the range of int64") from None
+    if tensor.sparse_crow_indices is not None:
+        targets = _filled(where, values, rows, at, tensor.shape, positions, -1)
+    elif len(values) == positions * _columns(where, tensor.shape, positions):
+        targets = values.reshape(tensor.shape)
+    else:
+        raise BadRequest(f"{where}: {len(values)} values do not fill shape {tensor.shape}")
+    _in_range(where, np.where(targets == -1, 0, targets), limits)
+    return targets.astype(np.int32)
 
 
 def forward_backward_output(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
@@ -191,38 +219,40 @@ def forward_backward_output(logprobs: Sequence[Array], metrics: Mapping[str, flo
     return bytes(output.SerializeToString())
 
 
-@dataclass(frozen=True)
-class WireSequence:
-    """A sampled sequence as the client gets it."""
-
-    token_ids: Array
-    logprobs: Array
-    stopped: bool
-    """Whether it ended at a stop token or text, not at max_tokens."""
-
-
-def sample_response(
-    sequences: Sequence[WireSequence],
-    prompt_logprobs: Array | None = None,
-    topk: tuple[Array, Array] | None = None,
-) -> bytes:
-    """Return the result of a sample. `topk` are token ids int32 [P, k] and log-probs float32 [P, k] of the prompt."""
+def sample_response(result: SampledPrompt, targets: Array | None = None, *, sparse: bool = False) -> bytes:
+    """Return the result of a sample. `targets` int32 [T - 1, K] are those whose log-probs the result has, and `sparse`
+    says whether their tensor is sparse, too."""
     response = protobuf.new("SampleResponse")
-    for sequence in sequences:
-        response.sequences.add(
-            stop_reason=0 if sequence.stopped else 1,
+    for sequence in result.sequences:
+        part = response.sequences.add(
+            stop_reason=0 if sequence.reason == "stop" else 1,
             tokens=np.ascontiguousarray(sequence.token_ids, "<i4").tobytes(),
             logprobs=np.ascontiguousarray(sequence.logprobs, "<f4").tobytes(),
         )
-    if prompt_logprobs is not None:
-        response.prompt_logprobs = np.ascontiguousarray(prompt_logprobs, "<f4").tobytes()
-    if topk is not None:
-        ids, logprobs = topk
-        masked = np.where(np.isnan(logprobs), np.float32(_MASKED), logprobs)
-        response.topk_prompt_logprobs.token_ids = np.ascontiguousarray(ids, "<i4").tobytes()
-        response.topk_prompt_logprobs.logprobs = np.ascontiguousarray(masked, "<f4").tobytes()
-        response.topk_prompt_logprobs.k, response.topk_prompt_logprobs.length = ids.shape[1], len(ids)
+        _put_likeliest(part.topk_sampled_logprobs, sequence.top_ids, sequence.top_logprobs)
+    if result.prompt_logprobs is not None:
+        response.prompt_logprobs = np.ascontiguousarray(result.prompt_logprobs, "<f4").tobytes()
+    _put_likeliest(response.topk_prompt_logprobs, result.top_ids, result.top_logprobs)
+    if targets is not None and result.target_logprobs is not None:
+        tensor, values = response.target_prompt_logprobs, result.target_logprobs
+        tensor.dtype = _FLOAT32
+        tensor.shape.extend(values.shape)
+        if sparse:
+            asked = targets >= 0
+            tensor.sparse_csr.values = np.ascontiguousarray(values[asked], "<f4").tobytes()
+            tensor.sparse_csr.crow_indices = np.cumsum([0, *asked.sum(1)], dtype="<i8").tobytes()
+            tensor.sparse_csr.col_indices = np.nonzero(asked)[1].astype("<i8").tobytes()
+        else:
+            tensor.dense = np.ascontiguousarray(values, "<f4").tobytes()
     return bytes(response.SerializeToString())
+
+
+def _put_likeliest(message: Any, ids: Array | None, logprobs: Array | None) -> None:
+    """Write token ids int32 [P, k] and their log-probs float32 [P, k], if there are any."""
+    if ids is not None and logprobs is not None:
+        message.token_ids = np.ascontiguousarray(ids, "<i4").tobytes()
+        message.logprobs = np.ascontiguousarray(np.where(np.isnan(logprobs), _MASKED, logprobs), "<f4").tobytes()
+        message.k, message.length = ids.shape[1], len(ids)
 
 
 _MASKED = -99999.0

@@ -29,7 +29,15 @@ from proto.registry import Message
 from proto.tensors import Array
 from services.rollout.direct.gate import ScoreGate
 from services.rollout.direct.named import BUSY_S, HeldWeights, NamedVersions
-from services.rollout.engine import Engine, Generation, GenerationCancelled, Prompt, PromptScores, SamplingParams
+from services.rollout.engine import (
+    Engine,
+    Generation,
+    GenerationCancelled,
+    Prompt,
+    PromptScores,
+    SamplingParams,
+    no_targets,
+)
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.weights.source import Emit
 from shared.parcel import Parcels
@@ -40,7 +48,7 @@ OPEN_SAMPLES = 2048
 MAX_SAMPLES = 1024
 REPORT_S = 1.0
 MAX_TOP = 20
-"""Maximum number of likeliest tokens of a prompt's place, and the most that vLLM returns."""
+"""Maximum number of likeliest tokens at a place, and the most that vLLM returns."""
 MAX_STOPS, MAX_STOP_IDS = 16, 64
 MAX_STOP_BYTES = 256
 DirectRequest = LoadVersion | UnloadVersion | SampleTokens | CancelSampling | RenderPrompt
@@ -137,8 +145,11 @@ class SampleDesk:
             self._open.pop(request.name, None)
 
     async def _sampled(self, request: SampleTokens, held: HeldWeights, cancel: threading.Event) -> SampledTokens:
-        prompt = (await self._parcels.unpack(request.prompt)).get("token_ids", np.zeros(0, _INT32))
-        limit = self._check_prompt(prompt, request.max_tokens)
+        given = await self._parcels.unpack(request.prompt)
+        prompt = given.get("token_ids", np.zeros(0, _INT32))
+        limit = self._check_prompt(prompt, request)
+        targets = given.get("targets", no_targets(prompt))
+        self._check_targets(targets, len(prompt))
         sampling = SamplingParams(
             samples=request.samples,
             temperature=request.temperature,
@@ -158,11 +169,16 @@ class SampleDesk:
             finally:
                 cancel.set()  # the rows of a caller that no longer waits are freed
         arrays = _joined(group, held)
-        if request.prompt_logprobs or request.top_prompt_logprobs:
-            scores = await self._scores(prompt, held.swaps, request.top_prompt_logprobs)
-            arrays["prompt_logprobs"] = scores.logprobs
+        if request.prompt_logprobs or request.top_prompt_logprobs or targets.size:
+            scores = await self._scores(prompt, held.swaps, request.top_prompt_logprobs, targets)
+            if request.prompt_logprobs:
+                arrays["prompt_logprobs"] = scores.logprobs
             if request.top_prompt_logprobs:
                 arrays |= {"top_ids": scores.top_ids, "top_logprobs": scores.top_logprobs}
+            if targets.size:
+                arrays["target_logprobs"] = scores.target_logprobs
+        if request.top_logprobs:
+            arrays |= await self._sample_tops(prompt, group, held.swaps, request.top_logprobs)
         texts: list[str] = []
         if request.texts:
             ids, stop = [each.token_ids.tolist() for each in group], tuple(request.stop)
@@ -187,26 +203,47 @@ class SampleDesk:
         finally:
             self._calls -= 1
 
-    async def _scores(self, prompt: Array, swaps: int, top: int) -> PromptScores:
-        if len(prompt) > 1:
+    async def _scores(self, token_ids: Array, swaps: int, top: int, targets: Array) -> PromptScores:
+        if len(token_ids) > 1:
             async with self._gate.alone():
-                return await self._computed(self._engine.score_prompt(prompt, swaps, top))
-        return PromptScores(np.zeros(0, np.float32), np.zeros((0, top), _INT32), np.zeros((0, top), np.float32))
+                return await self._computed(self._engine.score_prompt(token_ids, swaps, top, targets))
+        nothing = np.zeros((0, top), np.float32)
+        return PromptScores(nothing.reshape(0), nothing.astype(_INT32), nothing, np.zeros(targets.shape, np.float32))
 
-    def _check_prompt(self, prompt: Array, max_tokens: int) -> int:
+    async def _sample_tops(self, prompt: Array, group: list[Generation], swaps: int, top: int) -> dict[str, Array]:
+        """Return the likeliest tokens at the places of the sampled ones, from a pass over each whole sample."""
+        scores = []
+        for sample in group:
+            whole = np.concatenate([prompt, sample.token_ids])
+            scores.append(await self._scores(whole, swaps, top, no_targets(whole)))
+        return {
+            "sample_top_ids": np.concatenate([each.top_ids[len(prompt) - 1 :] for each in scores]),
+            "sample_top_logprobs": np.concatenate([each.top_logprobs[len(prompt) - 1 :] for each in scores]),
+        }
+
+    def _check_prompt(self, prompt: Array, request: SampleTokens) -> int:
         """Return the maximum number of tokens of a sample. Raises RpcError(bad_request)."""
+        max_tokens = request.max_tokens
         if prompt.ndim != 1 or prompt.dtype != _INT32 or not len(prompt):
             raise _refused("prompt: must be int32 [T] with T above 0")
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._engine.vocab_size:
             worst = int(prompt.min()) if int(prompt.min()) < 0 else int(prompt.max())
             raise _refused(f"prompt: token {worst} is not in the vocabulary of {self._engine.vocab_size}")
         room = self._engine.context_tokens - len(prompt)
+        room -= bool(request.top_logprobs)  # vLLM scores a sequence only if one more token fits
         if room < max(1, max_tokens):
             raise _refused(
                 f"prompt of {len(prompt)} tokens and max_tokens {max(1, max_tokens)}: the model's context has "
                 f"{self._engine.context_tokens}"
             )
         return max_tokens or room
+
+    def _check_targets(self, targets: Array, length: int) -> None:
+        """Raise RpcError(bad_request) if `targets` do not fit a prompt of this length."""
+        if targets.ndim != 2 or targets.dtype != _INT32 or len(targets) != length - 1:
+            raise _refused(f"targets: must be int32 [{length - 1}, K]")
+        if targets.size and not -1 <= int(targets.min()) <= int(targets.max()) < self._engine.vocab_size:
+            raise _refused(f"targets: tokens must be from -1 (none) and below {self._engine.vocab_size}")
 
     async def _render(self, request: RenderPrompt) -> RenderedPrompt:
         try:
@@ -231,6 +268,7 @@ def check_request(request: SampleTokens) -> None:
         ("top_k", request.top_k, 0, 1 << 31),
         ("seed", request.seed, 0, (1 << 63) - 1),
         ("top_prompt_logprobs", request.top_prompt_logprobs, 0, MAX_TOP),
+        ("top_logprobs", request.top_logprobs, 0, MAX_TOP),
     ]
     for field, value, least, most in ranges:
         if not least <= value <= most:

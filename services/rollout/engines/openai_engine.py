@@ -156,7 +156,7 @@ class OpenAIEngine:
     async def score(self, token_ids: Array) -> Array:
         return await self._compute.run(lambda: asyncio.run(self._score(token_ids)))
 
-    async def score_prompt(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
+    async def score_prompt(self, token_ids: Array, swaps: int, top: int, targets: Array) -> PromptScores:
         raise BadInput("engine openai: it has no versions side by side; a server needs engine transformers or vllm")
 
     async def sleep(self) -> None:

@@ -27,6 +27,7 @@ from services.rollout.engine import (
     PromptScores,
     SamplingParams,
     WeightsMismatch,
+    no_targets,
 )
 from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
 from services.rollout.engines.proof.weights import base_digests, fitting
@@ -156,10 +157,10 @@ class TransformersEngine:
         await self._compute.between_steps(lambda: self._verify(given, announced))
 
     async def score(self, token_ids: Array) -> Array:
-        return (await self.score_prompt(token_ids, self.swaps, 0)).logprobs
+        return (await self.score_prompt(token_ids, self.swaps, 0, no_targets(token_ids))).logprobs
 
-    async def score_prompt(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
-        return await self._compute.between_steps(lambda: self._score(token_ids, swaps, top))
+    async def score_prompt(self, token_ids: Array, swaps: int, top: int, targets: Array) -> PromptScores:
+        return await self._compute.between_steps(lambda: self._score(token_ids, swaps, top, targets))
 
     async def sleep(self) -> None:
         await self._compute.run(self._sleep)
@@ -335,31 +336,34 @@ class TransformersEngine:
             raise WeightsMismatch(f"{len(wrong)} of {len(holders)} parameters have wrong bits: {shown(sorted(wrong))}")
 
     @torch.inference_mode()
-    def _score(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
+    def _score(self, token_ids: Array, swaps: int, top: int, targets: Array) -> PromptScores:
         """Score with the same passes that sampling uses, so that a canary checks those passes."""
         self._must_have_weights()
         self._versions.install(swaps)
         self._compute.progress += 1
         if is_plain(self._model):
-            return self._scored(PlainDecoder(self._model).next_logits(_int64(token_ids)[:-1]), token_ids, top)
-        if top:
+            return self._scored(PlainDecoder(self._model).next_logits(_int64(token_ids)[:-1]), token_ids, top, targets)
+        if top or targets.size:
             ids_1T = _int64(token_ids).to(self._model.device)[None, :-1]
-            return self._scored(self._model(input_ids=ids_1T, use_cache=False).logits[0], token_ids, top)
+            return self._scored(self._model(input_ids=ids_1T, use_cache=False).logits[0], token_ids, top, targets)
         mask = np.ones(len(token_ids), np.uint8)
         mask[0] = 0  # nothing predicts the first token
         lengths = np.array([len(token_ids)], np.int32)
         logprobs, _ = token_logprobs(self._model, token_ids, lengths, mask, 1.0, len(token_ids))
-        empty = np.zeros((len(token_ids) - 1, 0))
-        return PromptScores(to_numpy(logprobs)[1:].copy(), empty.astype(np.int32), empty.astype(np.float32))
+        empty = np.zeros((len(token_ids) - 1, 0), np.float32)
+        return PromptScores(to_numpy(logprobs)[1:].copy(), empty.astype(np.int32), empty, empty)
 
-    def _scored(self, logits_TV: torch.Tensor, token_ids: Array, top: int) -> PromptScores:
+    def _scored(self, logits_TV: torch.Tensor, token_ids: Array, top: int, targets: Array) -> PromptScores:
         logprobs_TV = logits_TV.float().log_softmax(-1)
         following_T1 = _int64(token_ids)[1:, None].to(logprobs_TV.device)
         likeliest = logprobs_TV.topk(top, -1)
+        targets_TK = _int64(targets).to(logprobs_TV.device)
+        of_targets_TK = logprobs_TV.gather(1, targets_TK.clamp(min=0)).where(targets_TK >= 0, 0.0)
         return PromptScores(
             to_numpy(logprobs_TV.gather(1, following_T1)[:, 0]),
             to_numpy(likeliest.indices.to(torch.int32)),
             to_numpy(likeliest.values),
+            to_numpy(of_targets_TK),
         )
 
     def _stop_finder(self, texts: tuple[str, ...]) -> Stopped | None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from proto.messages import ErrorCode, TransferOffer, WeightsKind
@@ -39,6 +40,7 @@ from services.rollout.engine import (
     PromptScores,
     SamplingParams,
     WeightsMismatch,
+    no_targets,
 )
 from services.rollout.engines.compute import ComputeThread, EngineCall, SideBySide
 from services.rollout.engines.proof.load_trace import WeightPart
@@ -66,6 +68,8 @@ from shared.weights.weight_set import WeightSet
 
 T = TypeVar("T")
 STOP_S = 10.0
+MAX_TARGETS = 1024
+"""Maximum number of tokens that are scored at places of a prompt. Each takes a pass over the prompt up to it."""
 
 
 @dataclass(frozen=True)
@@ -227,10 +231,14 @@ class VllmEngine:
         self._taker.communicator = 0
 
     async def score(self, token_ids: Array) -> Array:
-        return (await self.score_prompt(token_ids, self.swaps, 0)).logprobs
+        return (await self.score_prompt(token_ids, self.swaps, 0, no_targets(token_ids))).logprobs
 
-    async def score_prompt(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
-        return await self._compute.between_steps(lambda: self._score(token_ids, swaps, top))
+    async def score_prompt(self, token_ids: Array, swaps: int, top: int, targets: Array) -> PromptScores:
+        cells = int((targets >= 0).sum())
+        if cells > MAX_TARGETS:
+            text = f"engine vllm: {cells} tokens to score at places of a prompt, and at most {MAX_TARGETS} are possible"
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; ask for fewer, or use engine transformers")
+        return await self._compute.between_steps(lambda: self._score(token_ids, swaps, top, targets))
 
     async def sleep(self) -> None:
         """Drop the weights (level 2) without keeping a host copy, because the next version comes from the trainer
@@ -448,19 +456,27 @@ class VllmEngine:
         if self._lost:
             raise RpcError(ErrorCode.INTERNAL, "engine vllm: asked to compute before its weights were set")
 
-    def _score(self, token_ids: Array, swaps: int, top: int) -> PromptScores:
+    def _score(self, token_ids: Array, swaps: int, top: int, targets: Array) -> PromptScores:
+        """Score a sequence, and each target as the last token of a sequence of its own, because vLLM's runner for CPUs
+        returns the log-probs of the likeliest tokens and of the next one only."""
         self._must_have_weights()
+        cells = np.argwhere(targets >= 0)
+        ended = [np.append(token_ids[: row + 1], targets[row, column]) for row, column in cells]
         # The samples of a paused block take the same steps. Their tokens count only if the scores prove the weights.
-        name = self._ask(token_ids.tolist(), score_params(top), swaps)
+        names = [self._ask(token_ids.tolist(), score_params(top), swaps)]
+        names += [self._ask(ids.tolist(), score_params(0), swaps) for ids in ended]
         try:
-            while name not in self._finished:
+            while not all(name in self._finished for name in names):
                 self._compute.check_stopped()
                 self._step()
         except BaseException:
-            self._llm.abort_request([name])
+            self._llm.abort_request(names)
             raise
-        output = self._finished.pop(name)
-        return prompt_scores(output, token_ids, top)
+        whole, *outputs = [self._finished.pop(name) for name in names]
+        of_targets = np.zeros(targets.shape, np.float32)
+        for (row, column), ids, output in zip(cells, ended, outputs, strict=True):
+            of_targets[row, column] = prompt_scores(output, ids, 0).logprobs[-1]
+        return dataclasses.replace(prompt_scores(whole, token_ids, top), target_logprobs=of_targets)
 
     def _sleep(self) -> None:
         self._versions.forget()

@@ -34,6 +34,7 @@ def prompt_scores(output: Any, token_ids: Array, top: int) -> PromptScores:
         np.array([row[token].logprob for token, row in zip(token_ids[1:].tolist(), rows, strict=True)], np.float32),
         np.array([[token for token, _ in row] for row in likeliest], np.int32).reshape(len(rows), top),
         np.array([[each.logprob for _, each in row] for row in likeliest], np.float32).reshape(len(rows), top),
+        np.zeros((len(rows), 0), np.float32),
     )
 
 

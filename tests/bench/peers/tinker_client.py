@@ -1,13 +1,17 @@
 """Times training and sampling through the Tinker SDK as its documentation advises: requests are sent before the results
-of earlier ones are awaited. Runs in `.venv-tinker`; prints a JSON object.
+of earlier ones are awaited. Then a second client sends small requests while the first one's are queued. Runs in
+`.venv-tinker`; prints a JSON object.
 
-    TINKER_BASE_URL=… TINKER_API_KEY=… python tinker_client.py MODEL RANK ROWS TOKENS UPDATES PROMPTS SAMPLES NEW_TOKENS
+    TINKER_BASE_URL=… TINKER_API_KEY=… OTHER_API_KEY=… python tinker_client.py \\
+        MODEL RANK ROWS TOKENS UPDATES PROMPTS SAMPLES NEW_TOKENS QUANTUM_TOKENS
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import statistics
 import sys
 import time
 from typing import Any
@@ -15,10 +19,15 @@ from typing import Any
 import tinker
 from tinker import types
 
+REQUEST_DATUMS = 1024
+"""The most that the SDK sends in one request."""
+QUEUED = 8
+SMALL_DATUMS = 4
+
 
 def main() -> None:
     model, *numbers = sys.argv[1:]
-    rank, rows, tokens, updates, prompts, samples, new_tokens = map(int, numbers)
+    rank, rows, tokens, updates, prompts, samples, new_tokens, quantum = map(int, numbers)
     client = tinker.ServiceClient()
     trainer = client.create_lora_training_client(base_model=model, rank=rank, seed=1).result()
     drawn = random.Random(0)
@@ -39,7 +48,38 @@ def main() -> None:
         futures = [sampler.sample(prompt=one, num_samples=samples, sampling_params=params) for one in asked]
         count = sum(len(sequence.tokens) for future in futures for sequence in future.result().sequences)
         rates.append(count / (time.perf_counter() - began))
-    print(json.dumps({"first_s": took, "update_s": trained_s, "sampled_per_s": rates[1:]}))
+    found = {"first_s": took, "update_s": trained_s, "sampled_per_s": rates[1:]}
+    print(json.dumps(found | beside_a_queue(model, rank, trainer, quantum // REQUEST_DATUMS)))
+
+
+def beside_a_queue(model: str, rank: int, trainer: Any, tokens: int) -> dict[str, Any]:
+    """Return the seconds of small calls of another client, alone and while the first one has a queue of calls of
+    `REQUEST_DATUMS` datums of `tokens` tokens, and those of one such call. Each call of the queue is a whole turn."""
+    other = tinker.ServiceClient(api_key=os.environ["OTHER_API_KEY"]).create_lora_training_client(
+        base_model=model, rank=rank, seed=2
+    )
+    drawn = random.Random(1)
+    large, small = (
+        [datum([drawn.randrange(4, 60) for _ in range(tokens + 1)]) for _ in range(count)]
+        for count in (REQUEST_DATUMS, SMALL_DATUMS)
+    )
+    small_trainer = other.result()
+
+    def took(trainer: Any, data: list[types.Datum]) -> float:
+        began = time.perf_counter()
+        trainer.forward_backward(data, loss_fn="cross_entropy").result()
+        return time.perf_counter() - began
+
+    took(small_trainer, small)
+    own = [took(small_trainer, small) for _ in range(5)]
+    turn = took(trainer, large)
+    queue = [trainer.forward_backward(large, loss_fn="cross_entropy") for _ in range(QUEUED)]
+    queue[0].result()
+    delayed = [took(small_trainer, small) for _ in range(3)]
+    waiting = sum(not one.done() for one in queue)
+    for one in queue:
+        one.result()
+    return {"small_s": statistics.median(own), "turn_s": turn, "delayed_s": delayed, "still_queued": waiting}
 
 
 def datum(ids: list[int]) -> types.Datum:

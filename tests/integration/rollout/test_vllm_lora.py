@@ -274,14 +274,19 @@ def test_prompts_are_scored_with_every_version_and_their_likeliest_tokens_are_kn
     if case.kind.in_flight != "wait":
         return
     expected, tolerance = case.expected, TOLERANCE[case.kind.dtype]
+    targets = np.array(case.answer["targets"])
+    assert "and at most 1024 are possible" in case.answer["too_many"]
     for name, step in (("base", 0), ("one", 1), ("two", 2)):
-        logprobs, top_ids, top_logprobs = map(np.array, case.answer["scores"][name])
+        logprobs, top_ids, top_logprobs, target_logprobs = map(np.array, case.answer["scores"][name])
         ours = expected.distributions(version(expected.first, step) if step else None, case.canary)
         assert np.abs(logprobs - ours.gather(1, torch.tensor(case.canary[1:, None]).long())[:, 0].numpy()).max() <= (
             tolerance
         )
         assert np.abs(top_logprobs - ours.topk(3, -1).values.numpy()).max() <= tolerance
         assert np.abs(top_logprobs - ours.gather(1, torch.tensor(top_ids)).numpy()).max() <= tolerance
+        of_targets = ours.gather(1, torch.tensor(targets).clamp(min=0)).numpy() * (targets >= 0)
+        assert np.abs(target_logprobs - of_targets).max() <= tolerance
+        assert (target_logprobs < 0).any()
 
 
 def test_an_adapter_of_the_head_is_refused_if_versions_are_scored_beside_samples(case: Case) -> None:

@@ -193,11 +193,20 @@ class Scenario:
         stop = answer["direct"]["one"]["ids"][9]
         answer["direct_stopped"] = await sampled(numbers["one"], stop_ids=(stop,))
         ids = np.array(self._case["canary_tokens"], np.int32)
-        scores = {name: await engine.score_prompt(ids, swaps, 3) for name, swaps in numbers.items()}
+        targets = np.full((len(ids) - 1, 2), -1, np.int32)
+        targets[1::3] = ids[:2]
+        scores = {name: await engine.score_prompt(ids, swaps, 3, targets) for name, swaps in numbers.items()}
+        answer["targets"] = targets.tolist()
         answer["scores"] = {
-            name: [each.logprobs.tolist(), each.top_ids.tolist(), each.top_logprobs.tolist()]
+            name: [
+                each.logprobs.tolist(),
+                each.top_ids.tolist(),
+                each.top_logprobs.tolist(),
+                each.target_logprobs.tolist(),
+            ]
             for name, each in scores.items()
         }
+        answer["too_many"] = await failure(engine.score_prompt(ids, two, 0, np.zeros((len(ids) - 1, 1024), np.int32)))
         engine.retain(())
         await sync.load(*self._version(2))
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
 from tests.integration.tinker.served_recipes import Running, serving_recipes
 from tests.tinker_recipes import MODEL, PYTHON, prepare
+
+SCORES = Path(__file__).with_name("sdk_scores.py")
 
 pytestmark = [
     pytest.mark.long,
@@ -55,3 +60,21 @@ def test_an_openai_client_samples_the_base_and_what_was_saved(running: Running) 
         client.completions.create(model="tinker://nobody/sampler_weights/final", prompt="a", max_tokens=1)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"http://{running.served.address}/v1", api_key="tml-wrong", max_retries=0).models.list()
+
+
+def test_the_sdk_gets_the_likeliest_tokens_and_the_log_probs_of_any_tokens(running: Running) -> None:
+    environment = {
+        "TINKER_BASE_URL": f"http://{running.served.address}",
+        "TINKER_API_KEY": running.served.key,
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run(
+        [str(PYTHON), str(SCORES), MODEL], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["likeliest_of_samples"] == 0.0
+    assert found["sampled_among_likeliest"] <= 1e-5
+    assert found["targets_and_prompt"] <= 1e-5
+    assert found["targets_and_likeliest"] <= 1e-5
+    assert found["sparse_and_dense"] == 0.0

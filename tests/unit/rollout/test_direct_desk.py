@@ -30,6 +30,7 @@ from services.rollout.direct import desk as desks
 from services.rollout.direct.desk import SampleDesk, check_request
 from services.rollout.direct.gate import ScoreGate
 from services.rollout.direct.named import NamedVersions
+from services.rollout.engine import no_targets
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.weights.source import WeightsSource
@@ -86,7 +87,10 @@ class Desk:
             name=name or str(next(self._numbers)),
             task_id=ref.task_id if ref else "",
             fence=ref.fence if ref else 0,
-            prompt=Parcel(arrays={"token_ids": chosen.pop("prompt", PROMPT)}),
+            prompt=Parcel(
+                arrays={"token_ids": chosen.pop("prompt", PROMPT)}
+                | ({"targets": chosen.pop("targets")} if "targets" in chosen else {})
+            ),
             **{"max_tokens": 8, "seed": 1, "ends": False, **chosen},
         )
         answer = await self.desk.answer(request)
@@ -309,6 +313,7 @@ def test_an_engine_that_hangs_while_it_samples_ends_the_service(
         ({"seed": -1}, "seed: -1"),
         ({"max_tokens": -1}, "max_tokens: -1"),
         ({"top_prompt_logprobs": 21}, "top_prompt_logprobs: 21"),
+        ({"top_logprobs": 21}, "top_logprobs: 21"),
         ({"stop": ["x"] * 17}, "stop: at most 16"),
         ({"stop": [""]}, "stop: at most 16 texts of 1 to 256 bytes"),
         ({"stop_ids": [-1]}, "stop_ids: at most 64 tokens"),
@@ -357,9 +362,61 @@ def test_no_limit_means_up_to_the_end_of_the_context(published: Published, desk:
 
 def test_a_prompt_of_one_token_has_no_scores(published: Published, desk: Callable[[Any], Any]) -> None:
     async def scenario(made: Desk) -> None:
-        arrays = (await made.sample(None, prompt=PROMPT[:1], top_prompt_logprobs=2)).parcel.arrays
+        chosen = {"prompt_logprobs": True, "top_prompt_logprobs": 2, "top_logprobs": 3}
+        arrays = (await made.sample(None, prompt=PROMPT[:1], **chosen)).parcel.arrays
         assert arrays["prompt_logprobs"].shape == (0,)
         assert arrays["top_ids"].shape == arrays["top_logprobs"].shape == (0, 2)
+        assert arrays["sample_top_ids"].shape == arrays["sample_top_logprobs"].shape == (8, 3)
+
+    desk(scenario)
+
+
+def test_the_likeliest_tokens_beside_sampled_ones_and_the_log_probs_of_any_tokens_of_a_prompt(
+    published: Published, desk: Callable[[Any], Any]
+) -> None:
+    targets = np.full((len(PROMPT) - 1, 2), -1, np.int32)
+    targets[:, 0] = PROMPT[1:]
+    targets[4] = 9, 30
+
+    async def scenario(made: Desk) -> None:
+        ref = published.refs[1]
+        arrays = (await made.sample(ref, samples=2, top_logprobs=4, targets=targets)).parcel.arrays
+        assert "prompt_logprobs" not in arrays
+        swaps = made.engine.swaps
+        for one in range(2):
+            own = slice(8 * one, 8 * one + 8)
+            whole = np.concatenate([PROMPT, arrays["token_ids"][own]])
+            scores = await made.engine.score_prompt(whole, swaps, 4, no_targets(whole))
+            assert (arrays["sample_top_ids"][own] == scores.top_ids[len(PROMPT) - 1 :]).all()
+            assert (arrays["sample_top_logprobs"][own] == scores.top_logprobs[len(PROMPT) - 1 :]).all()
+            sampled = scores.logprobs[len(PROMPT) - 1 :]
+            assert np.abs(sampled - arrays["logprobs"][own]).max() <= 1e-5
+        logprobs = (await made.engine.score_prompt(PROMPT, swaps, 0, no_targets(PROMPT))).logprobs
+        given = arrays["target_logprobs"]
+        others = np.arange(len(PROMPT) - 1) != 4
+        assert np.abs(given[others, 0] - logprobs[others]).max() <= 1e-5
+        assert (given[others, 1] == 0).all()
+        assert (given[4] < 0).all()
+        for bad, text in (
+            (targets[1:], "targets: must be int32 [9, K]"),
+            (targets.astype(np.int64), "targets: must be int32"),
+            (targets + 60, "below 64"),
+            (targets - 1, "from -1"),
+        ):
+            error = await refused(made.sample(ref, targets=bad))
+            assert error.code == ErrorCode.BAD_REQUEST
+            assert text in str(error)
+
+    desk(scenario)
+
+
+def test_a_sample_whose_places_are_scored_leaves_room_for_one_more_token(
+    published: Published, desk: Callable[[Any], Any]
+) -> None:
+    async def scenario(made: Desk) -> None:
+        arrays = (await made.sample(published.refs[1], max_tokens=0, top_logprobs=1)).parcel.arrays
+        assert arrays["lengths"].tolist() == [511 - len(PROMPT)]
+        assert len(arrays["sample_top_ids"]) == 511 - len(PROMPT)
 
     desk(scenario)
 

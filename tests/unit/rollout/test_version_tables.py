@@ -188,10 +188,11 @@ def test_stop_tokens_and_end_tokens_end_a_sample_only_if_they_are_asked_for(serv
 @pytest.mark.parametrize("top", [0, 3])
 def test_prompts_are_scored_with_the_version_that_is_named(served: Served, top: int) -> None:
     ids = np.array(PROMPT, np.int32)
+    targets = np.random.default_rng(0).integers(-1, 60, (len(ids) - 1, top)).astype(np.int32)
 
     async def beside_samples() -> list[Any]:
         sampling = asyncio.create_task(served.group(served.numbers[1], samples=8, max_new_tokens=100))
-        scores = [await served.engine.score_prompt(ids, swaps, top) for swaps in served.numbers]
+        scores = [await served.engine.score_prompt(ids, swaps, top, targets) for swaps in served.numbers]
         assert not sampling.done()  # a score does not wait for the end of samples
         await sampling
         return scores
@@ -202,6 +203,9 @@ def test_prompts_are_scored_with_the_version_that_is_named(served: Served, top: 
         assert scores.top_ids.shape == scores.top_logprobs.shape == (len(PROMPT) - 1, top)
         assert scores.top_ids.tolist() == logprobs.topk(top, -1).indices.tolist()
         assert np.abs(scores.top_logprobs - logprobs.topk(top, -1).values.numpy()).max(initial=0) <= 1e-5
+        ours = logprobs.gather(1, torch.from_numpy(targets).long().clamp(min=0)).numpy() * (targets >= 0)
+        assert np.abs(scores.target_logprobs - ours).max(initial=0) <= 1e-5
+        assert not top or (targets == -1).any()
 
 
 def test_running_samples_keep_their_version_when_another_is_set_and_it_is_dropped_afterwards() -> None:

@@ -9,9 +9,18 @@ import msgspec
 import numpy as np
 import pytest
 
+from services.policy_trainer.sampling.request import SampledPrompt, SampledSequence
 from services.policy_trainer.tinker import bodies, protobuf
 from services.policy_trainer.tinker.errors import BadRequest
-from services.policy_trainer.tinker.wire import ModelLimits, contents, envelope, forward_backward_output, pieces
+from services.policy_trainer.tinker.wire import (
+    ModelLimits,
+    contents,
+    envelope,
+    forward_backward_output,
+    pieces,
+    prompt_targets,
+    sample_response,
+)
 from tests.integration.tinker.client import datum, logprobs
 
 LIMITS = ModelLimits(vocabulary=512, context=64)
@@ -131,3 +140,65 @@ def test_pieces_cover_all_data_and_none_but_a_single_datum_is_larger_than_the_qu
 def test_a_field_that_the_server_does_not_know_is_refused_in_json() -> None:
     with pytest.raises(BadRequest, match="surprise"):
         bodies.read(msgspec.json.encode({"request_id": "a", "surprise": 1}), bodies.RetrieveFuture)
+
+
+ASKED = [[3, -1], [-1, -1], [0, 511]]
+"""Tokens at the places of a prompt of four."""
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"data": [3, -1, -1, -1, 0, 511], "shape": [3, 2]},
+        {"data": [3, 0, 511], "shape": [3, 2], "sparse_crow_indices": [0, 1, 1, 3], "sparse_col_indices": [0, 0, 1]},
+    ],
+    ids=["dense", "sparse"],
+)
+def test_tokens_to_score_are_read_and_their_log_probs_have_the_same_form(tensor: dict[str, object]) -> None:
+    body = msgspec.convert(tensor | {"dtype": "int64"}, bodies.TensorBody)
+    targets = prompt_targets(body, 3, LIMITS)
+    assert targets.dtype == np.int32
+    assert targets.tolist() == ASKED
+    values = np.where(targets >= 0, -0.5 - np.arange(6).reshape(3, 2), 0).astype(np.float32)
+    result = SampledPrompt([], target_logprobs=values)
+    sparse = body.sparse_crow_indices is not None
+    message = protobuf.parse("SampleResponse", sample_response(result, targets, sparse=sparse)).target_prompt_logprobs
+    assert list(message.shape) == [3, 2]
+    if sparse:
+        assert np.frombuffer(message.sparse_csr.crow_indices, "<i8").tolist() == body.sparse_crow_indices
+        assert np.frombuffer(message.sparse_csr.col_indices, "<i8").tolist() == body.sparse_col_indices
+        assert np.frombuffer(message.sparse_csr.values, "<f4").tolist() == [-0.5, -4.5, -5.5]
+    else:
+        assert np.frombuffer(message.dense, "<f4").reshape(3, 2).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"dtype": "float32"}, "target_prompt_logprobs: float32 of shape [3, 2]; it must be int64 [3, K]"),
+        ({"shape": [6]}, "int64 of shape [6]"),
+        ({"shape": [2, 3]}, "shape [2, 3]; it must be [3] or [3, K]"),
+        ({"shape": [3, 2], "data": [1]}, "1 values do not fill shape [3, 2]"),
+        ({"shape": [3, 65], "data": []}, "65 values a position"),
+        ({"data": [0, 0, 0, 0, 0, 512]}, "token 512 is not in the vocabulary of 512"),
+        ({"data": [0, 0, -2, 0, 0, 0]}, "token -2 is not in the vocabulary"),
+        ({"data": [0, 0, 1 << 80, 0, 0, 0]}, "above the range of int64"),
+        ({"sparse_crow_indices": [0, 1]}, "the CSR indices do not fit shape [3, 2] with 6 values"),
+    ],
+)
+def test_tokens_to_score_that_do_not_fit_are_refused(changed: dict[str, object], text: str) -> None:
+    good = {"data": [0] * 6, "shape": [3, 2], "dtype": "int64"}
+    with pytest.raises(BadRequest) as refused:
+        prompt_targets(msgspec.convert(good | changed, bodies.TensorBody), 3, LIMITS)
+    assert text in str(refused.value)
+
+
+def test_the_likeliest_tokens_of_samples_and_prompts() -> None:
+    ids, logprobs = np.array([[1, 2], [3, 4]], np.int32), np.array([[-1, -2], [np.nan, -4]], np.float32)
+    one = SampledSequence(ids[0], logprobs[0], ids[0], "stop", top_ids=ids, top_logprobs=logprobs)
+    message = protobuf.parse("SampleResponse", sample_response(SampledPrompt([one], None, ids, logprobs)))
+    for found in (message.topk_prompt_logprobs, message.sequences[0].topk_sampled_logprobs):
+        assert (found.k, found.length) == (2, 2)
+        assert np.frombuffer(found.token_ids, "<i4").tolist() == [1, 2, 3, 4]
+        assert np.frombuffer(found.logprobs, "<f4").tolist() == [-1, -2, -99999, -4]
+    assert not message.HasField("prompt_logprobs")
