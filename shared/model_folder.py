@@ -41,11 +41,7 @@ def finish(source: Path, target: Path) -> None:
     """
     partial = _partial(target)
     if (partial / CONFIG).exists():
-        for each in sorted(source.iterdir()):
-            written = partial / each.name
-            if each.is_file() and not written.exists() and not each.name.endswith(_WEIGHT_SUFFIXES):
-                shutil.copyfile(each, written)
-        _write_ends(source, partial / GENERATION_CONFIG)
+        complete(source, partial)
     for path in filter(Path.is_file, partial.rglob("*")):
         path.chmod(0o644)  # safetensors writes 0600, which another user's engine cannot read
         with path.open("rb") as file:
@@ -54,6 +50,22 @@ def finish(source: Path, target: Path) -> None:
         target.rename(_replaced(target))
     partial.rename(target)
     shutil.rmtree(_replaced(target), ignore_errors=True)
+
+
+def complete(source: Path, folder: Path) -> None:
+    """Add the files of the model `source` that are not weights to `folder`, which has a configuration."""
+    for each in sorted(source.iterdir()):
+        written = folder / each.name
+        if each.is_file() and not written.exists() and not each.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(each, written)
+    _write_ends(source, folder / GENERATION_CONFIG)
+
+
+def write_config(source: Path, folder: Path, dtype: str) -> None:
+    """Write the configuration of the model `source` for weights with another data type."""
+    config = json.loads((source / CONFIG).read_bytes())
+    config.pop("torch_dtype", None)  # the older name of the same key
+    (folder / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
 
 
 def _write_ends(source: Path, file: Path) -> None:
@@ -90,9 +102,7 @@ def from_checkpoint(
     for name, text in notes.items():
         (partial / name).write_text(text)
     if lora is None or lora.export_merged:
-        config = json.loads((source / CONFIG).read_bytes())
-        config.pop("torch_dtype", None)  # the older name of the same key
-        (partial / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+        write_config(source, partial, dtype)
     finish(source, target)
 
 

@@ -129,16 +129,23 @@ def holds_none(topology: Topology) -> bool:
 
 
 def engine_bytes(topology: Topology, parameters: Parameters) -> int:
-    """Return the number of bytes of an engine's weights. vLLM has slots for several versions of an adapter, padded to
-    the next rank that it supports."""
+    """Return the number of bytes of an engine's weights.
+
+    vLLM has slots for several versions of an adapter, padded to the next rank that it supports. An embedded engine on a
+    CPU samples with the versions in its host's store. On a GPU and in deterministic mode it copies them, and holds one
+    more while it drops another.
+    """
     lora, rollout = topology.policy.lora, topology.services.rollout
     if holds_none(topology):
         return 0
-    whole = parameters.base + parameters.trained
-    if lora is not None and rollout.engine == "vllm":
+    trained = parameters.trained
+    if lora is not None:
         live = live_adapters(rollout.in_flight, None if topology.serve is None else topology.serve.max_models)
-        whole = parameters.base + vllm_slots(live) * parameters.trained * vllm_rank(lora.rank) // lora.rank
-    return whole * DTYPE_BYTES[topology.policy.dtype]
+        if rollout.engine == "vllm":
+            trained = vllm_slots(live) * trained * vllm_rank(lora.rank) // lora.rank
+        elif live > 1 and (rollout.device != "cpu" or topology.run.deterministic):
+            trained *= live + 1
+    return (parameters.base + trained) * DTYPE_BYTES[topology.policy.dtype]
 
 
 def keeps_whole_gradients(elements: int, ranks: int, memory_bytes: int) -> bool:

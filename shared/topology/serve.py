@@ -82,9 +82,7 @@ class Serve(Section):
         default=8,
         description=f"adapters with training state in memory, from 1 to {MAX_MODELS}; others wait on disk",
     )
-    full_training: bool = Field(
-        default=False, description="allow clients to train all weights (rank 0), one at a time, instead of adapters"
-    )
+    full_training: bool = Field(default=False, description="clients train all weights (rank 0) instead of adapters")
     body_limit: Size = Field(default=8 * 1024**2, description="maximum bytes of a request, such as 8MiB")
     model_requests: Count = Field(default=256, description="maximum requests of a model that are not done")
     key_requests: Count = Field(default=1024, description="maximum requests of a key that are not done")
@@ -170,8 +168,6 @@ def check(serve: Serve, services: Services, placement: Placement) -> Found:
         yield ("services", "rollout", "weights"), message
     if placement.colocate:
         yield ("placement", "colocate"), "a server's trainer and engines do not take turns on devices; leave it out"
-    if serve.full_training:
-        yield (*_SERVE, "full_training"), "true: clients can train adapters only in this release; remove it"
     host, _ = split_address(serve.listen)
     if serve.keys is None and not is_loopback(host):
         message = f"{serve.listen} can be reached from other machines, so it needs keys; set serve.keys"

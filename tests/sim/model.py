@@ -24,7 +24,7 @@ from proto.ids import make_task_id, split_task_id
 from proto.messages import AdamW, Canary, LeaseGrant
 from services.policy_trainer.worker.backend import Backend, PartShelves, Sequences
 from services.policy_trainer.worker.devices import device_parts
-from services.policy_trainer.worker.slots import AdapterSlots
+from services.policy_trainer.worker.slots import Slots
 from services.policy_trainer.worker.training_state import TrainingState
 from services.rollout.engine import (
     FULL_ONLY,
@@ -82,7 +82,7 @@ class SimBackend:
     def __init__(self, world: World, model: TrainedModel, place: Any, generation: int) -> None:
         self.place = place
         self.base: Base | None = None
-        self.slots: AdapterSlots | None = None
+        self.slots: Slots | None = None
         self.name = model.name
         self.called = nn.Module()
         self.shelves = cast(PartShelves, SimpleNamespace(offload=self._offload, backload=self._backload))
@@ -116,6 +116,9 @@ class SimBackend:
         self._world.check(not away, f"a call uses {', '.join(sorted(away))}, which are off the device")
         self._there |= set(parts)
         self._world.holds(device_parts(self.name, cast(Any, frozenset(self._there))))
+
+    def fill_moments(self) -> None:
+        raise AssertionError("a simulated backend has no slots")
 
     def restart(self) -> None:
         self._use("parameters")

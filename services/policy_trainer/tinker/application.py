@@ -191,7 +191,7 @@ class Handlers:
         adapter = Adapter(
             rank=lora.rank,
             seed=-1 if lora.seed is None else lora.seed,
-            groups=[name for name, on in groups.items() if on],
+            groups=[name for name, on in groups.items() if on and lora.rank],
         )
         model = self._model(session, body.model_seq_id, body.base_model, adapter, body.user_metadata)
         created = TrainingRequest(model=model.id, seq=0, kind=RequestKind.CREATE, at=self._server.now())
@@ -204,6 +204,10 @@ class Handlers:
         if (kind := body.optimizer_config.get("type", "adamw")) != "adamw":
             return f"optimizer_config.type: {str(kind)[:40]!r} is not computed here; use adamw"
         lora = body.lora_config
+        if self._serve.full_training:
+            if lora is not None and lora.rank:
+                return f"lora_config.rank: {lora.rank}, but this server trains all weights; ask for rank 0"
+            return ""
         if lora is None or lora.rank == 0:
             return "lora_config.rank: 0 trains all weights, which this server does not do; ask for a rank of 1 or more"
         if not 1 <= lora.rank <= self._serve.max_rank:
@@ -255,7 +259,7 @@ class Handlers:
                 "type": "get_info",
                 "model_data": {"arch": "transformer", "model_name": model.base, "tokenizer_id": model.base},
                 "model_id": model.id,
-                "is_lora": True,
+                "is_lora": model.adapter.rank > 0,
                 "lora_rank": model.adapter.rank,
                 "model_name": model.base,
             }

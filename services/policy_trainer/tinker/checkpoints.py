@@ -36,15 +36,15 @@ class CheckpointHandlers:
     async def info(self, request: Request) -> Response:
         from_path = await read(request, BODY_BYTES, bodies.OfPath)
         checkpoint = self._own.checkpoint(key_of(request), from_path.tinker_path)
-        groups = checkpoint.adapter.groups
+        adapter = checkpoint.adapter
         return answer(
             {
                 "base_model": checkpoint.base,
-                "is_lora": True,
-                "lora_rank": checkpoint.adapter.rank,
-                "train_unembed": "unembed" in groups,
-                "train_mlp": "mlp" in groups,
-                "train_attn": "attention" in groups,
+                "is_lora": adapter.rank > 0,
+                "lora_rank": adapter.rank,
+                "train_unembed": adapter.trains("unembed"),
+                "train_mlp": adapter.trains("mlp"),
+                "train_attn": adapter.trains("attention"),
             }
         )
 
@@ -107,7 +107,7 @@ class CheckpointHandlers:
         return Response(status_code=204)
 
     async def archive(self, request: Request) -> Response:
-        """Return the folder of a checkpoint, in peft's format, as a tar file."""
+        """Return the folder of a checkpoint, as a tar file."""
         folder = self._server.folder / self._named(request).folder
         return Response(await asyncio.to_thread(_tar, folder), media_type="application/x-tar")
 
@@ -129,7 +129,7 @@ class CheckpointHandlers:
             "training_run_id": model.id,
             "base_model": model.base,
             "model_owner": model.key,
-            "is_lora": True,
+            "is_lora": model.adapter.rank > 0,
             "corrupted": bool(model.lost),
             "lora_rank": model.adapter.rank,
             "last_request_time": _time(model.used),

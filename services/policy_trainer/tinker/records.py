@@ -44,9 +44,12 @@ class Session(msgspec.Struct, kw_only=True):
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """The adapter of a model, as its client asked for it."""
 
-    rank: int
+    rank: int  # 0: there is none, and all weights are trained
     seed: int
-    groups: list[str]  # of attention, mlp and unembed
+    groups: list[str]  # of attention, mlp and unembed; empty if there is no adapter
+
+    def trains(self, group: str) -> bool:
+        return not self.rank or group in self.groups
 
 
 class Model(msgspec.Struct, kw_only=True):

@@ -82,7 +82,14 @@ class TinkerService(Service):
         folder = Path(self.run.path)
         self._journal = ServerJournal(folder / FILE)
         workers = group_dispatch(self._topology.policy_model, self.client, self.incarnation)
-        trainer = Trainer(Models(workers), self._scheduler, self._sampler, self._state.own, folder)
+        trainer = Trainer(
+            Models(workers),
+            self._scheduler,
+            self._sampler,
+            self._state.own,
+            folder,
+            full_training=self._serve.full_training,
+        )
         self._server = Server(self._state, self._journal, trainer, self._scheduler, self._sampler, self._data, folder)
         self._samples = SampleFutures(self._sampler, self._server.write, self._serve.key_requests)
         restore(self._server, self._samples, self._journal, str(self.run.shm))

@@ -36,6 +36,7 @@ ALPHA = 32.0
 """What every adapter's product is multiplied by, divided by its rank."""
 NOTHING = AdapterSpec(rank=1, alpha=ALPHA, seed=0, groups=["attention"])
 """The smallest adapter."""
+ALL_WEIGHTS = AdapterSpec(rank=0, alpha=ALPHA, seed=0, groups=[])
 PARKED = "parked"
 """Name of the folder in which the state of a parked model is."""
 ATTEMPTS = 3
@@ -48,13 +49,23 @@ _OF_USER = (ErrorCode.BAD_DATA, ErrorCode.BAD_REQUEST)
 class Trainer:
     """The workers, as the state machine sees them."""
 
-    def __init__(self, models: Models, scheduler: SchedulerCalls, sampler: Sampler, own: Belongings, run: Path) -> None:
+    def __init__(
+        self,
+        models: Models,
+        scheduler: SchedulerCalls,
+        sampler: Sampler,
+        own: Belongings,
+        run: Path,
+        *,
+        full_training: bool,
+    ) -> None:
         """`own` is read only. `run` is the run directory."""
         self._models = models
         self._scheduler = scheduler
         self._sampler = sampler
         self._own = own
         self._run = run
+        self._base = ALL_WEIGHTS if full_training else NOTHING
         self._log = structlog.get_logger("server")
 
     async def take_over(self) -> None:
@@ -75,11 +86,11 @@ class Trainer:
                 return
 
     async def publish_base(self) -> Version:
-        """Publish an adapter that changes nothing, because its B is zero. An engine that loads it proves the base under
-        it."""
+        """Publish an adapter that changes nothing, because its B is zero, or all weights of the base if they are what
+        clients train. An engine that loads it proves the base."""
         while True:
             try:
-                return await self._published(0, lambda: self._models.open_model(BASE_NUMBER, NOTHING))
+                return await self._published(0, lambda: self._models.open_model(BASE_NUMBER, self._base))
             except WorkersLost as error:
                 self._log.warning("workers lost, taking over again", error=str(error))
                 await self.take_over()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from proto.messages import AdamW, ErrorCode
 from proto.tensors import Array
 from services.policy_trainer.metrics import add_up
-from services.policy_trainer.worker.slots import AdapterSlots
+from services.policy_trainer.worker.slots import Slots
 from services.policy_trainer.worker.training_state import TrainingState
 from shared.colocation.devices import PARTS, Part
 from shared.colocation.shelf import Shelf
@@ -105,8 +105,8 @@ class Backend(Protocol):
     shelves: PartShelves
     base: Base | None
     """The weights over which the trained adapter lies, on rank 0; None if all weights are trained."""
-    slots: AdapterSlots | None
-    """The slots for adapters of clients' models; None if there are none."""
+    slots: Slots | None
+    """What clients' models are; None if there cannot be any."""
 
     @property
     def called(self) -> nn.Module:
@@ -123,6 +123,10 @@ class Backend(Protocol):
 
     def restart(self) -> None:
         """Reload the weights from the model directory, reset the optimizer state and drop the gradient."""
+
+    def fill_moments(self) -> None:
+        """Give the optimizer the moments of a first update, which are zero, where it has none, so that the state no
+        longer grows. Only a backend with `slots` can be asked. This is no collective."""
 
     def forward(self, sequences: Sequences, temperature: float) -> Array:
         """Return log p(token) of logits / temperature, or a value model's value of the state before the token, where

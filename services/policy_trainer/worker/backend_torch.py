@@ -35,7 +35,7 @@ from services.policy_trainer.worker.experts import ExpertLoad, sums_of
 from services.policy_trainer.worker.mesh import Mesh, from_rank_0
 from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards
-from services.policy_trainer.worker.slots import AdapterSlots
+from services.policy_trainer.worker.slots import AdapterSlots, Slots, WholeModel
 from services.policy_trainer.worker.training_state import TrainingState
 from shared.colocation.devices import Part
 from shared.colocation.shelf import local_part, own_storages
@@ -82,7 +82,7 @@ class TorchBackend:
         self._options = options
         self._mesh = Mesh(place, torch.device(options.device).type)
         model = self._loaded_on_rank_0(lambda _: None) or load_shapes(model_dir, dtype, options.head)
-        self.slots: AdapterSlots | None = None
+        self.slots: Slots | None = WholeModel()
         if options.adapter is not None:
             adapt(model, options.adapter)
             self.slots = AdapterSlots(model, options.adapter.lora.rank)
@@ -155,6 +155,13 @@ class TorchBackend:
             self._trained.set_weights({} if model is None else named_weights(model))
         self._reset()
         self.drop_gradients()
+
+    def fill_moments(self) -> None:
+        for master in self._trained.masters.values():
+            if not self._optimizer.state[master]:
+                step = torch.zeros((), dtype=torch.float32, device=master.device)
+                moments = {slot: torch.zeros_like(master) for slot in ("exp_avg", "exp_avg_sq")}
+                self._optimizer.state[master] = {"step": step, **moments}
 
     @property
     def parameters(self) -> int:

@@ -1,4 +1,5 @@
-"""The adapters of clients' models, in slots of one larger rank on all adapted layers of a model.
+"""What the models of a server's clients are: adapters in slots of one larger rank on all adapted layers of a model, or
+all weights of the model.
 
 A smaller adapter is padded with zeros: rows of A, columns of B, and whole layers. The padding changes neither outputs
 nor gradients, and its own gradient is exactly 0, so that it stays 0 in every update.
@@ -25,14 +26,11 @@ _MARKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {ATTENTION: ("attn", "attention"), MLP: ("mlp", "feed_forward", "ffn")}
 )
 """What occurs in the names of the modules inside a block, by the group to which their layers belong."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SLOTS = ("step", "exp_avg", "exp_avg_sq", "master")
 
 
 class AdapterSlots:
-    """The slots of a model, which has adapters of the slots' rank. Only `use` changes anything.
-
-    States are complete (`TrainingState`), with moments also before the first update, so that all have the same size.
-    """
+    """The slots of a model, which has adapters of the slots' rank. Only `use` changes anything."""
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         self._layers = adapters_of(model)
@@ -83,10 +81,7 @@ class AdapterSlots:
         return TrainingState(weights, optimizer)
 
     def padded(self, state: TrainingState, spec: AdapterSpec) -> TrainingState:
-        """Return a state with its padding. Moments that are missing are those of a first update.
-
-        Raises RpcError(conflict) if the state belongs to another adapter or base.
-        """
+        """Return a state with its padding. Raises RpcError(conflict) if it belongs to another adapter or base."""
         differ = sorted(state.weights.keys() ^ set(self._names(spec)))
         if differ:
             raise RpcError(ErrorCode.CONFLICT, f"another adapter or base: {differ[0]} is in only one of them")
@@ -97,18 +92,41 @@ class AdapterSlots:
             for part, shape in shapes.items():
                 name = f"{module}.{part}"
                 weights[name] = _padded(name, state.weights.get(name), torch.zeros(shape, dtype=dtype), spec.rank)
-                optimizer[f"step/{name}"] = state.optimizer.get(f"step/{name}", torch.zeros(()))
-                masters = ("master",) if f"master/{name}" in state.optimizer else ()
-                for slot in (*_MOMENTS, *masters):
-                    given = state.optimizer.get(f"{slot}/{name}")
-                    wide = torch.zeros(shape, dtype=torch.float32 if given is None else given.dtype)
-                    optimizer[f"{slot}/{name}"] = _padded(f"{slot}/{name}", given, wide, spec.rank)
+                for key in (f"{slot}/{name}" for slot in _SLOTS):
+                    if (given := state.optimizer.get(key)) is not None:
+                        wide = torch.zeros(shape if given.ndim else (), dtype=given.dtype)
+                        optimizer[key] = _padded(key, given, wide, spec.rank)
         return TrainingState(weights, optimizer)
 
     def _names(self, spec: AdapterSpec) -> list[str]:
         """Return the names of the tensors of an adapter."""
         modules = [name for name in self._layers if self._groups[name] in spec.groups]
         return [f"{module}.{part}" for module in modules for part in (A, B)]
+
+
+class WholeModel:
+    """What `AdapterSlots` is for a model without adapters, all weights of which a client trains."""
+
+    def check(self, spec: AdapterSpec) -> None:
+        """Raise RpcError(bad_request) for an adapter."""
+        if spec.rank or spec.groups:
+            text = f"an adapter of rank {spec.rank}: these workers train all weights (serve.full_training)"
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; ask for rank 0 and no group of layers")
+
+    def use(self, spec: AdapterSpec) -> None:
+        """Do nothing, because there is no scale."""
+
+    def first(self, spec: AdapterSpec) -> None:
+        """Return None: a new model has the weights of the model directory."""
+
+    def trimmed(self, state: TrainingState, spec: AdapterSpec) -> TrainingState:
+        return state
+
+    def padded(self, state: TrainingState, spec: AdapterSpec) -> TrainingState:
+        return state
+
+
+Slots = AdapterSlots | WholeModel
 
 
 def _padded(name: str, given: Tensor | None, slot: Tensor, rank: int) -> Tensor:

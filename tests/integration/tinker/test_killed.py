@@ -24,22 +24,25 @@ STEPS = 2 * len(KILLED) + 1
 PROMPTS, SAMPLES = 4, 4
 
 
-def test_kills_in_the_middle_change_no_bit_of_an_adapter(tmp_path: Path) -> None:
-    undisturbed, disturbed = (run(tmp_path / name, killed) for name, killed in (("a", ()), ("b", KILLED)))
+@pytest.mark.parametrize("rank", [8, 0], ids=["an adapter", "all weights"])
+def test_kills_in_the_middle_change_no_bit(rank: int, tmp_path: Path) -> None:
+    undisturbed, disturbed = (run(tmp_path / name, rank, killed) for name, killed in (("a", ()), ("b", KILLED)))
     assert disturbed == undisturbed
+    assert any(name.endswith("model.safetensors") for name in undisturbed)
 
 
-def run(folder: Path, killed: tuple[str, ...]) -> dict[str, bytes]:
+def run(folder: Path, rank: int, killed: tuple[str, ...]) -> dict[str, bytes]:
     """Train in a cluster of its own, with a kill after every second step. Return the files of the last checkpoint."""
     folder.mkdir()
-    with serving(folder, "run.deterministic=true", limit_s=280) as served:
-        asyncio.run(train(served.client(), served.cluster, killed))
+    settings = ("run.deterministic=true", f"serve.full_training={'false' if rank else 'true'}")
+    with serving(folder, *settings, limit_s=280) as served:
+        asyncio.run(train(served.client(), served.cluster, rank, killed))
     (saved,) = served.cluster.path.glob("models/*/weights/final")
     return {file.name: file.read_bytes() for file in saved.glob("*.safetensors")}
 
 
-async def train(client: Client, one: Cluster, killed: tuple[str, ...]) -> None:
-    await client.begin(rank=8, seed=3)
+async def train(client: Client, one: Cluster, rank: int, killed: tuple[str, ...]) -> None:
+    await client.begin(rank=rank, seed=3)
     numbers = np.random.default_rng(0)
     for step in range(STEPS):
         body = {"model_id": client.model, "seq_id": client.next_seq(), "sampling_session_seq_id": step}

@@ -199,7 +199,7 @@ async def served(
     journal = ServerJournal(folder / FILE)
     engines = Engines()
     others, sampler = cast(Any, stand), cast(Any, engines)
-    trainer = Trainer(others, others, sampler, state.own, folder)
+    trainer = Trainer(others, others, sampler, state.own, folder, full_training=serve.full_training)
     server = Server(state, journal, trainer, others, sampler, cast(Any, None), folder)
     samples = SampleFutures(sampler, server.write, 64)
     restore(server, samples, journal, shm)

@@ -187,6 +187,22 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(
     run(work)
 
 
+def test_a_server_that_trains_all_weights_refuses_adapters(run: Callable[..., None]) -> None:
+    async def work(one: Served) -> None:
+        session = (await one.post("create_session", {"tags": []}))["session_id"]
+        for number, lora in enumerate(({"lora_config": {"rank": 0}}, {})):
+            body = {"session_id": session, "model_seq_id": number, "base_model": MODEL, **lora}
+            model = (await one.result(await one.post("create_model", body)))["model_id"]
+            info = await one.post("get_info", {"model_id": model})
+            assert (info["is_lora"], info["lora_rank"]) == (False, 0)
+        body = {"session_id": session, "model_seq_id": 2, "base_model": MODEL, "lora_config": {"rank": 4}}
+        failed = await one.result(await one.post("create_model", body))
+        assert "this server trains all weights; ask for rank 0" in failed["error"]
+        assert failed["category"] == "user"
+
+    run(work, full_training=True)
+
+
 def test_a_model_of_another_name_is_refused(run: Callable[..., None]) -> None:
     async def work(one: Served) -> None:
         session = (await one.post("create_session", {"tags": []}))["session_id"]

@@ -37,7 +37,7 @@ from proto.messages import (
 )
 from proto.registry import Message
 from proto.tensors import Array
-from services.policy_trainer.worker import checkpoint, given_loss, saved_adapter
+from services.policy_trainer.worker import checkpoint, given_loss, saved_model
 from services.policy_trainer.worker.calls.results import put_results
 from services.policy_trainer.worker.calls.state import StateCalls
 from services.policy_trainer.worker.checkpoint import SavedState
@@ -45,7 +45,7 @@ from services.policy_trainer.worker.given_loss import GivenLoss
 from services.policy_trainer.worker.loaded import Loaded
 from services.policy_trainer.worker.rank import Rank, Runner
 from services.policy_trainer.worker.samples import BatchTokens
-from services.policy_trainer.worker.slots import AdapterSlots
+from services.policy_trainer.worker.slots import Slots
 from services.policy_trainer.worker.standing import Standing
 from services.policy_trainer.worker.training_state import TrainingState
 from shared.colocation.devices import PARTS
@@ -159,11 +159,11 @@ class ClientCalls:
             standing.gradient = await rank.on_compute_thread(gradient)
             rank.standings.resident = 0
 
-    def _slots(self) -> AdapterSlots:
+    def _slots(self) -> Slots:
         slots = self._backend.slots
         if slots is None:
-            text = f"{self._rank.model.name} on backend {self._rank.model.settings.backend} has no slots for adapters"
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{text} of clients; use backend torch, and a section serve")
+            text = f"backend {self._rank.model.settings.backend} cannot train the models of a server's clients"
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; use torch")
         return slots
 
     # ---- opening and closing
@@ -207,15 +207,15 @@ class ClientCalls:
         return WorkerReady(step=step, parameters=self._backend.parameters)
 
     def _read(self, request: OpenModel) -> TrainingState | None:
-        """Return what is in the request's folder, or None for a new adapter, and on a rank that cannot read it."""
+        """Return what is in the request's folder, or None for a new model, and on a rank that cannot read it."""
         if not request.folder or (self._several_hosts and self._rank.place.rank != 0):
             return None
         base = self._backend.base
         name = "" if base is None else base.name
-        return saved_adapter.load(Path(request.folder), request.adapter, name, with_optimizer=request.with_optimizer)
+        return saved_model.load(Path(request.folder), request.adapter, name, with_optimizer=request.with_optimizer)
 
     def _load(self, request: OpenModel, state: dict[str, torch.Tensor] | TrainingState | None) -> None:
-        """Load `state` on every rank. Raises RpcError(conflict) on all of them if it is that of another adapter."""
+        """Load `state` on every rank. Raises RpcError(conflict) on all of them if it is that of another model."""
         slots = self._slots()
         if isinstance(state, dict):
             self._loaded.load_state(state)
@@ -225,7 +225,11 @@ class ClientCalls:
                 saved = checkpoint.broadcast(mine)
                 state = TrainingState(saved.weights, saved.optimizer)
             whole = slots.first(request.adapter) if state is None else slots.padded(state, request.adapter)
-            self._backend.load_state(whole)
+            if whole is None:
+                self._backend.restart()
+            else:
+                self._backend.load_state(whole)
+            self._backend.fill_moments()
         slots.use(request.adapter)
 
     async def _keep(self, standing: Standing, times: int = 1) -> float:
@@ -331,9 +335,10 @@ class ClientCalls:
         base = self._backend.base
         state = self._slots().trimmed(whole, standing.adapter)
         write = partial(
-            saved_adapter.save,
+            saved_model.save,
             Path(request.path),
             rank.model.folder,
+            rank.model.dtype,
             "" if base is None else base.name,
             standing.step,
             standing.adapter,

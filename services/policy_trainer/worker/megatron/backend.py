@@ -27,7 +27,7 @@ from services.policy_trainer.worker.backend import (
     totals_of,
 )
 from services.policy_trainer.worker.megatron.trained import Trained
-from services.policy_trainer.worker.slots import AdapterSlots
+from services.policy_trainer.worker.slots import Slots
 from services.policy_trainer.worker.training_state import TrainingState
 from shared.colocation.devices import Part
 from shared.megatron import files
@@ -66,7 +66,7 @@ class MegatronBackend:
         self._trained.drop_gradients()
 
     base: Base | None = None
-    slots: AdapterSlots | None = None
+    slots: Slots | None = None
 
     @property
     def parameters(self) -> int:
@@ -83,6 +83,9 @@ class MegatronBackend:
         return self._pieces.architecture.vocab
 
     @in_megatron
+    def fill_moments(self) -> None:
+        raise AssertionError("backend megatron has no slots")
+
     def restart(self) -> None:
         """Reload the weights from the model directory and reset the optimizer state."""
         self.shelves.backload()

@@ -343,9 +343,9 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "unit/tinker/test_state.py::test_one_model_too_many_parks_the_one_that_was_used_longest_ago",
     ),
     "serve.full_training": (
-        "shared/topology/serve.py",
-        "serve.full_training",
-        "unit/shared/topology/test_serve.py::test_what_a_server_cannot_do_is_refused",
+        "services/policy_trainer/tinker/application.py",
+        "self._serve.full_training",
+        "unit/tinker/test_http.py::test_a_server_that_trains_all_weights_refuses_adapters",
     ),
     "serve.body_limit": (
         "services/policy_trainer/tinker/application.py",

@@ -463,6 +463,19 @@ def test_vllm_has_slots_for_the_versions_of_an_adapter_padded_to_a_rank_that_it_
         assert engine_bytes(given, counts) == 2 * (counts.base + 3 * counts.trained * padded // rank)
 
 
+def test_an_embedded_engine_that_copies_versions_of_adapters_holds_several(half_b: Path) -> None:
+    none = ("services.reference=null", "policy.dtype=bfloat16", *RANK_32)
+    for settings, versions in (
+        ((), 1),
+        (("run.deterministic=true",), 3),
+        (("services.rollout.gpus=1",), 3),
+        (("services.rollout.gpus=1", "services.rollout.in_flight=keep"), 1),
+    ):
+        given = topology(half_b, *none, *settings)
+        counts = parameter_counts(given)["policy"]
+        assert engine_bytes(given, counts) == 2 * (counts.base + versions * counts.trained)
+
+
 def test_the_calculated_parts_of_an_adapters_rank_equal_those_that_the_backend_holds(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         make_model("qwen3", head_dim=16).to(getattr(__import__("torch"), dtype)).save_pretrained(tmp_path)

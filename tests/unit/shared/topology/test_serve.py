@@ -70,7 +70,6 @@ def test_the_keys_of_a_training_run_are_required_without_the_section() -> None:
         ("serve.models={a: critic}", "serve.models"),
         ("serve.max_rank=513", "must be 512 or less"),
         ("serve.max_models=0", "must be 1 or more"),
-        ("serve.full_training=true", "clients can train adapters only"),
         ("serve.port=1", "unknown key"),
         ("services.policy-trainer.backend=megatron", "megatron has no adapters"),
         ("services.rollout.engine=openai", "openai cannot prove"),

@@ -1,8 +1,9 @@
-"""Saves a client's model in a folder, in the format of the library peft, so that other programs can load the adapter.
+"""Saves a client's model in a folder from which other programs can load it.
 
-    adapter_config.json, adapter_model.safetensors    the adapter, without padding (`shared.model.adapter_files`)
+    adapter_config.json, adapter_model.safetensors    an adapter, without padding, in the format of the library peft
+    model.safetensors, config.json and others         all weights, in the format of transformers, if they are trained
     optimizer.safetensors                             <slot>/<tensor> of the moments and masters, if they are saved
-    state.json                                        the adapter, its base, its step, and the checksums of the files
+    state.json                                        the adapter, its base, the step, and the checksums of the files
 
 After a kill, a folder is either complete or absent.
 """
@@ -20,7 +21,8 @@ from torch import Tensor
 from proto.messages import AdapterSpec, ErrorCode
 from services.policy_trainer.worker import checkpoint
 from services.policy_trainer.worker.training_state import TrainingState
-from shared.checkpoint_files import OPTIMIZER, STATE, verify
+from shared import model_folder
+from shared.checkpoint_files import MODEL, OPTIMIZER, STATE, verify
 from shared.model import adapter_files
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
@@ -30,18 +32,31 @@ _BEFORE, _AFTER = "base_model.model.", ".weight"
 
 
 def save(
-    folder: Path, source: Path, base: str, step: int, spec: AdapterSpec, state: TrainingState, *, with_optimizer: bool
+    folder: Path,
+    source: Path,
+    dtype: str,
+    base: str,
+    step: int,
+    spec: AdapterSpec,
+    state: TrainingState,
+    *,
+    with_optimizer: bool,
 ) -> Path:
-    """Write the `state` of an adapter over the model in the folder `source`, whose weights are called `base`.
+    """Write the `state` of the model in the folder `source`, or of an adapter over it, whose weights are called `base`.
 
     Return `folder` once it is durable and verified. Raises OSError (disk full).
     """
     about = {"step": step, "adapter": {"base": base, **msgspec.to_builtins(spec), "groups": sorted(spec.groups)}}
-    names = (CONFIG, TENSORS, *([OPTIMIZER] if with_optimizer else []))
+    names = _files(spec, with_optimizer=with_optimizer)
 
     def write(partial: Path) -> None:
-        tensors = {name: to_numpy(tensor) for name, tensor in state.weights.items()}
-        adapter_files.write(partial, source, spec.rank, spec.alpha, tensors)
+        if spec.rank:
+            tensors = {name: to_numpy(tensor) for name, tensor in state.weights.items()}
+            adapter_files.write(partial, source, spec.rank, spec.alpha, tensors)
+        else:
+            save_file(state.weights, partial / MODEL, metadata={"format": "pt"})
+            model_folder.write_config(source, partial, dtype)
+            model_folder.complete(source, partial)
         if with_optimizer:
             save_file(state.optimizer, partial / OPTIMIZER)
         checkpoint.seal(partial, about, names)
@@ -58,10 +73,10 @@ def load(folder: Path, spec: AdapterSpec, base: str, *, with_optimizer: bool) ->
     adapter is another one than `spec`, whose seed does not matter, or has another base.
     """
     if not (folder / STATE).is_file():
-        raise RpcError(ErrorCode.MISSING, f"{folder}: no saved adapter is there")
+        raise RpcError(ErrorCode.MISSING, f"{folder}: no saved model is there")
     if with_optimizer and not (folder / OPTIMIZER).is_file():
         raise RpcError(ErrorCode.MISSING, f"{folder}: saved without optimizer state; load the weights alone")
-    names = (CONFIG, TENSORS, *([OPTIMIZER] if with_optimizer else []))
+    names = _files(spec, with_optimizer=with_optimizer)
     manifest = verify(folder, names)
     noted: dict[str, Any] = manifest["adapter"]
     mine = {name: noted.get(name) for name in ("base", "rank", "alpha", "groups")}
@@ -71,9 +86,15 @@ def load(folder: Path, spec: AdapterSpec, base: str, *, with_optimizer: bool) ->
             text = f"{folder}: its adapter has {name} {mine[name]}, but the model has {wanted[name]}"
             raise RpcError(ErrorCode.CONFLICT, f"{text}; load it into a model like that")
     try:
-        stored = load_file(folder / TENSORS)
+        stored = load_file(folder / names[0])
         optimizer: dict[str, Tensor] = load_file(folder / OPTIMIZER) if with_optimizer else {}
     except (SafetensorError, OSError) as error:
         raise RpcError(ErrorCode.CONFLICT, f"{folder}: unreadable: {error}") from None
-    weights = {name.removeprefix(_BEFORE).removesuffix(_AFTER): tensor for name, tensor in stored.items()}
-    return TrainingState(weights, optimizer)
+    if spec.rank:
+        stored = {name.removeprefix(_BEFORE).removesuffix(_AFTER): tensor for name, tensor in stored.items()}
+    return TrainingState(stored, optimizer)
+
+
+def _files(spec: AdapterSpec, *, with_optimizer: bool) -> list[str]:
+    """Return the names of the files that are verified, that of the weights first."""
+    return [*([TENSORS, CONFIG] if spec.rank else [MODEL]), *([OPTIMIZER] if with_optimizer else [])]
