@@ -164,16 +164,14 @@ def planted(wait: MissingWait) -> Iterator[None]:
     sources = [Path(str(module.__file__)).read_text() for module in wait.modules]
     assert sources[0].count(wait.old) == 1, f"{wait.name}: the line to remove has changed"
     changed = [sources[0].replace(wait.old, wait.new), *sources[1:]]
+    before = [dict(vars(module)) for module in wait.modules]
     try:
-        run(wait.modules, changed)
+        for module, source in zip(wait.modules, changed, strict=True):
+            exec(compile(source, str(module.__file__), "exec"), vars(module))  # noqa: S102
         yield
     finally:
-        run(wait.modules, sources)
-
-
-def run(modules: tuple[ModuleType, ...], sources: list[str]) -> None:
-    for module, source in zip(modules, sources, strict=True):
-        exec(compile(source, str(module.__file__), "exec"), vars(module))  # noqa: S102
+        for module, names in zip(wait.modules, before, strict=True):
+            vars(module).update(names)  # the classes that other tests have imported
 
 
 def wrong_seeds(wait: MissingWait) -> list[int]:
@@ -200,3 +198,5 @@ def test_a_missing_wait_is_not_noticed_if_nothing_is_late(monkeypatch: pytest.Mo
     _runtime.emulated_gpu_seed(ctypes.c_long(0))
     with planted(MISSING_WAITS[0]):
         assert staged()
+    monkeypatch.undo()
+    _runtime.emulated_gpu_seed(ctypes.c_long(0))  # which reads the variable

@@ -143,6 +143,7 @@ def without_a_reference(folder: Path, topology: Path) -> list[Path]:
     return [finished(folder / name, *chosen, topology=topology) for name, chosen in settings.items()]
 
 
+@pytest.mark.long
 def test_an_adapter_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) -> None:
     on_cpu, on_gpus, on_one, on_two = without_a_reference(tmp_path, LORA)
     # An adapter moves at a rate of 1e-3, the weights of the other runs at 3e-4, and beside it nothing stands still.
@@ -152,6 +153,7 @@ def test_an_adapter_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) -> None:
     assert differences(on_one, on_gpus) == []
 
 
+@pytest.mark.long
 def test_a_mixture_of_experts_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) -> None:
     on_cpu, on_gpus, on_one, on_two = without_a_reference(tmp_path, MOE)
     for path, name in ((on_gpus, "a mixture"), (on_two, "a mixture, FSDP2 on two GPUs")):
@@ -159,6 +161,7 @@ def test_a_mixture_of_experts_apart_on_one_gpu_and_with_fsdp2(tmp_path: Path) ->
     assert differences(on_one, on_gpus) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("distill", ["{coef: 0.5}", "{kl: forward, top_k: 8, coef: 0.5}"], ids=["reverse", "forward"])
 def test_a_teacher_apart_and_on_one_gpu(tmp_path: Path, distill: str) -> None:
     """The teacher is the model with which the policy begins, at another temperature."""
