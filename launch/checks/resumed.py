@@ -45,6 +45,7 @@ FIXED = (
     "algorithm.filter_zero_variance",
     "algorithm.kl.refresh_every",
     "algorithm.router_replay",
+    "serve.full_training",
     DERIVED,
 )
 """Keys fixed by the journal and the checkpoints of a run, because other values would contradict them."""

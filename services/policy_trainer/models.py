@@ -160,7 +160,7 @@ class Models:
     # ---- weights
 
     def publish(self, model: int, *, store: str) -> Awaitable[WeightsRef]:
-        """Put the adapter into `store` as the version (model, its step). Return the reference for engines.
+        """Put the adapter, or all weights, into `store` as the version (model, its step). Return its reference.
 
         The shards have the task id `weights/<model>/<step>`, which the caller holds (`SchedulerCalls.hold`) first. The
         tensors are those of whole slots, padded with zeros, and B is multiplied by its scale. The same version may be
@@ -170,8 +170,8 @@ class Models:
         return self._workers.published(request)
 
     def save(self, model: int, folder: Path, *, with_optimizer: bool) -> Awaitable[messages.Saved]:
-        """Save the adapter in `folder` in peft's format, with its rank and its layers only, and the moments if asked
-        for. The gradient is not saved. Later calls may run before the answer."""
+        """Save the adapter in `folder` in peft's format, with its rank and its layers only, or all weights in that of
+        transformers, and the moments if asked for. The gradient is not saved. Later calls may run before the answer."""
         request = messages.SaveState(
             driver=0, order=0, model=model, path=str(folder.absolute()), with_optimizer=with_optimizer
         )

@@ -129,6 +129,10 @@ def _unleased(topology: Topology) -> list[Stage]:
     return [stage for stage in task_stages(topology) if not stage.leased]
 
 
+ADAPTERS_KEPT, ALL_WEIGHTS_KEPT = 4, 1
+"""Number of newest versions without a name that a server keeps of each client's model."""
+
+
 def held_tasks(topology: Topology) -> int:
     """Return the maximum number of tasks whose shards are in the store at once, however the run proceeds.
 
@@ -158,11 +162,14 @@ def weight_versions(topology: Topology) -> int:
     until the engine switches to another one. Except for the engine that most recently got a lease, engines may hold
     older versions than any lease.
     """
-    rollout, kl = topology.services.rollout, topology.algorithm.kl
+    rollout, kl, serve = topology.services.rollout, topology.algorithm.kl, topology.serve
     reference = _REFERENCE_VERSIONS if kl is not None and kl.refresh_every else 0
+    maps = rollout.engine == "transformers" and rollout.device == "cpu"
+    if serve is not None:
+        # The base, those that every model keeps (what clients save by name comes on top), and the one being written.
+        return 2 + serve.max_models * (ALL_WEIGHTS_KEPT if serve.full_training else ADAPTERS_KEPT) + maps
     if topology.run.deterministic:  # engines copy the versions
         return topology.staleness + _EXACT_VERSIONS + reference
-    maps = rollout.engine == "transformers" and rollout.device == "cpu"
     engines = Counter(topology.hosts_of(rollout, rollout.instances))
     mapped = max(engines.values()) - 1 if maps else 0
     return live_versions(topology.staleness) + _SPARE_VERSIONS + mapped + reference
@@ -283,7 +290,8 @@ def snapshot_bytes(topology: Topology) -> int:
 
     A model without snapshots counts as 0, and so does one that cannot be measured, which the topology check reports.
     """
-    models = 1 if topology.serve is None else topology.serve.max_models
+    # A server publishes its base from a model of its own, at its start.
+    models = 1 if topology.serve is None else topology.serve.max_models + 1
     return models * sum(map(_model_snapshot_bytes, topology.trained))
 
 
@@ -317,4 +325,6 @@ def stop_limit_s(topology: Topology) -> float:
     for model in topology.trained:
         with suppress(OSError, ValueError):
             saved += weight_bytes(model, "float32") * (1 + _MOMENTS + model.earlier)
+    if topology.serve is not None:  # the models of all clients are parked
+        saved *= topology.serve.max_models
     return _STEP_S + saved / _SAVED_BYTES_PER_S

@@ -80,7 +80,7 @@ class Serve(Section):
     )
     max_models: Annotated[int, Field(ge=1, le=MAX_MODELS)] = Field(
         default=8,
-        description=f"adapters with training state in memory, from 1 to {MAX_MODELS}; others wait on disk",
+        description=f"clients' models with training state in memory, from 1 to {MAX_MODELS}; others wait on disk",
     )
     full_training: bool = Field(default=False, description="clients train all weights (rank 0) instead of adapters")
     body_limit: Size = Field(default=8 * 1024**2, description="maximum bytes of a request, such as 8MiB")

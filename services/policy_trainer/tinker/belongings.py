@@ -17,11 +17,9 @@ from services.policy_trainer.tinker.records import (
     Session,
     Version,
 )
+from shared.topology.capacity import ADAPTERS_KEPT, ALL_WEIGHTS_KEPT
 
 T = TypeVar("T", Session, Model, SavedWeights, SamplingSession)
-
-EPHEMERAL_VERSIONS = 4
-"""Number of newest versions of a model without a name that are kept, because sampling sessions may use them."""
 
 
 class Belongings:
@@ -93,6 +91,7 @@ class Belongings:
         finished session needs none without a name. The base is always needed."""
         named = {checkpoint.version for checkpoint in self.checkpoints.values()}
         finished = {model.number for model in self.models.values() if self._is_finished(model)}
+        whole = {model.number for model in self.models.values() if not model.adapter.rank}
         unneeded: list[Version] = []
         for number in {version.model for version in self.versions.values()}:
             own = sorted(
@@ -102,7 +101,8 @@ class Belongings:
             if number == BASE_NUMBER:
                 unneeded += own[1:]
             else:
-                unneeded += own if number in finished else own[:-EPHEMERAL_VERSIONS]
+                kept = ALL_WEIGHTS_KEPT if number in whole else ADAPTERS_KEPT
+                unneeded += own if number in finished else own[:-kept]
         return unneeded
 
     def _is_finished(self, model: Model) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import io
+import os
 import shutil
 import tarfile
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from services.policy_trainer.tinker import bodies
 from services.policy_trainer.tinker.errors import BadRequest, NotThere
@@ -109,7 +111,8 @@ class CheckpointHandlers:
     async def archive(self, request: Request) -> Response:
         """Return the folder of a checkpoint, as a tar file."""
         folder = self._server.folder / self._named(request).folder
-        return Response(await asyncio.to_thread(_tar, folder), media_type="application/x-tar")
+        file = await asyncio.to_thread(_tar, folder)
+        return FileResponse(file, media_type="application/x-tar", background=BackgroundTask(file.unlink))
 
     def _named(self, request: Request) -> SavedWeights:
         names = request.path_params
@@ -164,11 +167,16 @@ def _page(request: Request, things: list[Any]) -> tuple[list[Any], dict[str, int
     return things[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(things)}
 
 
-def _tar(folder: Path) -> bytes:
-    memory = io.BytesIO()
-    with tarfile.open(fileobj=memory, mode="w") as archive:
-        archive.add(folder, arcname=".")
-    return memory.getvalue()
+def _tar(folder: Path) -> Path:
+    """Write the folder into a temporary file, and return it."""
+    with tempfile.NamedTemporaryFile(suffix=".tar", delete=False) as file:
+        try:
+            with tarfile.open(fileobj=file, mode="w") as archive:
+                archive.add(folder, arcname=".")
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    return Path(file.name)
 
 
 def _time(at: float) -> str:

@@ -28,6 +28,8 @@ KEEP_S = 600.0
 """Seconds for which the result of a sample is kept."""
 MOST_SAMPLES = 1024
 """Maximum number of sequences in a request."""
+MOST_LIKELIEST = 1 << 22
+"""Maximum number of likeliest tokens in a result."""
 _USER = (ErrorCode.BAD_REQUEST, ErrorCode.GONE)
 
 Poll = tuple[str, str, int]
@@ -238,7 +240,7 @@ def prompt_of(prompt: bodies.PromptBody, limits: ModelLimits) -> list[int]:
     return tokens
 
 
-def check_sample(body: bodies.SampleBody) -> None:
+def check_sample(body: bodies.SampleBody, limits: ModelLimits) -> None:
     """Check that a sample asks for what the engines compute. Raises BadRequest."""
     if body.prompt_alt_tokens_k:
         raise BadRequest("prompt_alt_tokens_k: is not computed here; leave it out")
@@ -251,6 +253,10 @@ def check_sample(body: bodies.SampleBody) -> None:
         )
     if not 1 <= body.num_samples <= MOST_SAMPLES:
         raise BadRequest(f"num_samples: {body.num_samples} is out of range: from 1 to {MOST_SAMPLES}")
+    likeliest = body.topk_sample_logprobs * body.num_samples * (body.sampling_params.max_tokens or limits.context)
+    if likeliest > MOST_LIKELIEST:
+        text = f"topk_sample_logprobs: {likeliest} tokens in all samples, and at most {MOST_LIKELIEST} are possible"
+        raise BadRequest(f"{text}; ask for fewer, or for fewer samples or tokens")
 
 
 def stops(stop: str | list[str | int] | None) -> tuple[tuple[str, ...], tuple[int, ...], bool]:

@@ -86,7 +86,7 @@ class SamplingHandlers:
         key = key_of(request)
         sampler = self._own.sampler(key, body.sampling_session_id)
         name = f"{sampler.id}/{body.seq_id}"
-        check_sample(body)
+        check_sample(body, self._base.limits)
         ref = self._weights_of(sampler)
         params = body.sampling_params
         texts, tokens, ends = stops(params.stop)

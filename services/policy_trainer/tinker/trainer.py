@@ -205,13 +205,18 @@ class Trainer:
                 return CallDone(call)
 
     async def _publish(self, model: Model) -> WeightsRef:
-        """Publish the present weights of a model, and have an engine prove them."""
+        """Publish the present weights of a model. An engine that has a place for them proves them now, and any other
+        before its first sample."""
         version = self._own.versions.get(f"{model.number}/{model.steps}")
         if version is not None:
             return version.ref
         await self._scheduler.hold(WEIGHTS, model.number, model.steps, 1)
         ref = await self._models.publish(model.number, store=TRAINER_STORE)
-        await self._sampler.load(ref)
+        try:
+            await self._sampler.load(ref)
+        except RpcError as error:
+            if error.code != ErrorCode.BUSY:
+                raise
         return ref
 
     async def release_version(self, ref: WeightsRef) -> None:

@@ -26,6 +26,8 @@ MOST_DATUMS = 1024
 """Maximum number of datums in a request. The SDK sends more in several."""
 MOST_TARGETS = 64
 """Maximum number of target tokens at one position."""
+MOST_CELLS = 1 << 20
+"""Maximum number of places in a tensor of tokens to score, also of a sparse one."""
 _DTYPES: Mapping[int, str] = MappingProxyType({1: "<f4", 2: "<i8", 3: "<i4", 4: "<u2"})
 """numpy's names of the types of tensors. 4 is bfloat16, whose bits are read as integers."""
 _BFLOAT16 = 4
@@ -165,9 +167,12 @@ def _filled(
     good = len(rows) == positions + 1 and rows[0] == 0 and rows[-1] == len(values) == len(at) and (counts >= 0).all()
     if not good or (len(at) and (at.min() < 0 or at.max() >= columns)):
         raise BadRequest(f"{where}: the CSR indices do not fit shape {list(shape)} with {len(values)} values")
-    dense = np.full((positions, columns), rest, values.dtype)
-    dense[np.repeat(np.arange(positions), counts), at] = values
-    return dense
+    places = np.repeat(np.arange(positions), counts) * columns + at
+    if (np.diff(places) <= 0).any():
+        raise BadRequest(f"{where}: the columns of each row must rise in the CSR indices")
+    dense = np.full(positions * columns, rest, values.dtype)
+    dense[places] = values
+    return dense.reshape(positions, columns)
 
 
 def _buffer(where: str, data: bytes, dtype: str) -> Array:
@@ -186,12 +191,17 @@ def prompt_targets(tensor: TensorBody, positions: int, limits: ModelLimits) -> A
     where = "target_prompt_logprobs"
     if tensor.dtype != "int64" or len(tensor.shape) != 2:
         raise BadRequest(f"{where}: {tensor.dtype[:20]} of shape {tensor.shape[:4]}; it must be int64 [{positions}, K]")
+    if positions * tensor.shape[1] > MOST_CELLS:
+        text = f"{where}: {positions * tensor.shape[1]} places, and at most {MOST_CELLS} are possible"
+        raise BadRequest(f"{text}; ask for fewer tokens at each place")
     try:
         values = np.array(tensor.data, np.int64)
         rows, at = (np.array(part or [], np.int64) for part in (tensor.sparse_crow_indices, tensor.sparse_col_indices))
     except OverflowError:
         raise BadRequest(f"{where}: a number is above the range of int64") from None
     if tensor.sparse_crow_indices is not None:
+        if (values == -1).any():
+            raise BadRequest(f"{where}: -1 is listed; a sparse tensor lists only the tokens to score")
         targets = _filled(where, values, rows, at, tensor.shape, positions, -1)
     elif len(values) == positions * _columns(where, tensor.shape, positions):
         targets = values.reshape(tensor.shape)

@@ -59,7 +59,7 @@ def save(
             model_folder.complete(source, partial)
         if with_optimizer:
             save_file(state.optimizer, partial / OPTIMIZER)
-        checkpoint.seal(partial, about, names)
+        checkpoint.seal(partial, about, sorted(file.name for file in partial.iterdir()))
         verify(partial, names)
 
     checkpoint.replace(folder, write)

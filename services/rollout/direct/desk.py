@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -56,6 +57,19 @@ _INT32 = np.dtype(np.int32)
 T = TypeVar("T")
 
 
+@dataclass
+class _Abandoned:
+    """Tells the parts of a request that its caller no longer waits."""
+
+    cancel: threading.Event = field(default_factory=threading.Event)
+    """Set at the end of sampling, too."""
+    is_abandoned: bool = False
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+        self.cancel.set()
+
+
 class SampleDesk:
     """Samples for a server. It is used only on the service's loop."""
 
@@ -85,8 +99,8 @@ class SampleDesk:
         self._hang_s = hang_s
         self._calls = 0
         """Number of calls that the engine is computing."""
-        self._open: dict[str, threading.Event] = {}
-        """The events that abandon the open requests, by name."""
+        self._open: dict[str, _Abandoned] = {}
+        """What abandons the open requests, by name."""
         self.samples = 0
         """Number of open samples."""
 
@@ -101,7 +115,7 @@ class SampleDesk:
                 return await self._sample(request)
             case CancelSampling():
                 if request.name in self._open:
-                    self._open[request.name].set()
+                    self._open[request.name].abandon()
             case RenderPrompt():
                 return await self._render(request)
         return Ack()
@@ -132,24 +146,32 @@ class SampleDesk:
                 f"{self._name}: {self.samples} samples are open, and {request.samples} more exceed {OPEN_SAMPLES}",
                 retry_after_s=BUSY_S,
             )
-        cancel = threading.Event()
-        self._open[request.name] = cancel
+        abandoned = self._open[request.name] = _Abandoned()
         self.samples += request.samples
         try:
             with self._versions.using((request.task_id, request.fence)) as held:
-                return await self._sampled(request, held, cancel)
+                return await self._sampled(request, held, abandoned)
         except GenerationCancelled:
             raise RpcError(ErrorCode.LOST, f"{self._name}: request {request.name} was abandoned") from None
         finally:
             self.samples -= request.samples
             self._open.pop(request.name, None)
 
-    async def _sampled(self, request: SampleTokens, held: HeldWeights, cancel: threading.Event) -> SampledTokens:
+    async def _sampled(self, request: SampleTokens, held: HeldWeights, abandoned: _Abandoned) -> SampledTokens:
         given = await self._parcels.unpack(request.prompt)
         prompt = given.get("token_ids", np.zeros(0, _INT32))
         limit = self._check_prompt(prompt, request)
         targets = given.get("targets", no_targets(prompt))
         self._check_targets(targets, len(prompt))
+        arrays: dict[str, Array] = {}
+        if request.prompt_logprobs or request.top_prompt_logprobs or "targets" in given:
+            scores = await self._scores(prompt, held.swaps, request.top_prompt_logprobs, targets)
+            if request.prompt_logprobs:
+                arrays["prompt_logprobs"] = scores.logprobs
+            if request.top_prompt_logprobs:
+                arrays |= {"top_ids": scores.top_ids, "top_logprobs": scores.top_logprobs}
+            if "targets" in given:
+                arrays["target_logprobs"] = scores.target_logprobs
         sampling = SamplingParams(
             samples=request.samples,
             temperature=request.temperature,
@@ -165,20 +187,13 @@ class SampleDesk:
         )
         async with self._gate.beside():
             try:
-                (group,) = await self._computed(self._engine.generate([Prompt("", prompt.tolist())], sampling, cancel))
+                prompts = [Prompt("", prompt.tolist())]
+                (group,) = await self._computed(self._engine.generate(prompts, sampling, abandoned.cancel))
             finally:
-                cancel.set()  # the rows of a caller that no longer waits are freed
-        arrays = _joined(group, held)
-        if request.prompt_logprobs or request.top_prompt_logprobs or targets.size:
-            scores = await self._scores(prompt, held.swaps, request.top_prompt_logprobs, targets)
-            if request.prompt_logprobs:
-                arrays["prompt_logprobs"] = scores.logprobs
-            if request.top_prompt_logprobs:
-                arrays |= {"top_ids": scores.top_ids, "top_logprobs": scores.top_logprobs}
-            if targets.size:
-                arrays["target_logprobs"] = scores.target_logprobs
+                abandoned.cancel.set()  # the rows of a caller that no longer waits are freed
+        arrays |= _joined(group, held)
         if request.top_logprobs:
-            arrays |= await self._sample_tops(prompt, group, held.swaps, request.top_logprobs)
+            arrays |= await self._sample_tops(prompt, group, held.swaps, request.top_logprobs, abandoned)
         texts: list[str] = []
         if request.texts:
             ids, stop = [each.token_ids.tolist() for each in group], tuple(request.stop)
@@ -210,10 +225,14 @@ class SampleDesk:
         nothing = np.zeros((0, top), np.float32)
         return PromptScores(nothing.reshape(0), nothing.astype(_INT32), nothing, np.zeros(targets.shape, np.float32))
 
-    async def _sample_tops(self, prompt: Array, group: list[Generation], swaps: int, top: int) -> dict[str, Array]:
+    async def _sample_tops(
+        self, prompt: Array, group: list[Generation], swaps: int, top: int, abandoned: _Abandoned
+    ) -> dict[str, Array]:
         """Return the likeliest tokens at the places of the sampled ones, from a pass over each whole sample."""
         scores = []
         for sample in group:
+            if abandoned.is_abandoned:
+                raise GenerationCancelled
             whole = np.concatenate([prompt, sample.token_ids])
             scores.append(await self._scores(whole, swaps, top, no_targets(whole)))
         return {
@@ -270,9 +289,9 @@ def check_request(request: SampleTokens) -> None:
         ("top_prompt_logprobs", request.top_prompt_logprobs, 0, MAX_TOP),
         ("top_logprobs", request.top_logprobs, 0, MAX_TOP),
     ]
-    for field, value, least, most in ranges:
+    for name, value, least, most in ranges:
         if not least <= value <= most:
-            raise _refused(f"{field}: {value} must be from {least} to {most:g}")
+            raise _refused(f"{name}: {value} must be from {least} to {most:g}")
     if not 0 < request.top_p <= 1:
         raise _refused(f"top_p: {request.top_p} must be above 0 and at most 1")
     if len(request.stop) > MAX_STOPS or not all(0 < len(text.encode()) <= MAX_STOP_BYTES for text in request.stop):

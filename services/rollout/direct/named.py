@@ -2,12 +2,15 @@
 
 A version is loaded when it is asked for, and proved as in a training run (`WeightsSync`). Each has a place of the
 engine. If all places are taken, the version that was used least recently is dropped, but never one that an open request
-names.
+names, nor one whose turn has just begun: with few places, versions would otherwise take each other's place for ever.
+Callers that find no place ask again, and get one in the order in which they first asked. While one waits, versions
+whose turn is over take no new requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +18,18 @@ from dataclasses import dataclass
 from proto.messages import ErrorCode, WeightsRef
 from services.rollout.direct.gate import ScoreGate
 from services.rollout.engine import BASE, Engine
-from services.rollout.weights.source import WeightsSource
+from services.rollout.weights.source import Delivery, WeightsSource
 from services.rollout.weights.sync import WeightsSync
 from shared.rpc.errors import RpcError
 
 BUSY_S = 1.0
 """Seconds after which a caller that found no place asks again."""
+WAITS_S = 5 * BUSY_S
+"""Seconds for which a caller that does not ask again keeps its place in the order."""
+TURN_S = 5.0
+"""A turn lasts so many seconds, and at least as long as it took to load the version."""
+IDLE_S = 1.0
+"""A turn ends early if nobody has used the version for so long."""
 Name = tuple[str, int]
 """The task id and the fence of a version's weights. The base has no name: ("", 0)."""
 NO_NAME: Name = ("", 0)
@@ -32,6 +41,9 @@ class HeldWeights:
 
     swaps: int
     step: int
+    turn_ends: float = 0.0
+    used: float = math.inf
+    """When its last use ended, or infinity before the first."""
     users: int = 0
     is_unloaded: bool = False
     """Whether it is dropped at the end of its last use."""
@@ -51,7 +63,11 @@ class NamedVersions:
         self._held: dict[Name, HeldWeights] = {}
         """The versions in the order of their last use."""
         self._loading: dict[Name, asyncio.Task[None]] = {}
+        self._waiting: dict[Name, float] = {}
+        """The versions that found no place, in the order in which they were first asked for, and until when each waits
+        for the next attempt."""
         self._turn = asyncio.Lock()
+        self._now = asyncio.get_running_loop().time
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Ends with the error after which the engine must not sample."""
 
@@ -96,47 +112,71 @@ class NamedVersions:
         if held is None:
             what = f"version {name[0]}" if name != NO_NAME else "a proved base"
             raise RpcError(ErrorCode.MISSING, f"the engine does not hold {what}; load a version first", names=[name[0]])
+        if name != NO_NAME and held.turn_ends < self._now() and len(self) >= self._places and self._first_waiting():
+            text = f"version {name[0]} makes room for another, which waits for its place"
+            raise RpcError(ErrorCode.BUSY, text, retry_after_s=BUSY_S)
         self._held[name] = self._held.pop(name)
         held.users += 1
         try:
             yield held
         finally:
             held.users -= 1
+            held.used = self._now()
             self._drop_unloaded(name, held)
 
     async def _load(self, name: Name, ref: WeightsRef) -> None:
-        try:
-            delivery = await self._source.fetch(ref)
-        except RpcError as error:
-            if error.code in (ErrorCode.MISSING, ErrorCode.COLLECTED):
-                text = f"the weights of version {ref.task_id} no longer exist; save them again, or sample with another"
-                raise RpcError(ErrorCode.GONE, text, names=[ref.task_id]) from None
-            raise
         async with self._turn:
-            self._make_room(ref)
+            self._room(name)  # nothing is fetched in vain
+            began, delivery = self._now(), await self._fetched(ref)
+            if (gone := self._room(name)) is not None:
+                del self._held[gone]
+            self._waiting.pop(name, None)
+            self._retain()
             try:
                 async with self._gate.alone():
                     await self._sync.load(ref, delivery)
             except BaseException as error:
                 self.fail(error)
                 raise
-            self._held[name] = HeldWeights(self._engine.swaps, ref.step)
+            now = self._now()
+            self._held[name] = HeldWeights(self._engine.swaps, ref.step, turn_ends=now + max(TURN_S, now - began))
             if ref.base:
                 self._held.setdefault(NO_NAME, HeldWeights(BASE, BASE))
 
-    def _make_room(self, ref: WeightsRef) -> None:
-        """Drop the version that was used least recently if every place is taken, and have the engine keep the rest."""
-        if len(self) >= self._places:
-            idle = [name for name, held in self._held.items() if not held.users and name != NO_NAME]
-            if not idle:
-                raise RpcError(
-                    ErrorCode.BUSY,
-                    f"no place for version {ref.task_id}: open requests name all {self._places} versions that the "
-                    "engine holds (serve.max_models)",
-                    retry_after_s=BUSY_S,
-                )
-            del self._held[idle[0]]
-        self._retain()
+    async def _fetched(self, ref: WeightsRef) -> Delivery:
+        try:
+            return await self._source.fetch(ref)
+        except RpcError as error:
+            if error.code in (ErrorCode.MISSING, ErrorCode.COLLECTED):
+                text = f"the weights of version {ref.task_id} no longer exist; save them again, or sample with another"
+                raise RpcError(ErrorCode.GONE, text, names=[ref.task_id]) from None
+            raise
+
+    def _room(self, wanted: Name) -> Name | None:
+        """Return the version that was used least recently, which makes room for another, or None if there is room.
+
+        Raises RpcError(busy) if there is none.
+        """
+        if len(self) < self._places:
+            return None
+        now = self._now()
+        idle = [name for name, held in self._held.items() if name != NO_NAME and self._may_go(held, now)]
+        if idle and self._first_waiting() in (None, wanted):
+            return idle[0]
+        self._waiting[wanted] = now + WAITS_S
+        text = f"no place for version {wanted[0]}: the engine holds {self._places} others (serve.max_models), which are"
+        raise RpcError(
+            ErrorCode.BUSY, f"{text} in use or have just been loaded, or others wait, too", retry_after_s=BUSY_S
+        )
+
+    def _may_go(self, held: HeldWeights, now: float) -> bool:
+        return not held.users and (held.turn_ends <= now or held.used + IDLE_S <= now)
+
+    def _first_waiting(self) -> Name | None:
+        """Return the version that is to get the next place, or None if none waits."""
+        now = self._now()
+        self._waiting = {name: until for name, until in self._waiting.items() if until > now}
+        return next(iter(self._waiting), None)
 
     def _drop_unloaded(self, name: Name, held: HeldWeights) -> None:
         if held.is_unloaded and not held.users and self._held.get(name) is held:

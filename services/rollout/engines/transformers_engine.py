@@ -59,6 +59,8 @@ from shared.weights.weight_set import WeightSet, shown
 
 T = TypeVar("T")
 STOP_S = 1.0
+SCORED_ROWS = 256
+"""Number of places whose log-probs over the vocabulary are in memory at once."""
 
 
 class TransformersEngine:
@@ -354,17 +356,17 @@ class TransformersEngine:
         return PromptScores(to_numpy(logprobs)[1:].copy(), empty.astype(np.int32), empty, empty)
 
     def _scored(self, logits_TV: torch.Tensor, token_ids: Array, top: int, targets: Array) -> PromptScores:
-        logprobs_TV = logits_TV.float().log_softmax(-1)
-        following_T1 = _int64(token_ids)[1:, None].to(logprobs_TV.device)
-        likeliest = logprobs_TV.topk(top, -1)
-        targets_TK = _int64(targets).to(logprobs_TV.device)
-        of_targets_TK = logprobs_TV.gather(1, targets_TK.clamp(min=0)).where(targets_TK >= 0, 0.0)
-        return PromptScores(
-            to_numpy(logprobs_TV.gather(1, following_T1)[:, 0]),
-            to_numpy(likeliest.indices.to(torch.int32)),
-            to_numpy(likeliest.values),
-            to_numpy(of_targets_TK),
-        )
+        following_T1, targets_TK = (_int64(ids).to(logits_TV.device) for ids in (token_ids[1:, None], targets))
+        parts = []
+        for begin in range(0, len(logits_TV), SCORED_ROWS):
+            rows = slice(begin, begin + SCORED_ROWS)
+            logprobs_TV = logits_TV[rows].float().log_softmax(-1)
+            likeliest = logprobs_TV.topk(top, -1)
+            wanted_TK = targets_TK[rows]
+            of_targets_TK = logprobs_TV.gather(1, wanted_TK.clamp(min=0)).where(wanted_TK >= 0, 0.0)
+            of_next_T = logprobs_TV.gather(1, following_T1[rows])[:, 0]
+            parts.append((of_next_T, likeliest.indices.to(torch.int32), likeliest.values, of_targets_TK))
+        return PromptScores(*(to_numpy(torch.cat(column)) for column in zip(*parts, strict=True)))
 
     def _stop_finder(self, texts: tuple[str, ...]) -> Stopped | None:
         if not texts:

@@ -68,8 +68,9 @@ from shared.weights.weight_set import WeightSet
 
 T = TypeVar("T")
 STOP_S = 10.0
-MAX_TARGETS = 1024
-"""Maximum number of tokens that are scored at places of a prompt. Each takes a pass over the prompt up to it."""
+MAX_TARGETS, MAX_TARGET_TOKENS = 1024, 1 << 18
+"""Maximum number of tokens that are scored at places of a prompt, and of the tokens of their passes: each takes a pass
+over the prompt up to its place."""
 
 
 @dataclass(frozen=True)
@@ -234,10 +235,12 @@ class VllmEngine:
         return (await self.score_prompt(token_ids, self.swaps, 0, no_targets(token_ids))).logprobs
 
     async def score_prompt(self, token_ids: Array, swaps: int, top: int, targets: Array) -> PromptScores:
-        cells = int((targets >= 0).sum())
-        if cells > MAX_TARGETS:
-            text = f"engine vllm: {cells} tokens to score at places of a prompt, and at most {MAX_TARGETS} are possible"
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; ask for fewer, or use engine transformers")
+        rows = np.nonzero(targets >= 0)[0]
+        passed = int((rows + 2).sum())
+        if len(rows) > MAX_TARGETS or passed > MAX_TARGET_TOKENS:
+            text = f"engine vllm: {len(rows)} tokens to score at places of a prompt take passes over {passed} tokens"
+            limits = f"at most {MAX_TARGETS} and {MAX_TARGET_TOKENS} are possible"
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{text}, and {limits}; ask for fewer, or use engine transformers")
         return await self._compute.between_steps(lambda: self._score(token_ids, swaps, top, targets))
 
     async def sleep(self) -> None:
@@ -460,11 +463,20 @@ class VllmEngine:
         """Score a sequence, and each target as the last token of a sequence of its own, because vLLM's runner for CPUs
         returns the log-probs of the likeliest tokens and of the next one only."""
         self._must_have_weights()
+        (scores,) = self._scored([token_ids], swaps, top)
         cells = np.argwhere(targets >= 0)
         ended = [np.append(token_ids[: row + 1], targets[row, column]) for row, column in cells]
+        of_targets = np.zeros(targets.shape, np.float32)
+        at_once = 1 if self.scores_alone else len(ended)
+        for begin in range(0, len(ended), max(at_once, 1)):
+            part = slice(begin, begin + at_once)
+            for (row, column), score in zip(cells[part], self._scored(ended[part], swaps, 0), strict=True):
+                of_targets[row, column] = score.logprobs[-1]
+        return dataclasses.replace(scores, target_logprobs=of_targets)
+
+    def _scored(self, sequences: Sequence[Array], swaps: int, top: int) -> list[PromptScores]:
         # The samples of a paused block take the same steps. Their tokens count only if the scores prove the weights.
-        names = [self._ask(token_ids.tolist(), score_params(top), swaps)]
-        names += [self._ask(ids.tolist(), score_params(0), swaps) for ids in ended]
+        names = [self._ask(token_ids.tolist(), score_params(top), swaps) for token_ids in sequences]
         try:
             while not all(name in self._finished for name in names):
                 self._compute.check_stopped()
@@ -472,11 +484,8 @@ class VllmEngine:
         except BaseException:
             self._llm.abort_request(names)
             raise
-        whole, *outputs = [self._finished.pop(name) for name in names]
-        of_targets = np.zeros(targets.shape, np.float32)
-        for (row, column), ids, output in zip(cells, ended, outputs, strict=True):
-            of_targets[row, column] = prompt_scores(output, ids, 0).logprobs[-1]
-        return dataclasses.replace(prompt_scores(whole, token_ids, top), target_logprobs=of_targets)
+        outputs = [self._finished.pop(name) for name in names]
+        return [prompt_scores(output, ids, top) for output, ids in zip(outputs, sequences, strict=True)]
 
     def _sleep(self) -> None:
         self._versions.forget()

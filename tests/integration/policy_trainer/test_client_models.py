@@ -268,7 +268,7 @@ def test_a_saved_model_continues_with_the_same_bits_and_another_one_is_refused(r
             for adapter, folder, optimizer, code, text in (
                 (ADAPTERS[2], state, True, ErrorCode.CONFLICT, "has rank 4, but the model has 8"),
                 (ADAPTERS[1], weights, True, ErrorCode.MISSING, "saved without optimizer state"),
-                (ADAPTERS[1], tmp_path, False, ErrorCode.MISSING, "no saved adapter is there"),
+                (ADAPTERS[1], tmp_path, False, ErrorCode.MISSING, "no saved model is there"),
                 (AdapterSpec(rank=33, alpha=1.0, seed=0, groups=ALL), None, False, ErrorCode.BAD_REQUEST, "1 to 32"),
                 (AdapterSpec(rank=3, alpha=1.0, seed=0, groups=["x"]), None, False, ErrorCode.BAD_REQUEST, "group x:"),
             ):

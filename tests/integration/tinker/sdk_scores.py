@@ -13,7 +13,7 @@ from tinker import types
 
 
 def main() -> None:
-    sampler = tinker.ServiceClient().create_sampling_client(base_model=sys.argv[1])
+    sampler = tinker.ServiceClient().create_sampling_client(base_model=sys.argv[1]).result()
     prompt = list(range(5, 21))
     whole = types.ModelInput.from_ints(prompt)
     params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=3, stop=[])

@@ -27,6 +27,7 @@ from proto.messages import (
     WeightsRef,
 )
 from services.rollout.direct import desk as desks
+from services.rollout.direct import named
 from services.rollout.direct.desk import SampleDesk, check_request
 from services.rollout.direct.gate import ScoreGate
 from services.rollout.direct.named import NamedVersions
@@ -49,6 +50,13 @@ PROMPT = np.arange(5, 15, dtype=np.int32)
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return Published(tmp_path_factory.mktemp("trainer"))
+
+
+@pytest.fixture(autouse=True)
+def no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a version that nobody uses give up its place at once (test_named_versions.py)."""
+    monkeypatch.setattr(named, "TURN_S", 0.0)
+    monkeypatch.setattr(named, "IDLE_S", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -185,8 +193,9 @@ def test_a_version_whose_weights_are_gone_has_an_error_of_its_own_and_costs_no_p
     async def scenario() -> None:
         first, second, third, _ = published.refs
         async with started(published) as made:
-            await made.load(first)
-            await made.load(second)
+            for ref in (first, second):
+                await made.load(ref)
+                await made.sample(ref)
             published.gone.add(third.task_id)
             error = await refused(made.load(third))
             assert error.code == ErrorCode.GONE

@@ -181,9 +181,10 @@ class ClientCalls:
                 raise RpcError(
                     ErrorCode.BAD_REQUEST, f"model {request.model}: the numbers of clients' models begin at 1"
                 )
-            self._slots().check(request.adapter)
+            slots = self._slots()
             if standings.trained.step >= 0:
                 raise RpcError(ErrorCode.BAD_REQUEST, f"{rank.model.name} is in training; start a server for clients")
+            slots.check(request.adapter)
             if request.snapshot:
                 return await asyncio.to_thread(standing.snapshots.read, _LINEAGE, step)
             return await asyncio.to_thread(self._read, request)

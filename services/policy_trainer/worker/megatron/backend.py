@@ -82,10 +82,10 @@ class MegatronBackend:
     def vocab_size(self) -> int:
         return self._pieces.architecture.vocab
 
-    @in_megatron
     def fill_moments(self) -> None:
         raise AssertionError("backend megatron has no slots")
 
+    @in_megatron
     def restart(self) -> None:
         """Reload the weights from the model directory and reset the optimizer state."""
         self.shelves.backload()

@@ -320,7 +320,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "serve.listen": (
         "services/policy_trainer/tinker/service.py",
         "self._serve.listen",
-        "integration/tinker/test_killed.py::test_kills_in_the_middle_change_no_bit_of_an_adapter",
+        "integration/tinker/test_killed.py::test_kills_in_the_middle_change_no_bit",
     ),
     "serve.keys": (
         "services/policy_trainer/tinker/service.py",

@@ -89,7 +89,7 @@ def test_an_address_that_others_reach_is_accepted_with_keys(tmp_path: Path) -> N
 
 def test_the_memory_plan_counts_the_slots_of_all_models() -> None:
     few, many = (load(SERVE, [f"serve.max_models={count}"]) for count in (1, 8))
-    assert snapshot_bytes(many) == 8 * snapshot_bytes(few)
+    assert 2 * snapshot_bytes(many) == 9 * snapshot_bytes(few)  # and one for the base at the start
     held = [
         next(
             use.nbytes
