@@ -236,9 +236,8 @@ def _check_engine(topology: Topology, findings: Findings) -> None:
 def _check_snapshots(topology: Topology, findings: Findings) -> None:
     refused = _refused_snapshots(topology)
     if refused and topology.serve is not None:
-        findings.error(
-            f"{refused}; clients' models live in snapshots, so lower serve.max_models or serve.max_rank, too"
-        )
+        remedy = "lower serve.max_models" + ("" if topology.serve.full_training else " or serve.max_rank")
+        findings.error(f"{refused}; clients' models live in snapshots, so {remedy}, too")
     elif refused:
         findings.warn(f"{refused}: a killed trainer returns to its checkpoint")
 

@@ -72,9 +72,12 @@ class AdamW(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The adapter of a client's model. All adapters of a group of workers lie in slots of one larger rank."""
+    """The adapter of a client's model. All adapters of a group of workers lie in slots of one larger rank.
 
-    rank: int  # columns of A and B, from 1 to the rank of the slots
+    If the workers train all weights instead, the rank is 0, there are no groups, and a client's model is those weights.
+    """
+
+    rank: int  # columns of A and B, from 1 to the rank of the slots, or 0
     alpha: float  # the product B A is multiplied by alpha / rank
     seed: int  # from which A is drawn, with the name of each layer; B begins as zero
     groups: list[str]  # the groups of linear layers that get an adapter: some of "attention", "mlp" and "unembed"
@@ -386,20 +389,20 @@ class ModelRequest(WorkerRequest, frozen=True, kw_only=True):
 
 @message(123, reply=WorkerReady)
 class OpenModel(ModelRequest, frozen=True, kw_only=True):
-    """Give a client's model a state without a gradient: a new adapter, one that was saved, or a snapshot.
+    """Give a client's model a state without a gradient: a new one, one that was saved, or a snapshot.
 
     A client's model is at step n after n changes of its weights, which are optimizer steps and loads. After each
     change, every rank keeps a snapshot in shared memory, which outlives the process. A model that was open before is
     replaced. After a takeover (`GetWorkerState`), no model is open, but the snapshots remain.
 
     Errors:
-        bad_request: these workers have no slots for adapters, or none of this rank or group of layers.
-        conflict: what was saved is damaged, or is another adapter or one of another base.
+        bad_request: these workers are in training, or have no slots for this rank or group of layers.
+        conflict: what was saved is damaged, or is another model, adapter or base.
         missing: there is no such folder or snapshot.
     """
 
     adapter: AdapterSpec  # the adapter
-    folder: str = ""  # absolute path of what `SaveState` has written; empty: a new adapter or a snapshot
+    folder: str = ""  # absolute path of what `SaveState` has written; empty: a new model or a snapshot
     with_optimizer: bool = False  # also load the moments in `folder`; otherwise they are zero
     snapshot: bool = False  # continue from the snapshot of `step`
     step: int = -1  # the step at which the model then is; -1: the one after its current step, or 0 if it is not open
@@ -443,9 +446,9 @@ class OptimStepModel(ModelRequest, frozen=True, kw_only=True):
 
 @message(119, reply=Published)
 class PublishModel(ModelRequest, frozen=True, kw_only=True):
-    """Put the adapter of a client's model as shards of `weights/<model>/<step>` into a store and compute the canary.
+    """Put a client's model as shards of `weights/<model>/<step>` into a store and compute the canary.
 
-    The tensors are those of whole slots, padded with zeros.
+    The tensors of an adapter are those of whole slots, padded with zeros.
     """
 
     store: str  # name of the store
@@ -454,7 +457,8 @@ class PublishModel(ModelRequest, frozen=True, kw_only=True):
 
 @message(124, reply=Saved)
 class SaveState(ModelRequest, frozen=True, kw_only=True):
-    """Save a client's model in a folder, atomically: the adapter in the format of the library peft, with checksums.
+    """Save a client's model in a folder, atomically and with checksums: an adapter in the format of the library peft,
+    all weights in that of transformers.
 
     The accumulated gradient is not saved.
     """
