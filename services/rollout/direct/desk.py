@@ -20,6 +20,7 @@ from proto.messages import (
     CancelSampling,
     ErrorCode,
     LoadVersion,
+    Parcel,
     RenderedPrompt,
     RenderPrompt,
     SampledTokens,
@@ -198,8 +199,22 @@ class SampleDesk:
         if request.texts:
             ids, stop = [each.token_ids.tolist() for each in group], tuple(request.stop)
             texts = await self._text(lambda: [self._prompts.completion(each, stop) for each in ids])
-        parcel = await self._parcels.pack(arrays)
+        parcel = await self._packed(arrays)
         return SampledTokens(parcel=parcel, reasons=[str(each.finish_reason) for each in group], texts=texts)
+
+    async def _packed(self, arrays: dict[str, Array]) -> Parcel:
+        """Raises RpcError(internal) if the store has no room for the result: it would have none the next time, either,
+        and the samples would be computed again and again."""
+        try:
+            return await self._parcels.pack(arrays)
+        except RpcError as error:
+            if error.code != ErrorCode.BUSY:
+                raise
+            size = sum(array.nbytes for array in arrays.values()) >> 20
+            text = f"{self._name}: the store has no room for a result of {size} MiB"
+            raise RpcError(
+                ErrorCode.INTERNAL, f"{text}; ask for less at a time, or raise services.batch-store.memory"
+            ) from None
 
     async def _computed(self, work: Awaitable[T]) -> T:
         """Return the engine's result. After a defect, the service ends, and another engine may take over the request.

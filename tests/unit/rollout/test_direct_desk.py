@@ -31,7 +31,7 @@ from services.rollout.direct import named
 from services.rollout.direct.desk import SampleDesk, check_request
 from services.rollout.direct.gate import ScoreGate
 from services.rollout.direct.named import NamedVersions
-from services.rollout.engine import no_targets
+from services.rollout.engine import PromptScores, no_targets
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.sampling.prompts import PromptBuilder
 from services.rollout.weights.source import WeightsSource
@@ -415,6 +415,41 @@ def test_the_likeliest_tokens_beside_sampled_ones_and_the_log_probs_of_any_token
             error = await refused(made.sample(ref, targets=bad))
             assert error.code == ErrorCode.BAD_REQUEST
             assert text in str(error)
+
+    desk(scenario)
+
+
+def test_a_request_that_is_abandoned_while_its_samples_are_scored_is_not_scored_to_its_end(
+    published: Published, desk: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(made: Desk) -> None:
+        score, scored = made.engine.score_prompt, 0
+
+        async def and_leave(*given: Any) -> PromptScores:
+            nonlocal scored
+            scored += 1
+            await made.desk.answer(CancelSampling(name="left"))
+            return await score(*given)
+
+        monkeypatch.setattr(made.engine, "score_prompt", and_leave)
+        error = await refused(made.sample(published.refs[1], "left", samples=50, top_logprobs=1))
+        assert error.code == ErrorCode.LOST
+        assert scored == 1
+
+    desk(scenario)
+
+
+def test_a_result_for_which_the_store_has_no_room_is_an_error_that_is_not_tried_again(
+    published: Published, desk: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(parcels: Parcels, arrays: object) -> Parcel:
+        raise RpcError(ErrorCode.BUSY, "no room")
+
+    async def scenario(made: Desk) -> None:
+        monkeypatch.setattr(Parcels, "pack", full)
+        error = await refused(made.sample(published.refs[1]))
+        assert error.code == ErrorCode.INTERNAL
+        assert "the store has no room for a result of 0 MiB; ask for less at a time" in str(error)
 
     desk(scenario)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -260,6 +261,47 @@ def test_a_server_that_was_killed_knows_its_futures_and_samples_again_what_is_as
             await one.post("retrieve_future", {"request_id": f"{sampler}/1"}, status=410)
 
     asyncio.run(after(*asyncio.run(before())))
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"num_samples": 0}, "num_samples: 0 is out of range"),
+        ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k: is not computed here"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 1}, "use the last N of the result"),
+        ({"record_stability_info": True}, "loss_fn=importance_sampling"),
+        ({"num_samples": 1024, "topk_sample_logprobs": 20, "sampling_params": {"max_tokens": 4096}}, "83886080 tokens"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}}, "it must be [2] or [2, K]"),
+    ],
+)
+def test_a_sample_that_cannot_be_computed_is_refused_by_name(
+    asked: dict[str, object], says: str, run: Callable[..., None]
+) -> None:
+    async def work(one: Served) -> None:
+        session, _ = await one.model()
+        sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        sampler = (await one.post("create_sampling_session", sampling))["sampling_session_id"]
+        refused = await one.post("asample", sample(sampler) | asked, status=400)
+        assert says in json.dumps(refused)
+        assert not one.engines.samples
+
+    run(work)
+
+
+def test_tokens_to_score_reach_the_engines(run: Callable[..., None]) -> None:
+    async def work(one: Served) -> None:
+        session, _ = await one.model()
+        sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        sampler = (await one.post("create_sampling_session", sampling))["sampling_session_id"]
+        tensor = {"data": [4, -1, -1, 5], "dtype": "int64", "shape": [2, 2]}
+        asked = {"target_prompt_logprobs": tensor, "topk_sample_logprobs": 3}
+        await one.result(await one.post("asample", sample(sampler) | asked))
+        (request,) = one.engines.samples
+        assert request.targets is not None
+        assert request.targets.tolist() == [[4, -1], [-1, 5]]
+        assert request.top_logprobs == 3
+
+    run(work)
 
 
 def test_weights_saved_for_sampling_outlive_the_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,8 @@ def test_tokens_to_score_are_read_and_their_log_probs_have_the_same_form(tensor:
         ({"data": [0, 0, 0, 0, 0, 512]}, "token 512 is not in the vocabulary of 512"),
         ({"data": [0, 0, -2, 0, 0, 0]}, "token -2 is not in the vocabulary"),
         ({"data": [0, 0, 1 << 80, 0, 0, 0]}, "above the range of int64"),
+        ({"data": [1, 2], "sparse_crow_indices": [0, 2, 2, 2], "sparse_col_indices": [1, 1]}, "must rise"),
+        ({"data": [1, -1], "sparse_crow_indices": [0, 2, 2, 2], "sparse_col_indices": [0, 1]}, "-1 is listed"),
         ({"sparse_crow_indices": [0, 1]}, "the CSR indices do not fit shape [3, 2] with 6 values"),
     ],
 )
@@ -191,6 +193,17 @@ def test_tokens_to_score_that_do_not_fit_are_refused(changed: dict[str, object],
     with pytest.raises(BadRequest) as refused:
         prompt_targets(msgspec.convert(good | changed, bodies.TensorBody), 3, LIMITS)
     assert text in str(refused.value)
+
+
+def test_the_places_of_a_sparse_tensor_are_bounded_before_there_is_memory_for_them() -> None:
+    tensor = {"data": [], "shape": [1 << 18, 64], "sparse_crow_indices": [0] * ((1 << 18) + 1)}
+    body = msgspec.convert(tensor | {"dtype": "int64", "sparse_col_indices": []}, bodies.TensorBody)
+    tracemalloc.start()
+    with pytest.raises(BadRequest, match="16777216 places, and at most 1048576 are possible"):
+        prompt_targets(body, 1 << 18, LIMITS)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_the_likeliest_tokens_of_samples_and_prompts() -> None:
