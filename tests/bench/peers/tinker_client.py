@@ -76,7 +76,7 @@ def beside_a_queue(model: str, rank: int, trainer: Any, tokens: int) -> dict[str
     queue = [trainer.forward_backward(large, loss_fn="cross_entropy") for _ in range(QUEUED)]
     queue[0].result()
     delayed = [took(small_trainer, small) for _ in range(3)]
-    waiting = sum(not one.done() for one in queue)
+    waiting = sum(not one.future().done() for one in queue)
     for one in queue:
         one.result()
     return {"small_s": statistics.median(own), "turn_s": turn, "delayed_s": delayed, "still_queued": waiting}
