@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -39,6 +39,7 @@ ADAPTERS = {
     2: AdapterSpec(rank=8, alpha=32.0, seed=2, groups=ALL),
     3: AdapterSpec(rank=32, alpha=8.0, seed=3, groups=["mlp", "unembed"]),
 }
+ALL_WEIGHTS = dict.fromkeys(ADAPTERS, AdapterSpec(rank=0, alpha=32.0, seed=0, groups=[]))
 ADAM = AdamW(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, clip_norm=0.5)
 LOSSES = {
     1: client_loss("cross_entropy", {}),
@@ -57,6 +58,14 @@ def with_slots(run: RunDir) -> RunDir:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:
     made = with_slots(made_run(tmp_path))
+    yield made
+    made.remove_volatile()
+
+
+@pytest.fixture
+def whole_run(tmp_path: Path) -> Iterator[RunDir]:
+    """A run without slots, whose clients train all weights."""
+    made = made_run(tmp_path)
     yield made
     made.remove_volatile()
 
@@ -115,9 +124,11 @@ async def models_of(bench: Bench, incarnation: int) -> Models:
     return models
 
 
-async def clients_of(bench: Bench, models: Models, *wanted: int, first: int = 0) -> list[Client]:
+async def clients_of(
+    bench: Bench, models: Models, *wanted: int, first: int = 0, specs: Mapping[int, AdapterSpec] = ADAPTERS
+) -> list[Client]:
     for model in wanted:
-        assert await models.open_model(model, ADAPTERS[model]) == 0
+        assert await models.open_model(model, specs[model]) == 0
     return [Client(bench, models, model, first) for model in wanted]
 
 
@@ -128,9 +139,11 @@ def same(first: dict[str, Array], second: dict[str, Array]) -> bool:
 STEPS = 3
 
 
-async def alone(bench: Bench, models: Models, model: int) -> dict[str, Array]:
+async def alone(
+    bench: Bench, models: Models, model: int, specs: Mapping[int, AdapterSpec] = ADAPTERS
+) -> dict[str, Array]:
     """Train a model by itself and return its weights."""
-    (client,) = await clients_of(bench, models, model, first=1000)
+    (client,) = await clients_of(bench, models, model, first=1000, specs=specs)
     for step in range(STEPS):
         for part in range(2):
             await client.accumulate(2 * step + part)
@@ -315,13 +328,21 @@ def test_a_saved_model_continues_with_the_same_bits_and_another_one_is_refused(r
 
 
 def test_two_ranks_fail_together_and_replay_a_step_after_one_of_them_dies(run: RunDir) -> None:
+    two_ranks_replay(run, ADAPTERS)
+
+
+def test_two_ranks_that_divide_whole_models_replay_a_step_after_one_of_them_dies(whole_run: RunDir) -> None:
+    two_ranks_replay(whole_run, ALL_WEIGHTS)
+
+
+def two_ranks_replay(run: RunDir, specs: Mapping[int, AdapterSpec]) -> None:
     async def scenario(group: WorkerGroup) -> None:
         async with bench_of(run) as bench:
             alive = asyncio.create_task(group.keep_alive())
             models = Models(await driver_of(bench, Layout(2), 5))
             await models.take_over()
-            expected = await alone(bench, models, 2)
-            first, other = await clients_of(bench, models, 2, 1)
+            expected = await alone(bench, models, 2, specs)
+            first, other = await clients_of(bench, models, 2, 1, specs=specs)
             ids = np.array([5, 6, 7])
             for step in range(STEPS):
                 await first.accumulate(2 * step)
@@ -335,8 +356,8 @@ def test_two_ranks_fail_together_and_replay_a_step_after_one_of_them_dies(run: R
                         await models.optim_step(2, ADAM)
                     held = await taken_over(models)
                     assert held == {1: 0, 2: 1}
-                    await models.resume(2, ADAPTERS[2], 1)
-                    await models.resume(1, ADAPTERS[1], 0)
+                    await models.resume(2, specs[2], 1)
+                    await models.resume(1, specs[1], 0)
                     for batch, loss in first.since:
                         await models.forward_backward(2, batch, loss)
                 await first.accumulate(2 * step + 1)
