@@ -16,7 +16,9 @@ class FairTurns:
         """`quantum` is what a competitor may spend in one turn; no call may cost more."""
         self._quantum = quantum
         self._deficits: dict[str, int] = {}
-        """The competitors in the order of their turns, with what each may still spend. The first one has its turn."""
+        """The competitors in the order of their turns, with what each may still spend."""
+        self._turn = ""
+        """The competitor whose turn has begun; it is the first one."""
 
     def pick(self, costs: Mapping[str, int]) -> str:
         """Return whose call is next. `costs` are the costs of the next calls of all who have one, at least one."""
@@ -24,12 +26,17 @@ class FairTurns:
             del self._deficits[name]  # who has nothing to do saves nothing for later
         for name in costs:
             self._deficits.setdefault(name, 0)
+        if self._turn not in self._deficits:
+            self._turn = ""
         while True:
             name = next(iter(self._deficits))
+            if name != self._turn:
+                self._turn = name
+                self._deficits[name] += self._quantum
             if self._deficits[name] >= min(costs[name], self._quantum):
                 return name
-            left = self._deficits.pop(name)
-            self._deficits[name] = left + self._quantum
+            self._deficits[name] = self._deficits.pop(name)
+            self._turn = ""
 
     def spend(self, name: str, cost: int) -> None:
         """Note that the call of `name` was made."""

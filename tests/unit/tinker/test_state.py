@@ -6,6 +6,7 @@ from services.policy_trainer.tinker.errors import BadRequest, NotThere
 from services.policy_trainer.tinker.events import Beat, ClockTick, Fetched, Step, Stopping, WorkersReady
 from services.policy_trainer.tinker.records import RequestKind
 from services.policy_trainer.tinker.state import FETCHED_S, GAP_S, IDLE_S, KEEP_S, QUANTUM_TOKENS
+from services.policy_trainer.tinker.turns import FairTurns
 from tests.unit.tinker.workers import Workers, ready, state
 
 FB, FWD, STEP = RequestKind.FORWARD_BACKWARD, RequestKind.FORWARD, RequestKind.OPTIM_STEP
@@ -187,6 +188,16 @@ def test_a_client_with_much_work_delays_another_by_a_quantum_at_most() -> None:
     workers.go_on()
     before = [call for call in workers.calls[: [call.model for call in workers.calls].index(small)]]
     assert sum(512 * (call.piece[1] - call.piece[0]) for call in before) <= QUANTUM_TOKENS
+
+
+def test_whoever_comes_during_a_call_of_another_is_next() -> None:
+    turns = FairTurns(100)
+    for _ in range(3):
+        assert turns.pick({"much": 100}) == "much"
+        turns.spend("much", 100)
+        # While that call runs, another one arrives. It is served before the next call of the first.
+        assert turns.pick({"much": 100, "small": 1}) == "small"
+        turns.spend("small", 1)
 
 
 def test_keys_with_equal_work_get_equal_shares_however_many_models_they_have() -> None:
