@@ -268,11 +268,11 @@ class Sampler:
         """Return an engine's result. Loads the version if the engine lacks it; the base, once it is published."""
         client = self._client_of(ENGINE, engine)
         until = asyncio.get_running_loop().time() + request.allowance_s
+        prompt = {"token_ids": np.asarray(request.token_ids, np.int32)}
+        prompt |= {} if request.targets is None else {"targets": request.targets}
         for left in reversed(range(LOADS)):
             base_is_version = self._first is not None and self._first.kind == WeightsKind.FULL
             version = self._first if request.version is None and base_is_version else request.version
-            prompt = {"token_ids": np.asarray(request.token_ids, np.int32)}
-            prompt |= {} if request.targets is None else {"targets": request.targets}
             asked = SampleTokens(
                 name=name,
                 task_id="" if version is None else version.task_id,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
-from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response, StreamingResponse
 
 from services.policy_trainer.tinker import bodies
 from services.policy_trainer.tinker.errors import BadRequest, NotThere
@@ -26,6 +27,8 @@ from services.policy_trainer.tinker.trainer import weights_folder
 
 BODY_BYTES = 64 << 10
 MOST_LISTED = 1000
+PART_BYTES = 1 << 20
+"""Size of the parts in which an archive is sent."""
 
 
 class CheckpointHandlers:
@@ -111,8 +114,8 @@ class CheckpointHandlers:
     async def archive(self, request: Request) -> Response:
         """Return the folder of a checkpoint, as a tar file."""
         folder = self._server.folder / self._named(request).folder
-        file = await asyncio.to_thread(_tar, folder)
-        return FileResponse(file, media_type="application/x-tar", background=BackgroundTask(file.unlink))
+        file, size = await asyncio.to_thread(_tar, folder)
+        return StreamingResponse(_parts(file), media_type="application/x-tar", headers={"content-length": str(size)})
 
     def _named(self, request: Request) -> SavedWeights:
         names = request.path_params
@@ -167,16 +170,22 @@ def _page(request: Request, things: list[Any]) -> tuple[list[Any], dict[str, int
     return things[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(things)}
 
 
-def _tar(folder: Path) -> Path:
-    """Write the folder into a temporary file, and return it."""
-    with tempfile.NamedTemporaryFile(suffix=".tar", delete=False) as file:
-        try:
-            with tarfile.open(fileobj=file, mode="w") as archive:
-                archive.add(folder, arcname=".")
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    return Path(file.name)
+def _tar(folder: Path) -> tuple[IO[bytes], int]:
+    """Return the folder as a tar file, which is gone once it is closed, and the file's size in bytes."""
+    with ExitStack() as on_failure:
+        file = on_failure.enter_context(tempfile.TemporaryFile(dir=folder.parent))
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            archive.add(folder, arcname=".")
+        size = file.tell()
+        file.seek(0)
+        on_failure.pop_all()
+    return file, size
+
+
+def _parts(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield a file in parts, and close it."""
+    with file:
+        yield from iter(partial(file.read, PART_BYTES), b"")
 
 
 def _time(at: float) -> str:

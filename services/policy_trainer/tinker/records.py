@@ -44,7 +44,7 @@ class Session(msgspec.Struct, kw_only=True):
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """The adapter of a model, as its client asked for it."""
 
-    rank: int  # 0: there is none, and all weights are trained
+    rank: int  # 0 if all weights are trained instead of an adapter
     seed: int
     groups: list[str]  # of attention, mlp and unembed; empty if there is no adapter
 

@@ -18,7 +18,7 @@ class FairTurns:
         self._deficits: dict[str, int] = {}
         """The competitors in the order of their turns, with what each may still spend."""
         self._turn = ""
-        """The competitor whose turn has begun; it is the first one."""
+        """The competitor whose turn began last."""
 
     def pick(self, costs: Mapping[str, int]) -> str:
         """Return whose call is next. `costs` are the costs of the next calls of all who have one, at least one."""
@@ -26,8 +26,6 @@ class FairTurns:
             del self._deficits[name]  # who has nothing to do saves nothing for later
         for name in costs:
             self._deficits.setdefault(name, 0)
-        if self._turn not in self._deficits:
-            self._turn = ""
         while True:
             name = next(iter(self._deficits))
             if name != self._turn:

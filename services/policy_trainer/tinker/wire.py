@@ -27,7 +27,7 @@ MOST_DATUMS = 1024
 MOST_TARGETS = 64
 """Maximum number of target tokens at one position."""
 MOST_CELLS = 1 << 20
-"""Maximum number of places in a tensor of tokens to score, also of a sparse one."""
+"""Maximum number of elements in a tensor of tokens to score, whether sparse or dense."""
 _DTYPES: Mapping[int, str] = MappingProxyType({1: "<f4", 2: "<i8", 3: "<i4", 4: "<u2"})
 """numpy's names of the types of tensors. 4 is bfloat16, whose bits are read as integers."""
 _BFLOAT16 = 4
@@ -230,8 +230,8 @@ def forward_backward_output(logprobs: Sequence[Array], metrics: Mapping[str, flo
 
 
 def sample_response(result: SampledPrompt, targets: Array | None = None, *, sparse: bool = False) -> bytes:
-    """Return the result of a sample. `targets` int32 [T - 1, K] are those whose log-probs the result has, and `sparse`
-    says whether their tensor is sparse, too."""
+    """Return the result of a sample. `targets` int32 [T - 1, K] are the tokens whose log-probs the
+    result has. If `sparse`, these are returned as a sparse tensor."""
     response = protobuf.new("SampleResponse")
     for sequence in result.sequences:
         part = response.sequences.add(

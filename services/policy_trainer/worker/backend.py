@@ -106,7 +106,7 @@ class Backend(Protocol):
     base: Base | None
     """The weights over which the trained adapter lies, on rank 0; None if all weights are trained."""
     slots: Slots | None
-    """What clients' models are; None if there cannot be any."""
+    """How this backend holds the models of a server's clients; None if it cannot train any."""
 
     @property
     def called(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What the models of a server's clients are: adapters in slots of one larger rank on all adapted layers of a model, or
+"""The models of a server's clients: either adapters, in slots of one larger rank on all adapted layers of a model, or
 all weights of the model.
 
 A smaller adapter is padded with zeros: rows of A, columns of B, and whole layers. The padding changes neither outputs
@@ -105,7 +105,7 @@ class AdapterSlots:
 
 
 class WholeModel:
-    """What `AdapterSlots` is for a model without adapters, all weights of which a client trains."""
+    """Takes the place of `AdapterSlots` if clients train all weights of a model."""
 
     def check(self, spec: AdapterSpec) -> None:
         """Raise RpcError(bad_request) for an adapter."""

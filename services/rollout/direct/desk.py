@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -58,19 +57,6 @@ _INT32 = np.dtype(np.int32)
 T = TypeVar("T")
 
 
-@dataclass
-class _Abandoned:
-    """Tells the parts of a request that its caller no longer waits."""
-
-    cancel: threading.Event = field(default_factory=threading.Event)
-    """Set at the end of sampling, too."""
-    is_abandoned: bool = False
-
-    def abandon(self) -> None:
-        self.is_abandoned = True
-        self.cancel.set()
-
-
 class SampleDesk:
     """Samples for a server. It is used only on the service's loop."""
 
@@ -100,8 +86,8 @@ class SampleDesk:
         self._hang_s = hang_s
         self._calls = 0
         """Number of calls that the engine is computing."""
-        self._open: dict[str, _Abandoned] = {}
-        """What abandons the open requests, by name."""
+        self._open: dict[str, threading.Event] = {}
+        """The events that abandon the open requests, by name."""
         self.samples = 0
         """Number of open samples."""
 
@@ -116,7 +102,7 @@ class SampleDesk:
                 return await self._sample(request)
             case CancelSampling():
                 if request.name in self._open:
-                    self._open[request.name].abandon()
+                    self._open[request.name].set()
             case RenderPrompt():
                 return await self._render(request)
         return Ack()
@@ -147,18 +133,18 @@ class SampleDesk:
                 f"{self._name}: {self.samples} samples are open, and {request.samples} more exceed {OPEN_SAMPLES}",
                 retry_after_s=BUSY_S,
             )
-        abandoned = self._open[request.name] = _Abandoned()
+        cancel = self._open[request.name] = threading.Event()
         self.samples += request.samples
         try:
             with self._versions.using((request.task_id, request.fence)) as held:
-                return await self._sampled(request, held, abandoned)
+                return await self._sampled(request, held, cancel)
         except GenerationCancelled:
             raise RpcError(ErrorCode.LOST, f"{self._name}: request {request.name} was abandoned") from None
         finally:
             self.samples -= request.samples
             self._open.pop(request.name, None)
 
-    async def _sampled(self, request: SampleTokens, held: HeldWeights, abandoned: _Abandoned) -> SampledTokens:
+    async def _sampled(self, request: SampleTokens, held: HeldWeights, cancel: threading.Event) -> SampledTokens:
         given = await self._parcels.unpack(request.prompt)
         prompt = given.get("token_ids", np.zeros(0, _INT32))
         limit = self._check_prompt(prompt, request)
@@ -189,12 +175,13 @@ class SampleDesk:
         async with self._gate.beside():
             try:
                 prompts = [Prompt("", prompt.tolist())]
-                (group,) = await self._computed(self._engine.generate(prompts, sampling, abandoned.cancel))
-            finally:
-                abandoned.cancel.set()  # the rows of a caller that no longer waits are freed
+                (group,) = await self._computed(self._engine.generate(prompts, sampling, cancel))
+            except BaseException:
+                cancel.set()  # the rows of a caller that no longer waits are freed
+                raise
         arrays |= _joined(group, held)
         if request.top_logprobs:
-            arrays |= await self._sample_tops(prompt, group, held.swaps, request.top_logprobs, abandoned)
+            arrays |= await self._sample_tops(prompt, group, held.swaps, request.top_logprobs, cancel)
         texts: list[str] = []
         if request.texts:
             ids, stop = [each.token_ids.tolist() for each in group], tuple(request.stop)
@@ -203,8 +190,8 @@ class SampleDesk:
         return SampledTokens(parcel=parcel, reasons=[str(each.finish_reason) for each in group], texts=texts)
 
     async def _packed(self, arrays: dict[str, Array]) -> Parcel:
-        """Raises RpcError(internal) if the store has no room for the result: it would have none the next time, either,
-        and the samples would be computed again and again."""
+        """Return the parcel of a result. Raises RpcError(internal), after which no one samples again, if the store has
+        no room for it."""
         try:
             return await self._parcels.pack(arrays)
         except RpcError as error:
@@ -241,12 +228,12 @@ class SampleDesk:
         return PromptScores(nothing.reshape(0), nothing.astype(_INT32), nothing, np.zeros(targets.shape, np.float32))
 
     async def _sample_tops(
-        self, prompt: Array, group: list[Generation], swaps: int, top: int, abandoned: _Abandoned
+        self, prompt: Array, group: list[Generation], swaps: int, top: int, cancel: threading.Event
     ) -> dict[str, Array]:
         """Return the likeliest tokens at the places of the sampled ones, from a pass over each whole sample."""
         scores = []
         for sample in group:
-            if abandoned.is_abandoned:
+            if cancel.is_set():
                 raise GenerationCancelled
             whole = np.concatenate([prompt, sample.token_ids])
             scores.append(await self._scores(whole, swaps, top, no_targets(whole)))

@@ -155,7 +155,7 @@ class NamedVersions:
     def _room(self, wanted: Name) -> Name | None:
         """Return the version that was used least recently, which makes room for another, or None if there is room.
 
-        Raises RpcError(busy) if there is none.
+        Raises RpcError(busy) if no version may leave yet.
         """
         if len(self) < self._places:
             return None

@@ -1,11 +1,12 @@
-"""Versions share the places of an engine: each gets turns, and none takes another's place for ever."""
+"""Versions share the places of an engine, on a virtual clock: each gets turns, and none waits for ever."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from contextlib import suppress
+from random import Random
 from typing import Any, cast
 
 import numpy as np
@@ -16,12 +17,13 @@ from services.rollout.direct import named
 from services.rollout.direct.gate import ScoreGate
 from services.rollout.direct.named import NamedVersions
 from shared.rpc.errors import RpcError
+from tests.sim.clock import VirtualLoop
 
-LOAD_S, SAMPLE_S = 0.03, 0.005
+LOAD_S, SAMPLE_S = 3.0, 0.5
 
 
 class Stand:
-    """What stands for the engine, the stores and the proof of weights."""
+    """Stands in for the engine, the stores and the proof of weights."""
 
     def __init__(self) -> None:
         self.swaps = 0
@@ -51,10 +53,14 @@ def versions_of(stand: Stand, places: int) -> NamedVersions:
     return NamedVersions(one, one, one, ScoreGate(needed=False), places)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("BUSY_S", 0.01), ("WAITS_S", 0.05), ("TURN_S", 0.05), ("IDLE_S", 0.01)):
-        monkeypatch.setattr(named, name, seconds)
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    loop = VirtualLoop(Random(0))
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(scenario)
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 async def sample(versions: NamedVersions, of: WeightsRef) -> None:
@@ -85,16 +91,16 @@ def test_versions_that_are_always_asked_for_take_turns_in_one_place(clients: int
                 done[number] += 1
 
         tasks = [asyncio.create_task(client(number)) for number in range(1, clients + 1) for _ in range(3)]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while len(done) < clients or min(done.values()) < 20:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(SAMPLE_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert stand.loads <= done.total() / 3
         assert stand.fetched <= stand.loads + clients  # nobody fetches before there is room
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_a_version_that_nobody_uses_gives_its_place_up_at_once() -> None:
@@ -107,7 +113,7 @@ def test_a_version_that_nobody_uses_gives_its_place_up_at_once() -> None:
             assert stand.loads == number
         await versions.load(ref(9))  # and without waiting, as nobody uses the last one
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_a_version_has_its_first_use_before_another_takes_its_place() -> None:
@@ -122,7 +128,7 @@ def test_a_version_has_its_first_use_before_another_takes_its_place() -> None:
         await sample(versions, ref(2))
         assert stand.loads == 2
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_a_caller_that_no_longer_asks_loses_its_place_in_the_order() -> None:
@@ -136,4 +142,4 @@ def test_a_caller_that_no_longer_asks_loses_its_place_in_the_order() -> None:
         with versions.using((ref(1).task_id, 1)):
             pass
 
-    asyncio.run(scenario())
+    run(scenario())

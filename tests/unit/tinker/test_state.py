@@ -190,7 +190,7 @@ def test_a_client_with_much_work_delays_another_by_a_quantum_at_most() -> None:
     assert sum(512 * (call.piece[1] - call.piece[0]) for call in before) <= QUANTUM_TOKENS
 
 
-def test_whoever_comes_during_a_call_of_another_is_next() -> None:
+def test_a_competitor_that_arrives_during_a_call_is_served_before_the_next_one() -> None:
     turns = FairTurns(100)
     for _ in range(3):
         assert turns.pick({"much": 100}) == "much"
