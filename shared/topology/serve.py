@@ -156,15 +156,19 @@ def misplaced(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 def check(serve: Serve, services: Services, placement: Placement) -> Found:
     """Yield what is wrong with the section and what a server cannot work with, apart from the contents of the file of
     keys (`read_keys`)."""
-    trainer, rollout = services.policy_trainer, services.rollout
+    trainer, rollout, whole = services.policy_trainer, services.rollout, serve.full_training
     if trainer.backend != "torch":
-        message = f"{trainer.backend} has no adapters, which a server's clients train; use torch"
-        yield ("services", "policy-trainer", "backend"), message
+        why = "cannot switch between clients' models" if whole else "has no adapters, which a server's clients train"
+        yield ("services", "policy-trainer", "backend"), f"{trainer.backend} {why}; use torch"
     if rollout.engine == "openai":
-        message = "openai cannot prove that its server computes with an adapter of a client; use transformers or vllm"
+        what = "the weights" if whole else "an adapter"
+        message = f"openai cannot prove that its server computes with {what} of a client; use transformers or vllm"
         yield ("services", "rollout", "engine"), message
     if rollout.weights != "shards":
-        message = f"{rollout.weights} is for whole models, but a server's clients train adapters; use shards"
+        why = "sends only the newest version of one model" if whole else "is for whole models"
+        message = (
+            f"{rollout.weights} {why}, but a server's clients train {'several' if whole else 'adapters'}; use shards"
+        )
         yield ("services", "rollout", "weights"), message
     if placement.colocate:
         yield ("placement", "colocate"), "a server's trainer and engines do not take turns on devices; leave it out"

@@ -81,6 +81,20 @@ def test_what_a_server_cannot_do_is_refused(override: str, says: str) -> None:
     assert any(says in problem for problem in problems(override))
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("services.policy-trainer.backend=megatron", "megatron cannot switch between clients' models; use torch"),
+        ("services.rollout.engine=openai", "openai cannot prove that its server computes with the weights of a client"),
+        ("services.rollout.weights=gloo", "gloo sends only the newest version of one model, but a server's clients"),
+    ],
+)
+def test_refusals_of_a_server_that_trains_all_weights_do_not_speak_of_adapters(override: str, says: str) -> None:
+    found = problems("serve.full_training=true", override)
+    assert any(says in problem for problem in found)
+    assert not any("adapter" in problem for problem in found)
+
+
 def test_an_address_that_others_reach_is_accepted_with_keys(tmp_path: Path) -> None:
     topology = load(SERVE, ["serve.listen=0.0.0.0:8787", f"serve.keys={tmp_path / 'keys'}"])
     assert topology.serve is not None
