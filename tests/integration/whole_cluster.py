@@ -20,6 +20,8 @@ import numpy as np
 from proto import blockfile
 from proto.tensors import Array
 from shared.rundir import RunDir
+from tests.integration import warm
+from tests.integration.forks import Fork
 from tests.integration.tiny.harness import ROOT, status_of
 
 POLL_S = 0.05
@@ -30,7 +32,7 @@ T = TypeVar("T")
 class Cluster:
     """A launcher, its run directory, and the deadline of the test (monotonic seconds)."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     path: Path
     until: float
 
@@ -123,28 +125,35 @@ def cluster(
     calls: bool = True,
     launcher: str = "launch.cluster",
     environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> Iterator[Cluster]:
     """Run `topology`, or resume the run in `folder`; kill all remaining processes at the end.
 
     Unless `calls`, reward functions are not called before the run starts. `launcher` is the module that launches the
-    run, and `environment` is added to this process's environment variables.
+    run, in the folder `cwd`, and `environment` is added to this process's environment variables. Most launchers get a
+    spare from this session (`tests.integration.warm`).
     """
     path = folder / "run"
     path.mkdir(parents=True, exist_ok=resume)
-    command = [sys.executable, "-m", launcher, str(topology), "--run-dir", str(path)]
+    command = [launcher, str(topology), "--run-dir", str(path)]
     command += ["--resume"] * resume + ["--no-call"] * (not calls)
     for override in overrides:
         command += ["--set", override]
+    variables = {**os.environ, **(environment or {})}
+    process: subprocess.Popen[bytes] | Fork
     with (path / "cluster.out").open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        if "LD_PRELOAD" in variables or "run.spares=false" in overrides:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                cwd=cwd,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        else:
+            process = warm.started(command, variables, output, cwd)
     try:
         yield Cluster(process, path, time.monotonic() + limit_s)
     finally:

@@ -20,7 +20,7 @@ from tests.bench.own_process import run as run_command
 from tests.bench.smoke_gpu import LIMITS_S, WITHOUT_GPU, run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checks_that_need_no_gpu_measure_something() -> None:
     command = [sys.executable, "-m", "tests.bench.smoke_gpu", "--device", "cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     # TransferQueue's defaults, and one block of all tasks, as in its own performance test.
     "transfer-queue": {"threads": 8, "io_threads": 8, "units": 2, "block_tasks": 1024},
 }
-QUIET_S, QUIET_CORES, SETTLE_S = 1.0, 0.05, 60.0
+QUIET_S, QUIET_CORES, SETTLE_S = 1.0, 0.05, 240.0
 Round = dict[str, float]
 Block = dict[str, np.ndarray]
 """One array for each key, with a row for each task of the block."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,6 +35,7 @@ from shared.rpc.client import Client
 from shared.rundir import RunDir, service_name
 from shared.tensors_torch import to_numpy, to_torch
 from shared.weights.drill import canary_tokens, perturb
+from tests.integration.forks import Fork, piped
 from tests.weights_refs import weights_ref
 
 REPOSITORY = Path(__file__).parents[3]
@@ -67,17 +65,12 @@ class Processes:
 
     run: RunDir
     folder: Path
-    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    running: dict[str, Fork] = field(default_factory=dict)
 
     def start(self, module: str, program: str = "", *words: str) -> None:
         """Start `python -m services.<module>`, or `program` if given, in `folder`; `words` follow the run argument."""
-        self.running[module] = subprocess.Popen(
-            [sys.executable, "-m", program or f"services.{module}", "--run", str(self.run.path), *words],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
+        words = ("--run", str(self.run.path), *words)
+        self.running[module] = piped(program or f"services.{module}", *words, folder=self.folder)
 
     def end(self, module: str, number: int = signal.SIGTERM, timeout_s: float = 20) -> tuple[int, str, float]:
         """Signal the process and wait for it; return (exit status, stderr, seconds)."""

@@ -28,10 +28,10 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 TOPOLOGIES = Path(__file__).resolve().parents[3] / "launch" / "topologies"
-STEPS, LEARNING_STEPS = 16, 48
-TASKS = 64
+STEPS, LEARNING_STEPS = 12, 48
+TASKS = 32
 HURT_AFTER = 5
-LONG_ROW = 500
+LONG_ROW = 250
 EARLY_TOKENS = 2
 """Maximum number of tokens for a sample to count as unfinished. An answer is a sum, two or three digits long, and an
 end token.
@@ -122,7 +122,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     _write_rows(folder / "rows.jsonl")
     rows = [f"data.train.source=jsonl:{folder}/rows.jsonl", "data.train.shuffle=false"]
     noted = "services.rollout.partial_s=0.001"  # A note is written after every step.
-    overrides = [*_overrides("vllm", STEPS), *rows, "services.rollout.weights=gloo", noted]
+    more = [f"algorithm.tasks_per_step={TASKS}", "services.rollout.weights=gloo", noted]
+    overrides = [*_overrides("vllm", STEPS), *rows, *more]
     with cluster(TOPOLOGIES / "quickstart.yaml", folder, *overrides, limit_s=580) as run:
         result = Seen(run)
         run.wait_for("the first steps", lambda: len(run.rows()) >= HURT_AFTER)

@@ -8,8 +8,6 @@ import json
 import math
 import re
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.data.open import open_source
+from tests.integration.whole_cluster import cluster
 from tests.metric_names import undocumented
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -38,11 +37,8 @@ def loss(cur, anchor, tokens, *, worth):
 
 def run(topology: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
     """Run `topology` and return the rows of metrics.jsonl; functions named by import path are found in `folder`."""
-    command = [sys.executable, "-m", "launch.cluster", str(TOPOLOGIES / topology), "--run-dir", str(folder / "run")]
-    for override in overrides:
-        command += ["--set", override]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    with cluster(TOPOLOGIES / topology, folder, *overrides, limit_s=240, cwd=folder) as launched:
+        assert launched.end() == 0, launched.output()
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert not undocumented(name for row in rows for name in row)
     return rows

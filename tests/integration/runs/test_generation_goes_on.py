@@ -15,6 +15,8 @@ import pytest
 from tests.bench.time_line import Span, common_s, merged, watch
 from tests.integration.whole_cluster import cluster
 
+pytestmark = pytest.mark.long
+
 STEPS = 11
 EVERY = 4
 ROWS, SAMPLES = 256, 2

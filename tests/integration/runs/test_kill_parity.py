@@ -154,6 +154,7 @@ def test_a_run_that_loses_the_end_of_its_journal_gives_bit_identical_results(und
     assert parity.differences(undisturbed, run.path) == []
 
 
+@pytest.mark.long
 def test_shards_damaged_in_any_state_are_recreated_and_the_results_are_bit_identical(
     undisturbed: Path, tmp_path: Path
 ) -> None:

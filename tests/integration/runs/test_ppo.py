@@ -73,6 +73,7 @@ SMALL = (
 TOGETHER = "placement.colocate=[policy-trainer, critic, reference, rollout]"
 
 
+@pytest.mark.long
 def test_models_that_take_turns_on_one_device_learn_the_same_bits_as_apart(tmp_path: Path) -> None:
     weights: list[dict[str, dict[str, np.ndarray]]] = []
     for name, more in (("apart", ()), ("together", (TOGETHER,))):

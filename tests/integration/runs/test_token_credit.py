@@ -36,6 +36,7 @@ def test_rewards_of_turns_become_advantages_of_their_tokens(tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     overrides = (
         "run.steps=2",
+        "data.eval={}",
         "algorithm.tasks_per_step=8",
         "algorithm.group_size=2",
         "algorithm.advantage={name: 'mine:credit', per: token, whiten: none, params: {factor: 2.0}}",

@@ -161,6 +161,7 @@ def test_the_version_that_was_used_least_recently_leaves_but_never_one_that_a_re
         async with started(published) as made:
             await made.load(first)
             await made.load(second)
+            await made.sample(second)
             await made.sample(first)
             await made.load(third)  # in place of the second
             assert (await refused(made.sample(second))).code == ErrorCode.MISSING

@@ -80,8 +80,12 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def alone(made: Watched, prompts: list[Prompt], chosen: SamplingParams) -> list[list[Generation]]:
-    """Return the samples of each prompt without a table or cache: one pass over the whole text per token."""
-    return [_alone(made.model, prompt, chosen) for prompt in prompts]
+    """Return the samples of each prompt without a table or cache: one pass over the whole text per token. They do not
+    depend on the table, so they are computed once for all of its kinds."""
+    return [_found.get((str(prompt), chosen)) or _alone(made.model, prompt, chosen) for prompt in prompts]
+
+
+_found: dict[tuple[str, SamplingParams], list[Generation]] = {}
 
 
 @torch.inference_mode()
@@ -99,10 +103,11 @@ def _alone(model: Any, prompt: Prompt, chosen: SamplingParams) -> list[Generatio
         ids = torch.cat([ids, new], 1)
     sampled, logprobs = ids[:, len(prompt.token_ids) :].numpy(), torch.cat(found, 1).numpy()
     ends = [(row == EOS).argmax() + 1 if EOS in row else steps for row in sampled]
-    return [
+    _found[str(prompt), chosen] = [
         Generation(row[:end], values[:end], "stop" if EOS in row else "length", row[:0])
         for row, values, end in zip(sampled, logprobs, ends, strict=True)
     ]
+    return _found[str(prompt), chosen]
 
 
 def ids(groups: list[list[Generation]]) -> list[list[list[int]]]:
