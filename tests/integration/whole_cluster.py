@@ -130,8 +130,8 @@ def cluster(
     """Run `topology`, or resume the run in `folder`; kill all remaining processes at the end.
 
     Unless `calls`, reward functions are not called before the run starts. `launcher` is the module that launches the
-    run, in the folder `cwd`, and `environment` is added to this process's environment variables. Most launchers get a
-    spare from this session (`tests.integration.warm`).
+    run, in the folder `cwd`, and `environment` is added to this process's environment variables. Without it, the
+    launcher gets a spare from this session (`tests.integration.warm`).
     """
     path = folder / "run"
     path.mkdir(parents=True, exist_ok=resume)
@@ -142,7 +142,8 @@ def cluster(
     variables = {**os.environ, **(environment or {})}
     process: subprocess.Popen[bytes] | Fork
     with (path / "cluster.out").open("wb") as output:
-        if "LD_PRELOAD" in variables or "run.spares=false" in overrides:
+        # Variables may change how Python or the loader starts a process, which a fork does not show.
+        if environment or "LD_PRELOAD" in variables or "run.spares=false" in overrides:
             process = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 cwd=cwd,

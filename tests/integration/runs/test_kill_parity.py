@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with parity.start(folder, "run.spares=false") as run:
+    with parity.start(folder) as run:
         assert run.end() == 0, run.output()
         assert run.rows()[-1]["step"] == parity.STEPS
         assert {row["rollout/staleness_max"] for row in run.rows()[1:]} == {1.0}
@@ -47,7 +47,7 @@ def test_a_run_with_two_engines_and_every_service_killed_once_gives_bit_identica
     undisturbed: Path, tmp_path: Path
 ) -> None:
     """The second run has the same seed, but it has two engines and another route for the weights, and its services are
-    killed. Its processes are forked from a spare; those of the first run are not."""
+    killed."""
     kills = {2: ["rollout", "reference"], 4: ["batch-store", "scheduler"], 5: ["policy-trainer"]}
     kills |= {7: ["policy-trainer-worker", "monitor"]}
     with parity.start(tmp_path, "services.rollout.instances=2", "services.rollout.weights=gloo") as run:
@@ -67,7 +67,9 @@ def test_a_run_with_two_engines_and_every_service_killed_once_gives_bit_identica
 def test_a_worker_killed_long_after_its_checkpoint_replays_only_the_steps_after_its_snapshot(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    with parity.start(tmp_path, "checkpoint.every=100", "checkpoint.memory_every=4") as run:
+    """The processes of the second run are not forked from spares; those of the first run are."""
+    given = ("run.spares=false", "checkpoint.every=100", "checkpoint.memory_every=4")
+    with parity.start(tmp_path, *given) as run:
         run.wait_for("step 5", lambda: parity.committed(run, 5))
         parity.kill(run, "policy-trainer-worker")
         assert run.end() == 0, run.output()
