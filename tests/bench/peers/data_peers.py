@@ -30,7 +30,8 @@ SETTINGS: dict[str, dict[str, int]] = {
     # TransferQueue's defaults, and one block of all tasks, as in its own performance test.
     "transfer-queue": {"threads": 8, "io_threads": 8, "units": 2, "block_tasks": 1024},
 }
-QUIET_S, QUIET_CORES, SETTLE_S = 1.0, 0.05, 240.0
+QUIET_S, QUIET_CORES, SETTLE_S = 1.0, 0.02, 240.0
+"""Ray's processes have finished their imports once each uses at most QUIET_CORES on average: idle ones poll."""
 Round = dict[str, float]
 Block = dict[str, np.ndarray]
 """One array for each key, with a row for each task of the block."""
@@ -43,7 +44,7 @@ def settle() -> None:
     while time.monotonic() < until:
         time.sleep(QUIET_S)  # CPU time is measured over this interval.
         now = _children_cpu_s()
-        if now - before < QUIET_CORES * QUIET_S:
+        if now - before < QUIET_CORES * QUIET_S * len(psutil.Process().children(recursive=True)):
             return
         before = now
     raise SystemExit(f"data_peers: Ray's processes are still busy after {SETTLE_S:g} s")
