@@ -49,7 +49,7 @@ def test_rewards_that_hang_are_reported_on_the_console_with_the_line_they_hang_a
         running.wait_for("a notice", lambda: "rollout/0: rewards failing: " in running.output())
         began = time.monotonic()
         place = "my_failing_rewards.py:6"
-        running.wait_for("the console's line", lambda: f"{place})  step 0/3" in running.output())
+        running.wait_for("the console's line", lambda: f"(at {place})\n" in running.output())
         assert time.monotonic() - began < TOLD_S
         status = running.wait_for(
             "dropped tasks", lambda: found if (found := running.status()).get("dropped") else None
@@ -57,7 +57,7 @@ def test_rewards_that_hang_are_reported_on_the_console_with_the_line_they_hang_a
         assert set(status["dropped"]) == {"reward_failed"}
         assert set(status["lost"]) == {"timeout"}
         assert place in status["last_drop"]
-        running.wait_for("the counts", lambda: "dropped 4 (reward_failed 4)  lost samples" in running.output())
+        running.wait_for("the counts", lambda: "dropped tasks 4 (reward_failed 4)  lost samples" in running.output())
         traces = [line["exception"] for line in running.log("rollout") if line["event"] == "sample failed"]
         assert traces
         assert all("line 6 in hangs" in trace for trace in traces)
