@@ -17,7 +17,7 @@ from xdist.workermanage import WorkerController
 
 BACKGROUND = ("tests/golden/", "tests/property/", "tests/sim/", "tests/unit/")
 WORKERS = 2
-"""The number of workers in the background."""
+"""The number of workers in the background, which `make test` adds to JOBS."""
 NICENESS = 10
 PATIENCE = 10
 """Factor by which workers in the background extend the time limits of their tests."""

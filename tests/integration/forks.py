@@ -109,7 +109,7 @@ def piped(module: str, *arguments: str, folder: Path = ROOT) -> Fork:
 def _fork(command: list[str], output: IO[bytes], folder: Path) -> int:
     """Return the process id of a new fork."""
     ours, theirs = socket.socketpair()
-    order = json.dumps([["tests.integration.forks", str(folder), *command], {}]).encode()
+    order = json.dumps([["tests.integration.forks", str(folder), *command], child_environment(1)]).encode()
     orders = _spare()
     # This process is a subreaper only during the fork. Otherwise every orphan of the tests would become its child.
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -135,7 +135,7 @@ def _spare() -> socket.socket:
             pass_fds=(theirs.fileno(),),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
-            env=child_environment(1),
+            env=child_environment(1) | {"PYTHONPATH": str(ROOT)},  # a test's own variables come with each order
         )
     atexit.register(process.kill)
     ours.settimeout(WARM_S)

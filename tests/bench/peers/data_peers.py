@@ -44,21 +44,22 @@ def settle() -> None:
     while time.monotonic() < until:
         time.sleep(QUIET_S)  # CPU time is measured over this interval.
         now = _children_cpu_s()
-        if now - before < QUIET_CORES * QUIET_S * len(psutil.Process().children(recursive=True)):
+        if sum(now) - sum(before) < QUIET_CORES * QUIET_S * len(now):
             return
         before = now
     raise SystemExit(f"data_peers: Ray's processes are still busy after {SETTLE_S:g} s")
 
 
-def _children_cpu_s() -> float:
-    total = 0.0
+def _children_cpu_s() -> list[float]:
+    """Return the processor time of each process that this one started, directly or not."""
+    found = []
     for process in psutil.Process().children(recursive=True):
         try:
             times = process.cpu_times()
         except psutil.NoSuchProcess:
             continue
-        total += times.user + times.system
-    return total
+        found.append(times.user + times.system)
+    return found
 
 
 def measure(

@@ -82,7 +82,10 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def alone(made: Watched, prompts: list[Prompt], chosen: SamplingParams) -> list[list[Generation]]:
     """Return the samples of each prompt without a table or cache: one pass over the whole text per token. They do not
     depend on the table, so they are computed once for all of its kinds."""
-    return [_found.get((str(prompt), chosen)) or _alone(made.model, prompt, chosen) for prompt in prompts]
+    for prompt in prompts:
+        if (str(prompt), chosen) not in _found:
+            _found[str(prompt), chosen] = _alone(made.model, prompt, chosen)
+    return [_found[str(prompt), chosen] for prompt in prompts]
 
 
 _found: dict[tuple[str, SamplingParams], list[Generation]] = {}
@@ -103,11 +106,10 @@ def _alone(model: Any, prompt: Prompt, chosen: SamplingParams) -> list[Generatio
         ids = torch.cat([ids, new], 1)
     sampled, logprobs = ids[:, len(prompt.token_ids) :].numpy(), torch.cat(found, 1).numpy()
     ends = [(row == EOS).argmax() + 1 if EOS in row else steps for row in sampled]
-    _found[str(prompt), chosen] = [
+    return [
         Generation(row[:end], values[:end], "stop" if EOS in row else "length", row[:0])
         for row, values, end in zip(sampled, logprobs, ends, strict=True)
     ]
-    return _found[str(prompt), chosen]
 
 
 def ids(groups: list[list[Generation]]) -> list[list[list[int]]]:
